@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import parse
 from cairn.engines.training.checkpoint import STATE
 from cairn.flows.cli.app import say, tell
 from cairn.flows.cli.tables import print_status
@@ -373,30 +372,6 @@ def test_an_endpoint_with_keys_is_not_repeated(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(StoreRefused) as caught:
             S3Store("s3://bucket/prefix").check()
         assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://user:hunter2@host/train.jsonl",
-        f"s3://AKIAEXAMPLE:{SECRET}@bucket/train.jsonl@[0:9]",
-        "https://host/train.jsonl?X-Amz-Signature=hunter2",
-        "simplecache::https://host/train.parquet?access_token=hunter2",
-    ],
-)
-def test_a_data_url_with_credentials_is_refused_and_not_repeated(url: str, tiny_assets: Path) -> None:
-    config = tiny_config(tiny_assets).model_dump(mode="json")
-    config["data"]["path"] = url
-    with pytest.raises(ConfigError, match=r"data.path holds credentials, .* set them in the environment") as caught:
-        parse(config)
-    assert not any(word in str(caught.value) for word in ("AKIA", "hunter2", "wJal", "K7MD"))
-
-
-@pytest.mark.parametrize(
-    "url", ["s3://bucket/a@[0:9]", "https://host:8080/a.jsonl?download=1", "hf://d/x@main/a.jsonl"]
-)
-def test_a_data_url_without_credentials_is_fine(url: str, tiny_assets: Path) -> None:
-    assert tiny_config(tiny_assets, data={"path": url}).data.path == url
 
 
 def test_text_of_a_store_steers_no_terminal(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:

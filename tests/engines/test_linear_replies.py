@@ -11,6 +11,7 @@ from cairn.engines.replies import read_reply
 from cairn.tasks.rewards.instructions import CHECKS
 from cairn.tasks.rewards.outside.code import program_of
 from tests.linear import shapes, too_slow
+from tests.tables import cases
 
 TAGS = ["tool_call", "function", "arg_key", "arg_value", "parameter", "think"]
 PIECES = [*(f"<{tag}>" for tag in TAGS), *(f"</{tag}>" for tag in TAGS), "<function=f>", "<parameter=a>", "<parameter="]
@@ -46,14 +47,19 @@ def around(template: str, pairs: bool) -> Iterator[str]:
             yield before + shape + after
 
 
-@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_replies_are_read_in_linear_time(template: str, pairs: bool) -> None:
+@pytest.mark.parametrize(
+    ("cut", "pairs"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.proof),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
+@cases("template", TEMPLATES)
+def test_replies_are_read_in_linear_time(template: str, cut: bool, pairs: bool) -> None:
     tokenizer = SimpleNamespace(response_schema=None, chat_template=template)
-    for cut in (False, True):
-        assert (
-            too_slow(lambda text, cut=cut: read_reply(text, tokenizer, TOOLS, cut=cut), around(template, pairs)) == []
-        )
+    assert too_slow(lambda text: read_reply(text, tokenizer, TOOLS, cut=cut), around(template, pairs)) == []
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -92,29 +98,12 @@ GIVEN = {
     **dict.fromkeys(["relation", "let_relation", "capital_relation"], "at least"),
 }
 FOREIGN = ("language:", "change_case:english", "length_constraints:number_sentences")
-"""Those that ask a library."""
+"""Instructions that ask a library."""
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("instruction", [name for name in CHECKS if not name.startswith(FOREIGN)])
+@cases("instruction", [name for name in CHECKS if not name.startswith(FOREIGN)])
 def test_instructions_are_checked_in_linear_time(instruction: str, pairs: bool) -> None:
-    pieces = [
-        "a",
-        "A-",
-        "*",
-        "* ",
-        "-",
-        "[",
-        "]",
-        "<<",
-        ">>",
-        "```",
-        "```json",
-        '"',
-        "\n",
-        " ",
-        "p.",
-        "Section 1",
-        "******",
-    ]
+    pieces = ["a", "A-", "*", "* ", "******", "-", "[", "]", "<<", ">>", "```", "```json", '"', "\n", " ", "p."]
+    pieces.append("Section 1")
     assert too_slow(lambda text: CHECKS[instruction](text, GIVEN), shapes(pieces, pairs)) == []

@@ -6,9 +6,10 @@ import httpx
 import pytest
 
 from cairn.engines.loopback import spare_loopback
+from tests.tables import cases
 
 
-@pytest.mark.parametrize(
+@cases(
     ("given", "beside"),
     [
         ({}, []),
@@ -27,8 +28,8 @@ def test_loopback_is_asked_without_a_proxy_and_other_hosts_as_before(
         monkeypatch.setenv(name, value)
     spare_loopback()
     assert "http" in getproxies_environment()
-    for host in ("127.0.0.1", "localhost", "[::1]", *beside):
-        assert proxy_bypass_environment(host.strip("[]"))
-        with httpx.Client() as client:
+    with httpx.Client() as client:
+        for host in ("127.0.0.1", "localhost", "[::1]", *beside):
+            assert proxy_bypass_environment(host.strip("[]"))
             assert client._transport_for_url(httpx.URL(f"http://{host}:1")) is client._transport
     assert not proxy_bypass_environment("elsewhere.example")

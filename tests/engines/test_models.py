@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from cairn.engines.tokenizers import read_tokenizer
 from cairn.flows.plan.subject import planned_model
 from examples.quickstart.model import build_tokenizer
 from tests.architectures import architecture
+from tests.tables import cases
 
 
 @pytest.fixture
@@ -79,9 +81,7 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         check_model_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "{}", "[]", '{"model_type": "no-such-model"}', '{"model_type": "qwen3", "hidden_size": "x"}']
-)
+@cases("text", ["{", "{}", "[]", '{"model_type": "no-such-model"}', '{"model_type": "qwen3", "hidden_size": "x"}'])
 def test_a_broken_config_is_named(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(BadModel, match=r"config\.json cannot be read"):
@@ -113,7 +113,7 @@ def test_a_type_that_has_anothers_architecture_is_read_as_that_and_runs_no_code(
     assert all(value.equal(expected.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "place"),
     [
         ({"attn_implementation": "somebody/kernel"}, "attn_implementation"),
@@ -131,11 +131,14 @@ def test_a_type_that_has_anothers_architecture_is_read_as_that_and_runs_no_code(
         ({"backbone_config": {"use_timm_backbone": True}}, "backbone_config.use_timm_backbone"),
     ],
 )
-def test_a_folder_that_names_code_or_kernels_is_refused(options: dict[str, Any], place: str, folder: Path) -> None:
-    set_config(folder, **options)
+def test_a_folder_that_names_code_or_kernels_is_refused(
+    options: dict[str, Any], place: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    copied = shutil.copytree(folder, tmp_path_factory.mktemp("copied"), dirs_exist_ok=True)
+    set_config(copied, **options)
     for read in (check_model_folder, planned_model, lambda path: load_causal_lm(path, torch.float32)):
         with pytest.raises(BadModel, match=re.escape(place)) as refused:
-            read(str(folder))
+            read(str(copied))
         assert "take it out, no code is fetched or run that a model names" in str(refused.value)
 
 
@@ -187,18 +190,19 @@ def test_the_part_of_a_head_that_is_rotated_is_read_where_minimax_publishes_it(t
     assert model.model.rotary_emb.inv_freq.shape == (64 // 2,)  # of a head of 128
 
 
-@pytest.mark.parametrize("name", published_names())
+@cases("name", published_names())
 def test_a_written_config_says_of_the_architecture_all_that_the_published_one_does(name: str, tmp_path: Path) -> None:
     published = published_config(name)
     assert published is not None
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    config = read_config(tmp_path).get_text_config()
-    (tmp_path / "written").mkdir()
-    save_config(config, tmp_path, tmp_path / "written")
+    folder, written = tmp_path / name, tmp_path / name / "written"
+    written.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(published))
+    config = read_config(folder).get_text_config()
+    save_config(config, folder, written)
     said_anew = {"architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype"}
     published = published.get("text_config", published)
-    assert set(published) - said_anew <= set(json.loads((tmp_path / "written" / "config.json").read_text()))
-    read, of_program = read_config(tmp_path / "written").to_dict(), {"_name_or_path", "transformers_version"}
+    assert set(published) - said_anew <= set(json.loads((written / "config.json").read_text()))
+    read, of_program = read_config(written).to_dict(), {"_name_or_path", "transformers_version"}
     assert {key: value for key, value in config.to_dict().items() if key not in of_program and read[key] != value} == {}
 
 

@@ -4,10 +4,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from cairn.engines.replies import Reply, ToolCall, read_reply
 from tests.engines.generation.chat import chat_tokenizer
+from tests.tables import cases
 
 TOOLS = [
     {
@@ -28,7 +27,7 @@ def read(text: str, template: str, *tools: Any, **how: bool) -> Reply:
     return read_reply(text, SimpleNamespace(chat_template=template), *tools, **how)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("template", "text", "content"),
     [
         ("<tool_call>", f"Look.\n<tool_call>\n{AS_JSON}\n</tool_call>", "Look."),
@@ -59,7 +58,7 @@ DEEPSEEK = "<｜tool▁call▁begin｜>"
 ARGUMENTS = json.dumps({"query": "12", "k": 3})
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
     [
         f" to=functions.search<|channel|>commentary json<|message|>{ARGUMENTS}",
@@ -81,7 +80,7 @@ def test_messages_of_gpt_oss_are_told_apart_by_channel_and_recipient(text: str) 
         assert read(text, GPT_OSS, TOOLS, cut=True) == Reply(text)
 
 
-@pytest.mark.parametrize("space", ["", " "])  # models write one that the template does not
+@cases("space", ["", " "])  # models write one that the template does not
 def test_calls_of_kimi_have_the_tool_in_their_ids(space: str) -> None:
     one = f"<|tool_call_begin|>functions.search:0{space}<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
     text = f"Look.<|tool_calls_section_begin|>{one}{one}<|tool_calls_section_end|>"
@@ -107,7 +106,7 @@ def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
     assert read("[1, 2", "[TOOL_CALLS]", TOOLS) == Reply("[1, 2")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("template", "text", "name", "why"),
     [
         (HERMES, "<tool_call>{'a': 1}</tool_call>", "", "what stands in <tool_call> is no JSON: "),
@@ -146,7 +145,7 @@ def test_what_cannot_be_read_has_a_reason_and_is_told(template: str, text: str, 
     assert call.unreadable.startswith(why)
 
 
-@pytest.mark.parametrize("template", ["<function=", "[TOOL_CALLS]", "<|python_tag|>", ""])
+@cases("template", ["<function=", "[TOOL_CALLS]", "<|python_tag|>", ""])
 def test_blocks_are_read_whatever_the_template_says_of_calls(template: str) -> None:
     assert read(f"<tool_call>{AS_JSON}</tool_call>", template, TOOLS) == Reply("", (SEARCH,))
     function = "<tool_call><function=search><parameter=query>12</parameter><parameter=k>3</parameter></tool_call>"
@@ -165,7 +164,7 @@ def test_a_call_without_its_end_is_one_unless_the_reply_was_cut_off() -> None:
     assert read(text, HERMES, TOOLS, cut=True) == Reply(text)
 
 
-@pytest.mark.parametrize("template", ["", "{{ '</think>' }}"])
+@cases("template", ["", "{{ '</think>' }}"])
 def test_calls_within_thoughts_are_none(template: str) -> None:
     call = f"<tool_call>{AS_JSON}</tool_call>"
     other = call.replace("12", "no")
@@ -198,7 +197,7 @@ def test_a_tokenizer_that_says_how_replies_are_read_is_asked() -> None:
     assert (broken.asked[0].unreadable or "").startswith("the answer cannot be read")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "thinking", "thoughts", "content"),
     [
         ("<think>\nHm.\n</think>\n\nSo.", False, "Hm.", "So."),

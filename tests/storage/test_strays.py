@@ -4,6 +4,7 @@ import ast
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from cairn.storage.store import LONGEST_RECORD
 from cairn.tasks.data import BadData
 from cairn.tasks.data.files import parsed
 from tests.storage.test_retention import EVERY_FOURTH, _eleven_iterations
+from tests.tables import cases
 from tests.tiny_run import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -55,14 +57,16 @@ def _file(folder: Path, data: bytes | None) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", STRAYS)
+@cases("kind", STRAYS)
 def test_a_stray_folder_among_the_runs_stops_nobody(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _say_once.cache_clear()
-    ledger = _eleven_iterations(LocalStore(str(tmp_path)))
+    caplog.clear()
+    store = tmp_path / kind
+    ledger = _eleven_iterations(LocalStore(str(store)))
     assert ledger.lease is not None
-    STRAYS[kind](tmp_path / "runs" / "stray")
+    STRAYS[kind](store / "runs" / "stray")
     warned: list[str] = []
     run = SimpleNamespace(
         ledger=ledger,
@@ -85,23 +89,22 @@ def test_a_stray_folder_among_the_runs_stops_nobody(
     assert len(told) == (0 if kind in ("pipe", "folder", "empty") else 1), "by its name, once"
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        canonical.unseal,
-        from_json,
-        lambda data: Commit.from_bytes(data, "runs/r/iterations/000000/train.json"),
-        lambda data: read_decision(data, "runs/r/decisions/000001.json"),
-        lambda data: row_of(data, "runs/r/iterations/000000/train.json"),
-        lambda data: evals.Evaluation.from_bytes(data, "evals/x/result.json"),
-    ],
-)
-@pytest.mark.parametrize("wrapped", ["{deep}", '{{"a": {deep}, "digest": "x"}}', '{{"digest": {deep}}}'])
-@pytest.mark.parametrize("depth", [DEEPEST + 1, 900, 100_000])
-def test_what_is_nested_too_deeply_is_damage(read: Callable[[bytes], object], wrapped: str, depth: int) -> None:
+READERS: list[Callable[[bytes], object]] = [
+    canonical.unseal,
+    from_json,
+    lambda data: Commit.from_bytes(data, "runs/r/iterations/000000/train.json"),
+    lambda data: read_decision(data, "runs/r/decisions/000001.json"),
+    lambda data: row_of(data, "runs/r/iterations/000000/train.json"),
+    lambda data: evals.Evaluation.from_bytes(data, "evals/x/result.json"),
+]
+WRAPPED = ("{deep}", '{{"a": {deep}, "digest": "x"}}', '{{"digest": {deep}}}')
+
+
+@cases(("reader", "wrapped", "depth"), product(range(len(READERS)), WRAPPED, (DEEPEST + 1, 900, 100_000)))
+def test_what_is_nested_too_deeply_is_damage(reader: int, wrapped: str, depth: int) -> None:
     data = wrapped.format(deep="[" * depth + "]" * depth).encode()
     with pytest.raises((ValueError, Damaged)):
-        read(data)
+        READERS[reader](data)
 
 
 def test_a_row_of_data_that_is_nested_too_deeply_is_named() -> None:
@@ -118,7 +121,7 @@ def test_what_a_ledger_holds_is_read_as_deep_as_it_may_be() -> None:
 
 
 def test_json_of_somebody_else_is_read_in_one_place() -> None:
-    """Of `json.loads` the rest is of Cairn's own words."""
+    """Every other `json.loads` reads Cairn's own words."""
     own = {
         "storage/canonical.py": 1,
         "storage/query/names.py": 1,  # DuckDB's

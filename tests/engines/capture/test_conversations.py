@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 
 from cairn.engines.capture.conversations import ChatTemplate, conversation
 from cairn.engines.capture.exchanges import Exchange
@@ -12,6 +11,7 @@ from cairn.engines.generation.call_formats import TemplateFormat
 from cairn.engines.trajectories import Segment
 from cairn.engines.types import FinishReason
 from tests.chat_templates import TEMPLATES, tokenizer_of
+from tests.tables import cases
 
 HI, SUM = {"role": "user", "content": "Hi"}, {"role": "user", "content": "2+2?"}
 RESULT = {"role": "tool", "content": "4"}
@@ -34,7 +34,7 @@ def sampled(ids: Any) -> Segment:
     )
 
 
-@pytest.mark.parametrize(
+@cases(
     ("kind", "said", "end", "later"),
     [
         ("chatml", "Hello.", "<|im_end|>", SUM),
@@ -58,7 +58,7 @@ def test_a_second_request_reads_what_the_template_writes(kind: str, said: str, e
     )
 
 
-@pytest.mark.parametrize(
+@cases(
     ("kind", "said", "end"),
     [
         ("closes nothing", GLM_CALL.replace("\n\n<tool", "\n<tool"), "<|observation|>"),
@@ -81,7 +81,7 @@ def test_results_of_tools_follow_a_reply_as_the_template_writes_them(kind: str, 
     assert not results.startswith("<|END_RESPONSE|>")
 
 
-@pytest.mark.parametrize("result", ["4", 'a "line"\nand another'])
+@cases("result", ["4", 'a "line"\nand another'])
 def test_results_follow_a_call_where_the_template_wants_a_call_before_them(result: str) -> None:
     tokenizer, _ = tokenizer_of(TEMPLATES["closes the last turn otherwise"])
     form: Any = TemplateFormat(tokenizer, {"add": Tool}, "<|start|>assistant")  # type: ignore[dict-item]

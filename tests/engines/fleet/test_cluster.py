@@ -79,7 +79,8 @@ def test_rays_token_is_kept_in_memory_where_the_home_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str, token: bool
 ) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile goes afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", home or str(tmp_path))
     cluster.require_token()
     assert ("RAY_AUTH_TOKEN" in os.environ) is token
@@ -336,7 +337,8 @@ def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_remove
 
 def test_rays_token_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile goes afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / ".ray" / "auth_token"
     cluster.require_token()

@@ -1,12 +1,12 @@
 """What a model writes to call a tool is read as its chat template writes it, or the run is refused before it starts."""
 
+from itertools import product
 from typing import Any
-
-import pytest
 
 from cairn.engines.generation.call_check import unreadable_calls
 from tests.chat_templates import TEMPLATES, byte_tokenizer, tokenizer_of
 from tests.engines.generation.chat import chat_tokenizer
+from tests.tables import cases
 
 _MESSAGES = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{% for c in m.tool_calls %}CALL"
@@ -37,20 +37,17 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("opens", ["", "<think>\n"])
-@pytest.mark.parametrize("model", list(CALLS))
+@cases(("model", "opens"), product(CALLS, ("", "<think>\n{# </think> #}")))
 def test_calls_are_read_as_templates_write_them(model: str, opens: str) -> None:
-    if opens:
-        opens += "{# </think> #}"
     assert unreadable_calls(byte_tokenizer(template(CALLS[model], opens), "<|end|>")) is None
 
 
-@pytest.mark.parametrize("kind", ["closes nothing", "closes the last turn otherwise"])
+@cases("kind", ["closes nothing", "closes the last turn otherwise"])
 def test_calls_of_templates_that_end_turns_in_their_own_way_are_read(kind: str) -> None:
     assert unreadable_calls(tokenizer_of(TEMPLATES[kind])[0]) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("source", "why"),
     [
         (

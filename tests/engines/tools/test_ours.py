@@ -18,6 +18,7 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.tools import ToolOptions
 from cairn.engines.tools.errors import Reason
 from cairn.engines.tools.loading import load_tools
+from tests.tables import cases
 
 
 def tools(*names: str, **options: Any) -> dict[str, cairn.Tool]:
@@ -35,7 +36,7 @@ def failure(tool: cairn.Tool, **arguments: Any) -> cairn.ToolFailed:
     return failed.value
 
 
-@pytest.mark.parametrize(
+@cases(
     ("expression", "value"),
     [
         ("2 + 3 * 4", "14"),
@@ -56,7 +57,7 @@ def test_the_calculator_computes(expression, value):
     assert run(tools("calculator")["calculator"], expression=expression) == value
 
 
-@pytest.mark.parametrize(
+@cases(
     ("expression", "told"),
     [
         ("1 / 0", "ZeroDivisionError"),

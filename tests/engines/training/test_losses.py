@@ -2,6 +2,8 @@
 expectations, and numbers that are far apart."""
 
 import math
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.objective import loss_and_metrics
 from cairn.engines.training.losses.policy_loss import policy_loss
 from cairn.engines.training.losses.value import value_loss
+from tests.tables import cases
 
 
 def log_ratio(*ratios: float) -> torch.Tensor:
@@ -36,7 +39,7 @@ def test_the_upper_clip_range_is_the_lower_one_unless_given() -> None:
     assert loss.item() == pytest.approx(-1.2)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+@cases("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_the_expected_gradient_of_an_estimator_as_a_loss_is_that_of_the_divergence_it_stands_for(kind: KLType) -> None:
     """Exact over a vocabulary of six: Σ π(a) ∇ estimate(a), which is what on-policy samples give on average."""
     draw = torch.Generator().manual_seed(0)
@@ -52,7 +55,7 @@ def test_the_expected_gradient_of_an_estimator_as_a_loss_is_that_of_the_divergen
     assert torch.allclose(found, expected, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+@cases("kind", ["k1", "k3", "low_var_kl"])
 def test_with_the_ratio_value_and_gradient_are_the_divergences_own_however_far_the_policy_has_moved(
     kind: KLType,
 ) -> None:
@@ -77,7 +80,7 @@ def test_the_default_of_the_kl_loss_has_the_gradient_of_the_divergence() -> None
     assert AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True, kl_loss_type="k1")
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+@cases("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_gradients_of_the_estimators_are_those_of_finite_differences(kind: KLType) -> None:
     """What an expectation does not tell: a term of the estimate without its gradient, which is 0 on average."""
     reference = torch.tensor([-2.0, -1.0, -0.5, -3.0], dtype=torch.float64)
@@ -87,7 +90,7 @@ def test_gradients_of_the_estimators_are_those_of_finite_differences(kind: KLTyp
     assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind, old), log_probs)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+@cases("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_the_kl_loss_and_its_gradient_are_finite_however_far_the_policy_is_from_the_reference(kind: KLType) -> None:
     for far in (89.0, 200.0, 1e6):
         log_probs = torch.tensor([-far, -far, 0.0], requires_grad=True)
@@ -159,8 +162,8 @@ def test_a_value_that_moved_beyond_the_clip_towards_its_return_has_no_gradient()
 
 
 def test_what_is_masked_leaves_the_others_their_weight() -> None:
-    """Of the first sample 2 of 4 tokens are left, of the second none: tokens that stay weigh what they did, metrics are
-    means over these."""
+    """The first sample keeps 2 of 4 tokens, the second none: tokens that stay weigh what they did, metrics are means
+    over these."""
     for options in ({}, {"calculate_per_token_loss": True}, {"loss_scale_factor": 8}):
         algorithm = AlgorithmConfig(**options)
         whole = token_weights([4, 3, 5], algorithm)
@@ -171,16 +174,15 @@ def test_what_is_masked_leaves_the_others_their_weight() -> None:
     assert sequence_weights([2, 0, 5], [0, 0, 1], AlgorithmConfig(), [4, 3, 5])[0].loss == 1 / 14
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_tis": True, "use_unbiased_kl": True},
-        {"use_tis": True},
-        {"use_tis": True, "use_unbiased_kl": True, "kl_loss_type": "k1"},
-        {"use_rollout_logprobs": True, "use_unbiased_kl": True},
-    ],
-)
-@pytest.mark.parametrize("moved", [False, True])
+WEIGHTED: list[dict[str, Any]] = [
+    {"use_tis": True, "use_unbiased_kl": True},
+    {"use_tis": True},
+    {"use_tis": True, "use_unbiased_kl": True, "kl_loss_type": "k1"},
+    {"use_rollout_logprobs": True, "use_unbiased_kl": True},
+]
+
+
+@cases(("options", "moved"), product(WEIGHTED, (False, True)))
 def test_the_kl_loss_has_the_divergence_s_gradient_whatever_weights_sampled(options: dict, moved: bool) -> None:
     """A bandit of 4 arms that the behaviour policy sampled; the proximal policy is the trained one, or has moved."""
     behaviour, reference = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), torch.full((4,), 0.25).log()

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cairn.flows.cli import app
 from cairn.flows.cli.app import BadInput, print_json, writing
 from tests.flows.written_runs import new_run, write_iteration
+from tests.tables import cases
 
 
 @pytest.fixture
@@ -21,14 +22,13 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@pytest.mark.parametrize(
+@cases(
     "command",
     [
         ("report", "toy", "/proc/r.html"),
         ("export", "toy@0", "/proc/out", "--format", "atif"),
         ("timeline", "toy", "0", "/proc/trace.json"),
     ],
-    ids=lambda command: command[0],
 )
 def test_a_place_that_cannot_be_written_is_one_sentence(store: Path, command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*command, "--store", str(store)])

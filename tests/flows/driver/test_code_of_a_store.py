@@ -29,6 +29,7 @@ from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.store import Store
 from cairn.tasks.recovery import replay
+from tests.tables import cases
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 BENCHMARK = {"name": "b", "path": "b.jsonl", "max_response_len": 4}
@@ -92,7 +93,7 @@ def name_everywhere(store: Store, run: str, evil: str) -> None:
     forge(store, layout.run_manifest(run), change)
 
 
-@pytest.mark.parametrize("option", sorted(set(OPTIONS) - MIXED))
+@cases("option", sorted(set(OPTIONS) - MIXED))
 def test_no_option_of_a_store_is_imported_or_trusted(
     option: str, imported: list[str], tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_no_weights_are_exported_into_a_model_of_a_store(kept: tuple[Ledger, str
         export(Ledger.open(ledger.store, "tiny"), tmp_path / "exported")
 
 
+@pytest.mark.proof
 def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
     kept: tuple[Ledger, str], imported: list[str], tiny_assets: Path
 ) -> None:
@@ -209,16 +211,13 @@ def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
     assert imported == []
 
 
-@pytest.mark.parametrize("folder", layout.FOLDERS)
-def test_no_folder_of_a_store_is_at_hand(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert is_at_hand(tmp_path / "mine.py", LocalStore("."))
-    assert not is_at_hand(tmp_path / folder / "of_somebody" / "evil.py", LocalStore("."))
-
-
-def test_every_folder_of_a_store_is_known() -> None:
+def test_every_folder_of_a_store_is_known_and_none_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = re.findall(r"^([a-z-]+)/", layout.__doc__ or "", flags=re.M)
     assert set(described) == set(layout.FOLDERS)
+    monkeypatch.chdir(tmp_path)
+    assert is_at_hand(tmp_path / "mine.py", LocalStore("."))
+    evil = {folder: tmp_path / folder / "of_somebody" / "evil.py" for folder in layout.FOLDERS}
+    assert [folder for folder, file in evil.items() if is_at_hand(file, LocalStore("."))] == []
 
 
 def test_status_of_a_run_is_told_all_the_same(kept: tuple[Ledger, str], imported: list[str]) -> None:

@@ -18,6 +18,7 @@ from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
 from tests.quantized_models import fp8_folder, mxfp4_folder
+from tests.tables import cases
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     assert f"knows {known - 1} token ids, and {known} are sampled" in problem
 
 
-@pytest.mark.parametrize(
+@cases(
     ("option", "algorithm"),
     [("ref_path", {"use_kl_loss": True}), ("critic_path", {"advantage_estimator": "ppo"})],
 )
@@ -142,7 +143,7 @@ def test_a_reference_and_a_critic_must_read_the_tokens_of_the_policy(
     option: str, algorithm: dict, model: Path, tmp_path: Path, data: Path
 ) -> None:
     """The other tokenizer has the same tokens, with the ids of two exchanged."""
-    other = tmp_path / "other"
+    other = tmp_path / option
     shutil.copytree(model, other)
     assert setup_problems(config(model, data, model={option: str(other)}, algorithm=algorithm)) == []
     written = json.loads((other / "tokenizer.json").read_text())
@@ -242,7 +243,7 @@ def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(m
     assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
 
 
-@pytest.mark.parametrize("id", [-1, 10**6])
+@cases("id", [-1, 10**6])
 def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, id: int) -> None:
     stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
     (problem,) = setup_problems(stopping)

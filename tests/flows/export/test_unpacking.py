@@ -12,6 +12,7 @@ from cairn.flows.export import unpacking
 from cairn.flows.export.unbundle import BadBundle, check
 from cairn.flows.export.unpacking import unpack
 from cairn.storage.store import LONGEST_RECORD
+from tests.tables import cases
 
 FIRST = "bundle.json"
 
@@ -73,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@cases("kind", REFUSED)
 def test_what_exceeds_a_bound_is_refused_by_a_sentence(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,10 +82,10 @@ def test_what_exceeds_a_bound_is_refused_by_a_sentence(
         monkeypatch.setattr(unpacking, name, bound)
     make, why = REFUSED[kind]
     make(tmp_path / "sent.zip")
-    (tmp_path / "into").mkdir()
+    (into := tmp_path / kind).mkdir()
     with pytest.raises(ValueError, match=why):
-        unpack(tmp_path / "sent.zip", tmp_path / "into", FIRST, ("store", "grader"))
-    assert not [path for path in (tmp_path / "into").rglob("*") if path.is_symlink() or path.stat().st_size > 2**20]
+        unpack(tmp_path / "sent.zip", into, FIRST, ("store", "grader"))
+    assert not [path for path in into.rglob("*") if path.is_symlink() or path.stat().st_size > 2**20]
     with pytest.raises(BadBundle, match="is no bundle of Cairn"):
         check(tmp_path / "sent.zip")
 

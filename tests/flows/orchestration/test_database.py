@@ -19,9 +19,9 @@ def statements(sql: str) -> list[str]:
     return sorted(line.rstrip(", ") for line in sql.splitlines())
 
 
-@pytest.mark.parametrize("name", ["a?b", "50%20", "a#b", "with space"])
-def test_the_database_lies_in_its_folder_whatever_that_is_called(name: str) -> None:
-    assert make_url(database_url_in(Path("/home") / name)).database == f"/home/{name}/prefect.db"
+def test_the_database_lies_in_its_folder_whatever_that_is_called() -> None:
+    for name in ("a?b", "50%20", "a#b", "with space"):
+        assert make_url(database_url_in(Path("/home") / name)).database == f"/home/{name}/prefect.db"
 
 
 def test_a_database_is_made_whole_and_one_that_is_there_stays(tmp_path: Path) -> None:

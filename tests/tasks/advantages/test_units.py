@@ -1,6 +1,7 @@
 """A sample has one advantage, however many trajectories it went through: every estimator of ours, any batch."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.advantages.trajectories import Episodes, compared
+from tests.tables import cases
 from tests.tasks.advantages.test_estimators import WHITENED
 
 ROLES = ("solver", "judge", None)
@@ -101,19 +103,20 @@ def cuts(length: int) -> list[list[int]]:
     return [[first, *rest] for first in range(1, length + 1) for rest in cuts(length - first)]
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATOR.ours() if name != "dpo"])  # whose samples are pairs
 @settings(max_examples=60, deadline=None)
 @given(drawn=batches())
-def test_a_sample_that_is_split_changes_no_advantage(name: str, drawn: Any) -> None:
+def test_a_sample_that_is_split_changes_no_advantage(drawn: Any) -> None:
     samples, sizes, fields, chosen, split = drawn
-    before = advantages(samples, sizes, fields, name)
-    after = advantages([*samples[:chosen], split, *samples[chosen + 1 :]], sizes, fields, name)
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-5)
+    parted = [*samples[:chosen], split, *samples[chosen + 1 :]]
+    apart = []
+    for name in set(ESTIMATOR.ours()) - {"dpo"}:  # whose samples are pairs
+        before, after = (advantages(given, sizes, fields, name) for given in (samples, parted))
+        if not all(np.allclose(other, one, atol=1e-5, rtol=1e-7) for one, other in zip(before, after, strict=True)):
+            apart.append((name, before, after))
+    assert apart == []
 
 
-@pytest.mark.parametrize("roles", [None, "solver"])
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@cases(("name", "roles"), product(("grpo", "rloo"), (None, "solver")))
 def test_failures_that_went_through_many_trajectories_are_failures_like_others(name: str, roles: str | None) -> None:
     """Rewards 1 1 0 0, given by `episode` to every trajectory of a sample; each failure has nine of them."""
     counts, rewards = [1, 1, 9, 9], [1.0, 1.0, 0.0, 0.0]

@@ -11,6 +11,7 @@ from cairn.tasks.benchmarks.digests import benchmark_digests, benchmark_grader
 from cairn.tasks.benchmarks.rows import BenchmarkRows, graded_part, open_prompts
 from cairn.tasks.benchmarks.source import local_data, require_data
 from cairn.tasks.data.errors import BadData
+from tests.tables import cases
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 GSM8K = SHARED / "gsm8k" / "test.jsonl"
@@ -183,7 +184,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):
         BenchmarkRows.open(on("gpqa-diamond", tmp_path / "torn.csv"))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("row", "problem"),
     [
         ({"question": "1", "answer": ["#### 1"]}, r"line 1: 'answer' is a label and holds \[\"#### 1\"\], which is no"),

@@ -1,4 +1,4 @@
-"""Of every way in which chat templates write an assistant's turn, what is said is learned, and where to stop."""
+"""However a chat template writes an assistant's turn, what is said is learned, and where to stop."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import pytest
 from cairn.tasks.data.chats import Chats
 from cairn.tasks.data.errors import BadData, BadPrompt
 from tests.chat_templates import TEMPLATES, byte_tokenizer, tokenizer_of
+from tests.tables import cases
 
 HI, SUM = {"role": "user", "content": "Hi"}, {"role": "user", "content": "2+2?"}
 HELLO, FOUR = {"role": "assistant", "content": "Hello."}, {"role": "assistant", "content": "It is 4."}
@@ -81,13 +82,13 @@ def learned(chats: Chats, tokenizer: Any, messages: list[dict[str, Any]]) -> lis
     return [tokenizer.decode(ids) for ids in stretches if ids]
 
 
-@pytest.mark.parametrize(("name", "chat"), CASES)
+@cases(("name", "chat"), CASES)
 def test_turns_are_learned_through_the_token_that_ends_them(name: str, chat: str) -> None:
     tokenizer, ends = tokenizer_of(TEMPLATES[name])
     assert learned(Chats(tokenizer, {}, ends), tokenizer, CHATS[chat]) == LEARNED[name][chat]
 
 
-@pytest.mark.parametrize("name", list(TEMPLATES))
+@cases("name", TEMPLATES)
 def test_the_last_turn_ends_with_a_token_that_stops_the_engine(name: str) -> None:
     """Or with the one that the template closes turns with, where the model names none of them."""
     tokenizer, ends = tokenizer_of(TEMPLATES[name])
@@ -108,7 +109,7 @@ MARKED = (
 )
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>\n", ""])
+@cases("end", ["<|im_end|>\n", ""])
 def test_marks_that_leave_out_the_end_are_completed(end: str) -> None:
     tokenizer = byte_tokenizer(MARKED.replace("END", end), "<|im_end|>")
     chats = Chats(tokenizer, {}, {tokenizer.eos_token_id})
@@ -139,7 +140,7 @@ COUNTED = "{% for m in messages %}{{ m.content|length }}{{ m.role }}: {{ m.conte
 ASKS = "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
-@pytest.mark.parametrize("after", ["", "{{ m.content|length }}"])
+@cases("after", ["", "{{ m.content|length }}"])
 def test_a_turn_that_cannot_be_told_from_what_stands_around_it_is_refused(after: str) -> None:
     """What stands before a turn, or on both sides of it, depends on the turn."""
     tokenizer = byte_tokenizer(COUNTED.replace("AFTER", after) + ASKS, "</s>")

@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cairn.storage.errors import NoSpace
 from cairn.tasks.data import BadData, PromptData
 from cairn.tasks.data.errors import BadPrompt
 from tests.small_disk import small_disk, why_not
+from tests.tables import cases
 from tests.tomorrow import Tomorrow
 
 PLAIN = RowFormat(apply_chat_template=False)
@@ -50,8 +52,7 @@ def http_folder(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("place", ["local", "memory", "http", "s3"])
+@cases(("suffix", "place"), product(("jsonl", "parquet"), ("local", "memory", "http", "s3")))
 def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http_folder, s3_url, suffix, place):
     local = tmp_path / f"rows.{suffix}"
     (write_jsonl if suffix == "jsonl" else write_parquet)(local, ROWS)
@@ -78,7 +79,7 @@ def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http
         assert tokenizer.decode(row.prompt_ids) == row.prompt_text == f"prompt {index}"
 
 
-@pytest.mark.parametrize("name", ["a#b.jsonl", "a?b.jsonl", "a%20b.jsonl"])
+@cases("name", ["a#b.jsonl", "a?b.jsonl", "a%20b.jsonl"])
 def test_names_of_any_characters_are_no_fragments_of_urls(tmp_path, tokenizer, s3_url, name):
     local = write_jsonl(tmp_path / name, ROWS)
     with fsspec.open(f"{s3_url}/{name}", "wb") as file:
@@ -87,7 +88,7 @@ def test_names_of_any_characters_are_no_fragments_of_urls(tmp_path, tokenizer, s
         assert len(PromptData.open(PLAIN, url, tokenizer)) == len(ROWS)
 
 
-@pytest.mark.parametrize("slice_", ["[2:5]", "[-3:]", "[:4]", "[:-8]", "[7:100]", "[:]"])
+@cases("slice_", ["[2:5]", "[-3:]", "[:4]", "[:-8]", "[7:100]", "[:]"])
 def test_a_slice_takes_the_rows_that_python_would(tmp_path, tokenizer, slice_):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     data = PromptData.open(PLAIN, f"{path}@{slice_}", tokenizer)
@@ -121,13 +122,13 @@ def test_columns_of_json_strings_say_what_plain_ones_do(tmp_path, tokenizer):
         assert PromptData.open(format, path, tokenizer).row(0) == expected
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", '[{"role": "user"', "[]", '["role"]'])
+@cases("text", ["[1, 2]", '[{"role": "user"', "[]", '["role"]'])
 def test_a_prompt_that_only_looks_like_messages_is_a_prompt(tmp_path, tokenizer, text):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text, "label": "x"}])
     assert PromptData.open(RowFormat(), path, tokenizer).row(0).prompt == text
 
 
-@pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
+@cases("writer", [write_jsonl, write_parquet])
 def test_messages_and_tools_reach_the_template_and_tools_the_metadata(tmp_path, tokenizer, writer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi", "name": "ann"}]
     tools = [{"name": "add"}, {"name": "sub"}]
@@ -146,7 +147,7 @@ def test_keys_and_label_pattern_cut_the_answer_out(tmp_path, tokenizer):
     assert PromptData.open(format, write_jsonl(tmp_path / "r.jsonl", rows), tokenizer).row(0).label == "1,002"
 
 
-@pytest.mark.parametrize(("label", "text"), [(72, "72"), (72.0, "72"), (0.5, "0.5"), ("0.50", "0.50"), (None, None)])
+@cases(("label", "text"), [(72, "72"), (72.0, "72"), (0.5, "0.5"), ("0.50", "0.50"), (None, None)])
 def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
     for path in (
         write_jsonl(tmp_path / "r.jsonl", [{"prompt": "p", "label": label}]),
@@ -157,7 +158,7 @@ def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
     assert PromptData.open(PLAIN, huge, tokenizer).row(0).label == "1" + 400 * "0"
 
 
-@pytest.mark.parametrize("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), float("inf")])
+@cases("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), float("inf")])
 def test_a_label_of_another_kind_is_refused_and_stays_json_to_a_run_that_began_with_it(tmp_path, tokenizer, label):
     path = write_jsonl(tmp_path / "r.jsonl", [GOOD, {"prompt": "p", "label": label}])
     with pytest.raises(
@@ -214,7 +215,7 @@ def test_arguments_of_tool_calls_as_json_are_mappings(tmp_path, tokenizer):
     assert data.row(2).prompt[1]["tool_calls"][0]["function"]["arguments"] == "no JSON"
 
 
-@pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
+@cases("writer", [write_jsonl, write_parquet])
 def test_parts_of_text_are_joined(tmp_path, tokenizer, writer):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+2?"}]
     path = writer(
@@ -223,7 +224,7 @@ def test_parts_of_text_are_joined(tmp_path, tokenizer, writer):
     assert PromptData.open(RowFormat(), path, tokenizer).row(0).prompt_text == "<user>What is 2+2?<assistant>"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("message", "problem"),
     [
         ({"content": []}, r"has the content \[\], which is neither text nor parts of text: correct the row"),
@@ -257,7 +258,7 @@ GOOD = {"prompt": "p", "label": "l"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("rows", "options", "message"),
     [
         ([GOOD, [1]], {}, r"line 2 holds list instead of an object"),
@@ -350,7 +351,7 @@ def test_a_damaged_page_of_parquet_is_the_files(tmp_path, tokenizer):
         PromptData.open(PLAIN, str(path), tokenizer)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "message"),
     [
         ("absent.jsonl", "absent.jsonl does not exist"),
@@ -364,7 +365,7 @@ def test_a_damaged_page_of_parquet_is_the_files(tmp_path, tokenizer):
 def test_a_bad_path_is_one_sentence(tmp_path, tokenizer, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
     with pytest.raises(BadData, match=message):
         PromptData.open(PLAIN, path, tokenizer)
 
@@ -390,11 +391,14 @@ def test_rows_that_are_not_needed_by_the_reward_may_lack_a_label(tmp_path, token
     assert PromptData.open(RowFormat(label_key=None), path, tokenizer).row(0).label is None
 
 
-def test_a_template_that_refuses_a_row_names_it(tmp_path, tokenizer):
-    rows = [GOOD, {**GOOD, "prompt": [{"role": "nobody", "content": "x"}]}]
-    data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", rows), tokenizer)
-    with pytest.raises(BadData, match=r"r\.jsonl, row 2: the chat template refuses the prompt \(who is nobody\?\)"):
-        data.row(1)
+def test_whatever_a_template_raises_names_the_row(tmp_path, tokenizer):
+    dividing = copy.copy(tokenizer)
+    dividing.chat_template = "{% for m in messages %}{{ m.content | int / (m.content | int) }}{% endfor %}"
+    nobody = [{"role": "nobody", "content": "x"}]
+    for asked, prompt, said in ((tokenizer, nobody, r"who is nobody\?"), (dividing, "0", "division by zero")):
+        path = write_jsonl(tmp_path / "r.jsonl", [GOOD, {**GOOD, "prompt": prompt}])
+        with pytest.raises(BadPrompt, match=rf"r\.jsonl, row 2: the chat template refuses the prompt \({said}\)"):
+            PromptData.open(RowFormat(), path, asked).row(1)
 
 
 def test_a_template_that_tells_the_date_tells_that_of_the_stopped_clock(tmp_path, tokenizer, monkeypatch):
@@ -409,15 +413,7 @@ def test_a_template_that_tells_the_date_tells_that_of_the_stopped_clock(tmp_path
     assert PromptData.open(PLAIN, data.path, tokenizer).dated([]) == {}
 
 
-def test_whatever_a_template_raises_is_the_rows(tmp_path, tokenizer):
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content | int / (m.content | int) }}{% endfor %}"
-    data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", [{**GOOD, "prompt": "0"}]), tokenizer)
-    with pytest.raises(BadPrompt, match=r"row 1: the chat template refuses the prompt \(division by zero\)"):
-        data.row(0)
-
-
-@pytest.mark.parametrize("broken", [{"prompt": "smile \ud83d"}, {"label": "\udc00"}])
+@cases("broken", [{"prompt": "smile \ud83d"}, {"label": "\udc00"}])
 def test_a_row_with_half_a_character_gives_no_prompt_and_is_named(tmp_path, tokenizer, broken):
     """JSON can write what no tokenizer and no table takes: `"\\ud83d"`, as where an emoji was cut in two."""
     path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, {**GOOD, **broken}, {**GOOD, "metadata": {"k": "\ud83d"}}])

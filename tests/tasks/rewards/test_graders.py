@@ -12,6 +12,7 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.tasks.rewards import aime, exact_match, get_grader, gsm8k, gsm8k_strict, math, multiple_choice, random
 from cairn.tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
 from cairn.tasks.rewards.sample import Sample
+from tests.tables import cases
 
 MATH_ANSWERS = [
     (
@@ -25,7 +26,7 @@ MATH_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "answer"),
     [
         (r"\boxed{7}", "7"),
@@ -46,9 +47,7 @@ def test_the_last_box_is_found(text, answer):
     assert last_boxed(text) == answer
 
 
-@pytest.mark.parametrize(
-    "text", [r"\boxed{", r"\boxed{18", r"\boxed{3} and \boxed{4", r"\boxed{\boxed{5}", r"\boxed{7\}"]
-)
+@cases("text", [r"\boxed{", r"\boxed{18", r"\boxed{3} and \boxed{4", r"\boxed{\boxed{5}", r"\boxed{7\}"])
 def test_a_text_that_ends_within_its_last_box_holds_no_answer(text):
     with pytest.raises(UnclosedBox):
         last_boxed(text)
@@ -67,53 +66,39 @@ def test_what_was_thought_is_no_answer():
     assert exact_match.grade(Sample("<think>it is 18", "18")) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "label"),
+@cases(
+    ("response", "label", "reward"),
     [
-        (r"so \boxed{1 3 4 7 9}", "1 3 4 7 9"),
-        (r"\boxed{ 1  3 }", "1 3"),
-        (r"\boxed{1} \boxed{2}", "2"),
-        ("it is 12, no, 13.", "13"),
-        ("it costs 1,234.50 dollars", "1234.50"),
-        ("1234", "1,234"),
-        ("-5", "-5"),
-        ("10-5", "5"),
-        ("7, 8,9", "9"),
+        (r"so \boxed{1 3 4 7 9}", "1 3 4 7 9", 1),
+        (r"\boxed{ 1  3 }", "1 3", 1),
+        (r"\boxed{1} \boxed{2}", "2", 1),
+        ("it is 12, no, 13.", "13", 1),
+        ("it costs 1,234.50 dollars", "1234.50", 1),
+        ("1234", "1,234", 1),
+        ("-5", "-5", 1),
+        ("10-5", "5", 1),
+        ("7, 8,9", "9", 1),
+        (r"\boxed{1 3 4 9 7}", "1 3 4 7 9", 0),
+        (r"\boxed{134}", "1 3 4", 0),
+        (r"2 \boxed{1}", "2", 0),
+        (r"\boxed{0.50}", "0.5", 0),
+        ("", "1", 0),
+        ("none", "1", 0),
+        (r"\boxed{1 3 4", "1 3 4", 0),
     ],
 )
-def test_exact_match_takes_the_label_letter_by_letter(response, label):
-    assert exact_match.grade(Sample(response, label)) == 1.0
+def test_exact_match_takes_the_label_letter_by_letter_and_nothing_else(response, label, reward):
+    assert exact_match.grade(Sample(response, label)) == reward
 
 
-@pytest.mark.parametrize(
-    ("response", "label"),
-    [
-        (r"\boxed{1 3 4 9 7}", "1 3 4 7 9"),
-        (r"\boxed{134}", "1 3 4"),
-        (r"2 \boxed{1}", "2"),
-        (r"\boxed{0.50}", "0.5"),
-        ("", "1"),
-        ("none", "1"),
-        (r"\boxed{1 3 4", "1 3 4"),
-    ],
-)
-def test_exact_match_takes_nothing_else(response, label):
-    assert exact_match.grade(Sample(response, label)) == 0.0
+@cases(("kind", "sample", "verdict"), MATH_ANSWERS)
+def test_math_judges_an_answer_as_a_reader_would_and_exact_match_finds_the_same(kind, sample, verdict):
+    assert math.grade(sample) == (verdict == "right")
+    if re.search("think|cut off|which box", kind):
+        assert exact_match.grade(sample) == (verdict == "right")
 
 
-@pytest.mark.parametrize(("kind", "sample", "verdict"), MATH_ANSWERS)
-def test_math_judges_an_answer_as_a_reader_would(kind, sample, verdict):
-    assert math.grade(sample) == (verdict == "right"), kind
-
-
-@pytest.mark.parametrize(
-    ("kind", "sample", "verdict"), [row for row in MATH_ANSWERS if re.search("think|cut off|which box", row[0])]
-)
-def test_exact_match_finds_the_same_answers(kind, sample, verdict):
-    assert exact_match.grade(sample) == (verdict == "right"), kind
-
-
-@pytest.mark.parametrize(
+@cases(
     ("written", "finish_reason", "reward"),
     [
         (r"17</think>\boxed{18}<|end|>", "stop", 1.0),
@@ -178,7 +163,7 @@ def test_an_unknown_grader_is_named_beside_the_known_ones():
         get_grader(RewardConfig(rm_type="maths"))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("response", "label", "flexible", "strict"),
     [
         ("She makes 9 * 2 = $18 every day.\n#### 18", "18", 1, 1),
@@ -204,29 +189,12 @@ def test_gsm8k_takes_no_last_number_of_a_response_that_was_cut_off():
     assert gsm8k_strict.grade(Sample("#### 18\nand", "18", finish_reason="length"))["reward"] == 1
 
 
-@pytest.mark.parametrize(
-    "response", [r"\boxed{033}", r"\boxed{33}", r"$\boxed{n = 33}$", r"\boxed{33^\circ}", "It is $33$."]
-)
-def test_aime_takes_an_integer(response):
-    assert aime.grade(Sample(response, "033")) == {"reward": 1.0, "strict": 1.0, "answer": "33"}
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        r"\boxed{66/2}",
-        r"\boxed{1033}",
-        r"\boxed{-33}",
-        r"\boxed{33.0}",
-        r"33 \boxed{34}",
-        "33 or 34",
-        "3.33",
-        "33^2",
-        "",
-    ],
-)
-def test_aime_takes_nothing_else(response):
-    assert aime.grade(Sample(response, "33"))["reward"] == 0
+def test_aime_takes_an_integer_and_nothing_else():
+    taken = (r"\boxed{033}", r"\boxed{33}", r"$\boxed{n = 33}$", r"\boxed{33^\circ}", "It is $33$.")
+    right = {"reward": 1.0, "strict": 1.0, "answer": "33"}
+    assert [response for response in taken if aime.grade(Sample(response, "033")) != right] == []
+    left = (r"\boxed{66/2}", r"\boxed{1033}", r"\boxed{-33}", r"\boxed{33.0}", r"33 \boxed{34}", "33 or 34", "3.33")
+    assert [answer for answer in (*left, "33^2", "") if aime.grade(Sample(answer, "33"))["reward"] != 0] == []
 
 
 def test_aime_takes_no_last_integer_of_a_response_that_was_cut_off():
@@ -234,7 +202,7 @@ def test_aime_takes_no_last_integer_of_a_response_that_was_cut_off():
     assert aime.grade(Sample(r"\boxed{33} and", "33", finish_reason="length"))["reward"] == 1
 
 
-@pytest.mark.parametrize(
+@cases(
     ("response", "answer"),
     [
         ("(A) is wrong, so the answer is (B).", "B"),

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,177 +27,32 @@ from cairn.tasks.rewards import (
     notation,
 )
 from cairn.tasks.rewards.sample import Sample
+from tests.tables import cases
 
 MEGABYTE = 2**20
 SECONDS = 1.0
-"""Of CPU, for a megabyte of one shape or for an answer of any."""
+"""CPU time for a megabyte of one shape, or for an answer of any."""
 GRADERS: dict[str, Callable[[Sample], Any]] = {
     module.__name__.rpartition(".")[2]: module.grade
     for module in (aime, dapo, deepscaler, exact_match, f1, gpqa, gsm8k, math, math500, multiple_choice)
 }
-SHAPES = [
-    *(
-        "\\boxed{",
-        "{",
-        "}",
-        "\\",
-        "(",
-        "[",
-        "$",
-        "|",
-        "^",
-        "_",
-        "-",
-        ".",
-        ",",
-        ":",
-        "'",
-        "#",
-        " ",
-        "\n",
-        "\t",
-        "9",
-        "x",
-        "A",
-    ),
-    *(
-        "1,",
-        "1 ",
-        "1,000,",
-        "1.",
-        "9^",
-        "9^{",
-        "9!",
-        "x=",
-        "=",
-        "a ",
-        "A ",
-        "\\text{",
-        "\\frac{1}{",
-        "\\left(",
-        "\\$",
-        "$1",
-        "1%",
-    ),
-    *(
-        "answer",
-        "answer is",
-        "answer is ",
-        "the answer is (A) or ",
-        "Answer: ",
-        "option ",
-        "is ",
-        "not ",
-        "**",
-        "<think>",
-        "A. ",
-    ),
-    *(
-        "</think>",
-        "###Response",
-        "#### 1 ",
-        "\\(",
-        "\\)",
-        "\\[1\\]",
-        "x<",
-        "x or ",
-        ", ",
-        "\\pm ",
-        "cm ",
-        "18 cm ",
-        "1e",
-        "\\overline{",
-    ),
-]
+TABLE: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("hostile_answers.yaml").read_text())
+SHAPES = TABLE["shapes"]
 TOWERS = [
-    *(
-        "9^{9^{9}}",
-        "9^{9^{9^{9}}}",
-        "2^{100000000}",
-        "2^{2^{2^{2^{2}}}}",
-        "10^{10^{10}}",
-        "(9^{9})^{9^{9}}",
-        "((9^{99})^{99})^{99}",
-        "(((9^{99})^{99})^{99})^{99}",
-        "((9^{999})^{999})^{999}",
-        "{{9^{99}}^{99}}^{99}",
-    ),
-    *(
-        "100000!",
-        "(10!)!",
-        "9!!!",
-        "((5!)!)!",
-        "\\binom{1000000}{500000}",
-        "\\binom{\\pi}{299}",
-        "\\binom{\\binom{99}{49}}{999}",
-        "{10^9 \\choose 10^8}",
-        "10^{99999}!",
-        "x^{999999}",
-    ),
-    *(
-        "(x+1)^{1000}",
-        "(x+y+z)^{99}",
-        "\\sum_{i=1}^{10^9} i",
-        "\\prod_{i=1}^{1000000} i",
-        "\\int_0^1 x^x dx",
-        "\\gcd(9^{9^9}, 6)",
-    ),
-    *(
-        "\\begin{pmatrix}1&1\\\\1&0\\end{pmatrix}^{1000000}",
-        "\\lfloor 10^{10^{10}} \\rfloor",
-        "e^{e^{e^{e^{e}}}}",
-        "|9^{9^9}|",
-    ),
-    *(
-        "(" * 150 + "1" + ")" * 150,
-        "\\sqrt{" * 60 + "2" + "}" * 60,
-        "\\frac{1}{" * 40 + "2" + "}" * 40,
-        "[" * 100,
-        "-" * 300 + "1",
-    ),
-    *(
-        "x^{x^{x^{x^{x^{2}}}}}",
-        "1e999999999",
-        "1.8e999",
-        "\\sin(" * 30 + "1" + ")" * 30,
-        "\\log_{10^{99999}} 9^{99999}",
-        "0.\\overline{" + "7" * 300 + "}",
-    ),
-    *(
-        "+".join(f"\\sqrt{{{n}}}" for n in range(2, 30)),
-        "\\{" * 40 + "1" + "\\}" * 40,
-        ",".join("1" * 150),
-        "99999999999^{9999}",
-    ),
-    *(
-        "\\tan^{-1}(9^{9^9})",
-        "9^{-9^{9^9}}",
-        "9^9^9",
-        "{9^9}^{9^9}",
-        "9^{(9^9)}",
-        "9**9**9",
-        "\\exp(9^{99})",
-        "9^{9!}",
-        "(9!)^{(9!)}",
-    ),
+    *TABLE["towers"],
+    "(" * 150 + "1" + ")" * 150,
+    "\\sqrt{" * 60 + "2" + "}" * 60,
+    "\\frac{1}{" * 40 + "2" + "}" * 40,
+    "[" * 100,
+    "-" * 300 + "1",
+    "\\sin(" * 30 + "1" + ")" * 30,
+    "0.\\overline{" + "7" * 300 + "}",
+    "+".join(f"\\sqrt{{{n}}}" for n in range(2, 30)),
+    "\\{" * 40 + "1" + "\\}" * 40,
+    ",".join("1" * 150),
 ]
 """Answers that take ages to compute."""
-TOKENS = st.sampled_from(
-    [
-        *"0123456789xyn+-*/=^_(){}[]<>,:;!|%$ ",
-        "\\frac",
-        "\\sqrt",
-        "\\pm",
-        "\\text{ or }",
-        "\\le",
-        "\\pi",
-        "\\infty",
-        "\\cup",
-        "\\text{cm}",
-        "\\{",
-        "\\}",
-    ]
-)
+TOKENS = st.sampled_from([*"0123456789xyn+-*/=^_(){}[]<>,:;!|%$ ", *TABLE["words"]])
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -222,7 +79,7 @@ def test_a_megabyte_of_any_shape_is_read_in_a_second(name: str) -> None:
             assert taken < SECONDS, (shape, response[:20])
 
 
-@pytest.mark.parametrize(("name", "label"), [("math", "18"), ("gpqa", "A"), ("multiple_choice", "A")])
+@cases(("name", "label"), [("math", "18"), ("gpqa", "A"), ("multiple_choice", "A")])
 def test_twenty_kilobytes_of_any_shape_are_read_at_once(name: str, label: str) -> None:
     for shape in SHAPES:
         text = shape * (20_000 // len(shape))
@@ -230,11 +87,11 @@ def test_twenty_kilobytes_of_any_shape_are_read_at_once(name: str, label: str) -
         assert seconds(partial(GRADERS[name], sample)) < SECONDS / 2, shape
 
 
-@pytest.mark.parametrize("tower", TOWERS)
+@cases("tower", TOWERS)
 def test_what_would_take_ages_to_compute_is_wrong_at_once(tower: str) -> None:
-    sample = Sample(rf"\boxed{{{tower}}}", "18")
-    assert seconds(lambda: math.grade(sample)) < SECONDS
-    assert math.grade(sample) == 0
+    found: list[float] = []
+    assert seconds(lambda: found.append(math.grade(Sample(rf"\boxed{{{tower}}}", "18")))) < SECONDS
+    assert found == [0]
 
 
 def test_tags_that_are_special_tokens_are_found_in_a_megabyte() -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from cairn.tasks.rewards import aime, dapo, deepscaler, gpqa, math, multiple_choice
 from cairn.tasks.rewards.sample import Sample
+from tests.tables import cases
 
 ENTRIES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("proved_answers.yaml").read_text())
 GRADERS: dict[str, Any] = {
@@ -19,67 +20,7 @@ GRADERS: dict[str, Any] = {
     "gpqa": gpqa,
     "multiple_choice": multiple_choice,
 }
-BEFORE = [
-    *(
-        r"\neq ",
-        "< ",
-        r"\le ",
-        "> ",
-        r"\text{not } ",
-        "97 = ",
-        r"97 \text{ or } ",
-        "97, ",
-        "97",
-        "2 ",
-    ),
-    *(
-        r"x \ne ",
-        r"\sim ",
-        "97 + ",
-        r"\text{at most } ",
-        r"\text{about } ",
-        r"\text{all but } ",
-        r"\pm ",
-    ),
-    *(r"97 \cdot ", r"97 \approx ", "2x = ", "-x = x = "),
-]
-BEHIND = [
-    *(
-        r" \text{ or } 97",
-        ", 97",
-        " million",
-        " doubled",
-        "_9",
-        r"\%",
-        "!",
-        " + 97",
-        r" \pm 1",
-        " < 97",
-    ),
-    *(
-        r" \neq 97",
-        " = 97",
-        " 97",
-        "97",
-        ":97",
-        r" \cdot 97",
-        r" \text{ tens}",
-        "; 97",
-        "/97",
-        "x",
-    ),
-    *(
-        r" \mod 97",
-        "K",
-        "e97",
-        r"\ldots",
-        " - 1",
-        r" \approx 97",
-        r" \text{ dozen}",
-        r"\cup \{97\}",
-    ),
-    *(r" \lor 97", "?", "^{97}", "'", r"\text{th}", r"^\circ 97", r"\text{ and not } 97"),
-]
+ADDED: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("additions.yaml").read_text())
 ADDED_AND_TRUE = {"2, 3 - 1"}
 MISSED = 0.02
 """The share of right answers that may stay unpaid."""
@@ -95,6 +36,7 @@ def is_paid(grader: str, answer: str, entry: dict[str, Any]) -> bool:
     return bool((found["reward"] if isinstance(found, dict) else found) == 1)
 
 
+@pytest.mark.proof
 def test_no_wrong_answer_is_paid_and_hardly_a_right_one_missed() -> None:
     counts: Counter[str] = Counter()
     paid, missed = [], []
@@ -121,15 +63,18 @@ def test_no_answer_stands_twice() -> None:
     assert [answer for answer, count in answers.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry["grader"] == "math"][:12])
-def test_deepscaler_proves_the_same(entry: dict[str, Any]) -> None:
-    for answer in [*entry["right"], *entry["wrong"]]:
-        expected = math.grade(Sample(rf"\boxed{{{answer}}}", entry["label"]))
-        assert deepscaler.grade(Sample(rf"so</think>\boxed{{{answer}}}", entry["label"])) == expected
+def test_deepscaler_proves_the_same() -> None:
+    apart = []
+    for entry in [entry for entry in ENTRIES if entry["grader"] == "math"][:12]:
+        for answer in [*entry["right"], *entry["wrong"]]:
+            expected = math.grade(Sample(rf"\boxed{{{answer}}}", entry["label"]))
+            if deepscaler.grade(Sample(rf"so</think>\boxed{{{answer}}}", entry["label"])) != expected:
+                apart.append((entry["label"], answer))
+    assert apart == []
 
 
-@pytest.mark.parametrize("label", ["3", "-18", r"\frac{7}{2}", "0.25", r"\sqrt{2}", "(1, 2)", "2, 3"])
+@cases("label", ["3", "-18", r"\frac{7}{2}", "0.25", r"\sqrt{2}", "(1, 2)", "2, 3"])
 def test_what_is_added_to_a_right_answer_makes_it_wrong(label: str) -> None:
     assert math.is_right(label, label)
-    added = [before + label for before in BEFORE] + [label + behind for behind in BEHIND]
+    added = [before + label for before in ADDED["before"]] + [label + behind for behind in ADDED["behind"]]
     assert [answer for answer in added if answer not in ADDED_AND_TRUE and math.is_right(answer, label)] == []

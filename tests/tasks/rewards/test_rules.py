@@ -15,6 +15,7 @@ from cairn.tasks.rewards.boxed import in_box
 from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rewards.rows import row_check
 from cairn.tasks.rewards.sample import Sample
+from tests.tables import cases
 
 ANSWERS = [
     (name, case)
@@ -32,7 +33,7 @@ def paid(name: str, sample: Sample) -> float:
     return float(found["reward"] if isinstance(found, dict) else found)
 
 
-@pytest.mark.parametrize(("name", "case"), ANSWERS)
+@cases(("name", "case"), ANSWERS)
 def test_what_is_paid(name: str, case: dict[str, Any]) -> None:
     sample = Sample(case["response"], case["label"], case.get("metadata", {}))
     assert paid(name, sample) == pytest.approx(case["reward"], abs=1e-6)
@@ -52,7 +53,7 @@ def test_dapo_takes_no_answer_at_which_a_response_was_cut_off() -> None:
     assert whole == {"reward": 1.0, "score": 1.0, "acc": True, "pred": "18"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "label", "message"),
     [
         ("dapo", "one half", "needs an integer"),
@@ -93,7 +94,7 @@ def test_a_box_before_any_of_ours() -> None:
         get_grader(RewardConfig(rm_type="boxed_f2"))
 
 
-@pytest.mark.parametrize("name", ["dapo", "deepscaler", "gsm8k_strict"])
+@cases("name", ["dapo", "deepscaler", "gsm8k_strict"])
 def test_no_box_before_those_that_look_for_a_mark(name: str) -> None:
     refused = rf"'boxed_{name}' would pay for nothing: .*; set rm_type to {name}"
     with pytest.raises(BadPlugin, match=f"{refused}$"):

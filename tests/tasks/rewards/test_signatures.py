@@ -16,6 +16,7 @@ from cairn.storage.commits import Step
 from cairn.tasks.rewards import Takes, get_grader
 from cairn.tasks.rewards.pool import FRESH, Graded, GraderPool, GraderUnavailable
 from cairn.tasks.rewards.sample import Sample
+from tests.tables import cases
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 GRADERS = """
@@ -280,7 +281,7 @@ def test_another_entry_of_a_mapping_may_be_the_reward(pool_of: Any) -> None:
     assert "lacks 'acc', it has 'format', 'reward', 'score': set reward.reward_key" in (lacking.error or "")
 
 
-@pytest.mark.parametrize(
+@cases(
     "arguments",
     [
         "data_source, solution_str, ground_truth, extra_info=None",
@@ -295,9 +296,7 @@ def test_arguments_of_another_librarys_signature_are_not_bound_by_their_places(t
         get_grader(RewardConfig(custom_rm_path=f"{tmp_path}/foreign.py:grade"))
 
 
-@pytest.mark.parametrize(
-    "arguments", ["response, _, _metadata", "*args", "response, *others", "response, label, metadata=None"]
-)
+@cases("arguments", ["response, _, _metadata", "*args", "response, *others", "response, label, metadata=None"])
 def test_arguments_without_names_are_bound_by_their_places(tmp_path: Path, arguments: str) -> None:
     (tmp_path / "own.py").write_text(f"def grade({arguments}):\n    return 1.0\n")
     assert get_grader(RewardConfig(custom_rm_path=f"{tmp_path}/own.py:grade")).takes is Takes.TEXTS
