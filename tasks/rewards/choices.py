@@ -4,6 +4,8 @@ r"""Which letter of a multiple-choice question a text says is the answer.
 |---|---|
 | `the answer is C`, `Answer: (C)`, `option C is correct` | C: the last of these sentences goes before all others |
 | `the answer is A or B`, `the answer is either A or B` | none, and nothing before it counts |
+| `C is correct, but so is D` | none, and nothing before it counts |
+| `The answer is C. Wait, it is B.` | none: another letter takes it back |
 | `the answer is not B`, `(B) is wrong` | not B, whatever else says B |
 | `Not A, so C`, `I choose C`, `**C**`, `C. water` | C, where no sentence is of these |
 | `A and B fail`, `Let A be a set` | none |
@@ -24,7 +26,12 @@ _MENTIONED = re.compile(_LETTER)
 _STATED = re.compile(
     r"(.*)\b(?:answer|option|choice)s?\b[^:]*?(?:\bis\b|\b(?:must|should|has to|would) be\b|:)(.*)", re.IGNORECASE
 )
-_CORRECT = re.compile(r"(.*?)\b(?:is|must be|would be)(?: \w+ly)?(?: the)? (?:correct|right|best)\b.*", re.IGNORECASE)
+_CORRECT = re.compile(r"(.*?)\b(?:is|must be|would be)(?: \w+ly)?(?: the)? (?:correct|right|best)\b(.*)", re.IGNORECASE)
+_BESIDE = re.compile(r"\b(?:(?:so|as) (?:is|are)|or|as well|also|too)\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"\b(?:wait|actually|correction|sorry|oops|mistake\w*|mistaken|scratch that|on second thought|rather|instead)\b",
+    re.IGNORECASE,
+)
 _BEFORE = r"(?:\W|\b(?:{words})\b)*?"
 _HEAD = re.compile(
     rf"(?i:{_BEFORE.format(words='the|clearly|definitely|indeed|therefore|thus|option|choice|letter|answer|again')})"
@@ -57,17 +64,20 @@ def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | 
     """The letter, one of `letters`; empty where the text names several or denies it, None where it names none. `loose`:
     also without a sentence that says so."""
     denied: set[str] = set()
+    instead: set[str] = set()
     alone: str | None = None
     for sentence in _sentences(text):
         stated = _stated(sentence, letters)
         if stated is not None:
-            return "" if stated in denied else stated
+            return "" if stated in denied or instead - {stated} else stated
         named = _named(sentence, letters)
         if named and alone is None:
             alone = _alone(sentence, letters)
             named -= {alone}
         if _DENIED.search(sentence):
             denied |= named
+        elif _TAKEN_BACK.search(sentence):
+            instead |= _named(sentence, letters)
     return None if not loose or alone is None else "" if alone in denied else alone
 
 
@@ -85,6 +95,11 @@ def choice_in_box(box: str, letters: Collection[str], texts: Collection[str]) ->
         return found[1] if plain(text) == plain(said) else None
     joined = re.match(r"(?:or|and)\b", said) or _named(said, letters)
     return None if joined or denies(said) else found[1]
+
+
+def denies_what_follows(text: str) -> bool:
+    """Whether the last clause of a text has such a word, as in `It is not` before a box."""
+    return denies(_CLAUSE.split(_SENTENCE.split(text[-_LONGEST:])[-1])[-1])
 
 
 def denies(text: str) -> bool:
@@ -115,7 +130,8 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
     if found and _named(found[2].upper() if _SMALL.fullmatch(found[2]) else found[2], letters):
         if not _BEFORE_STATED.fullmatch(_CLAUSE.split(found[1])[-1]):
             return None if denies(sentence) else ""
-        for tail in (found[2], found[2].rpartition(":")[2]):
+        before, _, behind = found[2].rpartition(":")
+        for tail in (found[2], *(() if denies(before) else (behind,))):
             if small := _SMALL.fullmatch(tail):
                 return small[1].upper()
             if head := _HEAD.fullmatch(tail):
@@ -129,6 +145,8 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
             return ""
     correct = _CORRECT.fullmatch(sentence)
     named = _named(correct[1], letters) if correct and not denies(sentence) else set()
+    if correct and named and _BESIDE.search(correct[2]) and _named(correct[2], letters):
+        return ""
     return named.pop() if len(named) == 1 else None
 
 

@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
-from cairn.tasks.rewards.choices import choice_in_box, letter_of
+from cairn.tasks.rewards.choices import choice_in_box, denies_what_follows, letter_of
 from cairn.tasks.rewards.sample import Sample
 
 
@@ -34,5 +34,5 @@ def _letter(sample: Sample, choices: list[str]) -> str | None:
     except UnclosedBox:
         return None
     if boxed is not None and (letter := choice_in_box(boxed, letters, choices)):
-        return letter
+        return None if denies_what_follows(final[: max(map(final.rfind, ("\\boxed", "\\fbox")))]) else letter
     return None if sample.truncated or boxed else letter_of(final, letters) or None
