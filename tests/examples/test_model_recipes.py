@@ -36,6 +36,7 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (model / "config.json").write_text(json.dumps(published_config(model.name)))
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
         tokenizer.save_pretrained(model)
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
     row = json.dumps({"prompt": [{"role": "user", "content": question}], "label": "34"})
     for file in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
         path = folder / "datasets" / file
