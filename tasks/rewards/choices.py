@@ -5,7 +5,7 @@ r"""Which letter of a multiple-choice question a text says is the answer.
 | `the answer is C`, `Answer: (C)`, `option C is correct` | C: the last of these sentences goes before all others |
 | `the answer is A or B`, `the answer is either A or B` | none, and nothing before it counts |
 | `C is correct, but so is D` | none, and nothing before it counts |
-| `The answer is C. Wait, it is B.` | none: another letter takes it back |
+| `The answer is C, I mean B`, `The answer is C. That is wrong. It is B.` | none: another letter takes it back |
 | `the answer is not B`, `(B) is wrong` | not B, whatever else says B |
 | `Not A, so C`, `I choose C`, `**C**`, `C. water` | C, where no sentence is of these |
 | `A and B fail`, `Let A be a set` | none |
@@ -28,10 +28,12 @@ _STATED = re.compile(
 )
 _CORRECT = re.compile(r"(.*?)\b(?:is|must be|would be)(?: \w+ly)?(?: the)? (?:correct|right|best)\b(.*)", re.IGNORECASE)
 _BESIDE = re.compile(r"\b(?:(?:so|as) (?:is|are)|or|as well|also|too)\b", re.IGNORECASE)
-_TAKEN_BACK = re.compile(
-    r"\b(?:wait|actually|correction|sorry|oops|mistake\w*|mistaken|scratch that|on second thought|rather|instead)\b",
-    re.IGNORECASE,
+_ANEW = (
+    r"\b(?:wait|correction|sorry|oops|scratch that|on second thought|i meant?|"
+    r"that(?:['’]s| is) (?:wrong|incorrect|not (?:it|right|correct)))\b|(?:^|\W{2})no,"
 )
+_SAID_ANEW = re.compile(_ANEW, re.IGNORECASE)
+_TAKEN_BACK = re.compile(rf"{_ANEW}|\b(?:actually|mistake\w*|mistaken|rather|instead)\b", re.IGNORECASE)
 _BEFORE = r"(?:\W|\b(?:{words})\b)*?"
 _HEAD = re.compile(
     rf"(?i:{_BEFORE.format(words='the|clearly|definitely|indeed|therefore|thus|option|choice|letter|answer|again')})"
@@ -51,6 +53,11 @@ _DENIED = re.compile(
     r"|n['’]t\b",
     re.IGNORECASE,
 )
+_DENIED_NEXT = re.compile(
+    rf"(?:{_DENIED.pattern})(?:\W|\b(?:\w+ly|the|an?|that|it|is|be|been|answer|option|choice|letter|even|longer|choose|"
+    r"pick|select|say|think|believe|mean|go|with)\b)*",
+    re.IGNORECASE,
+)
 _BEFORE_STATED = re.compile(
     r"(?:\W|\b(?:the|correct|right|best|final|my|our|this|that|it|which|means|gives|and|i|we|think|believe|conclude|see|"
     r"finally|overall|clearly|clear|is|in|conclusion|single|only|to|question|now)\b)*",
@@ -66,14 +73,17 @@ def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | 
     denied: set[str] = set()
     instead: set[str] = set()
     alone: str | None = None
+    anew = False
     for sentence in _sentences(text):
         stated = _stated(sentence, letters)
         if stated is not None:
+            instead |= {alone} if anew and alone else set()
             return "" if stated in denied or instead - {stated} else stated
         named = _named(sentence, letters)
         if named and alone is None:
             alone = _alone(sentence, letters)
             named -= {alone}
+        anew = anew or _SAID_ANEW.search(sentence) is not None
         if _DENIED.search(sentence):
             denied |= named
         elif _TAKEN_BACK.search(sentence):
@@ -98,8 +108,13 @@ def choice_in_box(box: str, letters: Collection[str], texts: Collection[str]) ->
 
 
 def denies_what_follows(text: str) -> bool:
-    """Whether the last clause of a text has such a word, as in `It is not` before a box."""
-    return denies(_CLAUSE.split(_SENTENCE.split(text[-_LONGEST:])[-1])[-1])
+    """Whether such a word is said of what stands behind a text, as in `It is not` before a box, and not of anything
+    else, as in `The one that is not a metal is`."""
+    return _denies_next(_WRAPPED.sub("", _CLAUSE.split(_SENTENCE.split(text[-_LONGEST:])[-1])[-1]))
+
+
+def _denies_next(clause: str) -> bool:
+    return any(_DENIED_NEXT.fullmatch(clause, found.start()) for found in _DENIED.finditer(clause))
 
 
 def denies(text: str) -> bool:
@@ -140,7 +155,8 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
                 if letter not in letters:
                     return None
                 several = joined is not None and _named(joined[0], letters)
-                return "" if several or not _BEHIND_LETTER.fullmatch(rest) else letter
+                anew = _SAID_ANEW.search(rest) and _named(rest, letters) - {letter}
+                return "" if several or anew or not _BEHIND_LETTER.fullmatch(rest) else letter
         if not denies(found[2]):
             return ""
     correct = _CORRECT.fullmatch(sentence)
@@ -152,10 +168,12 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
 
 def _alone(sentence: str, letters: Collection[str]) -> str:
     """The letter that stands alone in the last clause that names one, and in no list; empty where it does not, or where
-    what follows it denies it."""
+    what stands around it denies it."""
     clauses = [clause for clause in _CLAUSE.split(sentence) if _named(clause, letters)]
     found = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
     last = found[-1] if found else None
     if last is None or (len(found) == 2 and found[0]) or denies(sentence.rpartition(last[1] or last[2])[2]):
         return ""
-    return last[1] or last[2]
+    before, colon, rest = sentence.rpartition(last[1] or last[2])[0].rpartition(":")
+    said = _CLAUSE.split(before)[-1].strip()
+    return "" if colon and not rest.strip(" (") and " " in said and _denies_next(said) else last[1] or last[2]

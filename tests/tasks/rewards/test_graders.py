@@ -218,6 +218,10 @@ def test_aime_takes_no_last_integer_of_a_response_that_was_cut_off():
         ("<think>The answer is (A)</think>(B)", "B"),
         ("B", "B"),
         (r"\boxed{7}, not (B)", None),
+        (r"The one that is not a metal is \boxed{B}", "B"),
+        (r"It is not $\mathbf{\boxed{B}}$", None),
+        ("The answer is (B). That is wrong. It is (C).", None),
+        ("The answer is (B), I mean (C)", None),
     ],
 )
 def test_multiple_choice_takes_the_letter_that_is_said_to_be_the_answer(response, answer):
