@@ -61,6 +61,8 @@ def plugin(
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
+    if picks is not None and not {"advantages", "old_log_probs"} <= {*needs}:
+        raise TypeError("plugin(picks=…) is asked about advantages and old_log_probs: write both into needs={…}")
     declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults, picks)
 
     def declare(function: Function) -> Function:

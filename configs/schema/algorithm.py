@@ -275,9 +275,9 @@ class AlgorithmConfig(Section):
     @property
     def ratio_to_behaviour(self) -> bool:
         """Whether the loss, one of ours, takes its ratio to the policy that sampled, and none to the proximal one."""
-        if self.names_user_code or self.loss == type(self).model_fields["loss_type"].default:
+        if not self.names_a_loss:  # those that go with an estimator have another
             return False
-        ours = LOSS.declaration_of_ours(self.loss)
+        ours = LOSS.declaration_of_ours(self.loss_type)
         return ours is not None and "rollout_log_probs" in ours.needs and "old_log_probs" not in ours.needs
 
     @property

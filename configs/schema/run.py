@@ -302,8 +302,8 @@ class RunConfig(Section):
                 f"algorithm.advantage_estimator is {algorithm.advantage_estimator} but rollout.n_samples_per_prompt is "
                 "1: a sample is compared with the others of its group, and there is none; raise n_samples_per_prompt"
             )
-        if n > 1 or not algorithm.rewards_normalization:
-            return self
+        if n > 1 or not algorithm.rewards_normalization or algorithm.loss_type == "forward_kl_topk":
+            return self  # that loss reads no advantages
         ours = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator)
         if ours is not None and "rewards_normalization" in ours.reads:
             raise ValueError(

@@ -36,3 +36,9 @@ def test_a_lag_bounds_the_age_of_tokens_unless_more_is_allowed() -> None:
     assert parse(config()).rollout.weights_lag == 0
     assert parse(config(rollout=LAGGED, algorithm=corrected)).rollout.oldest_trained == 1
     assert parse(config(rollout={**LAGGED, "lag": 3}, algorithm=corrected)).rollout.oldest_trained == 3
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "file.py:estimate"])
+def test_a_ratio_to_the_policy_that_sampled_corrects_for_a_lag_whoever_estimates_advantages(estimator: str) -> None:
+    algorithm = {"advantage_estimator": estimator, "loss_type": "dppo_tv", "eps_clip": 0.1}
+    assert parse(config(rollout=LAGGED, algorithm=algorithm)).algorithm.corrects_for_lag

@@ -148,6 +148,15 @@ def test_what_cannot_have_an_effect_is_refused(
         tiny_config(tiny_assets, **sections)
 
 
+def test_a_group_of_one_is_enough_for_a_loss_that_compares_no_samples(tiny_assets: Path) -> None:
+    whole = tiny_config(tiny_assets).rollout.model_dump()
+    sections = {"model": {"path": "m", "teacher_path": "t"}, "rollout": whole | {"n_samples_per_prompt": 1}}
+    algorithm = {"loss_type": "forward_kl_topk", "use_rollout_logprobs": False}
+    assert tiny_config(tiny_assets, **sections, algorithm=algorithm).group_size == 1
+    with pytest.raises(ValueError, match="every advantage would be zero"):
+        tiny_config(tiny_assets, **sections, algorithm={"distillation_loss_coef": 1})
+
+
 def test_actors_are_given_the_teachers_address_and_whole_paths_of_folders(tiny_assets: Path) -> None:
     served = {"path": "m", "teacher_url": "http://large:30000/v1", "teacher_name": "large"}
     model = _with_absolute_paths(tiny_config(tiny_assets, model=served, algorithm={"use_opd": True})).model

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.configs.kinds import plugin
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.losses import clip_cov, kl_cov
@@ -82,3 +83,5 @@ def test_a_loss_that_picks_anything_else_is_refused(tmp_path: Path) -> None:
     batch = make_batch(4, old=True)
     with pytest.raises(BadPlugin, match=r"picks float32 of shape \(\d+,\): let it pick \[\d+\] bool"):
         with_picked(batch, range(4), AlgorithmConfig(loss_type=f"{path}:loss"))
+    with pytest.raises(TypeError, match="write both into needs"):
+        plugin(needs={"advantages"}, picks=kl_cov.highest)
