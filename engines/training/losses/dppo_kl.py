@@ -23,8 +23,9 @@ def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> To
 
 
 def binary_kl(log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-    """[T] in nats, of log-probs; finite where a probability is 0 or 1 in its number format."""
-    tiny = torch.finfo(log_probs.dtype).tiny
+    """[T] in nats, of log-probs. A log-prob of 0 may be of any probability that its number format rounds to 1, so the
+    other tokens are taken to have no less than is rounded off."""
+    rounded_off = torch.finfo(log_probs.dtype).eps / 2
     others, others_before = (-torch.expm1(values) for values in (log_probs, behaviour))
-    of_others = torch.special.xlogy(others_before, others_before.clamp(min=tiny) / others.clamp(min=tiny))
+    of_others = torch.special.xlogy(others_before, others_before.clamp(min=rounded_off) / others.clamp(min=rounded_off))
     return behaviour.exp() * (behaviour - log_probs) + of_others

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
+from cairn.engines.training.losses import dppo_kl
 from cairn.engines.training.losses.objective import loss_and_metrics
 from tests.engines.training.builders import make_batch
 from tests.engines.training.ragged import Response, batch_of, responses, tokens_of
@@ -154,3 +155,9 @@ def test_a_loss_and_its_gradient_are_finite_however_far_the_policies_are(name: s
         found: Any = of(algorithm, log_probs, dataclasses.replace(tokens, old_log_probs=older, rollout_log_probs=older))
         assert np.isfinite(found[0]), far
         assert found[1].isfinite().all(), far
+
+
+def test_a_probability_that_is_rounded_to_1_is_no_further_away_than_what_is_rounded_off() -> None:
+    """Of 0.999 to 1 - 3e-8, which float32 has as 1: 0.001 log(0.001 / 3e-8) at most, far below the paper's 0.05."""
+    certain, before = torch.zeros(1), torch.tensor([0.999]).log()
+    assert 0 < dppo_kl.binary_kl(certain, before).item() < 0.001 * np.log(0.001 / 3e-8)
