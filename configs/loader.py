@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from cairn.configs.errors import ConfigError
 from cairn.configs.options import LIST_ITEM, Option, item_of, options, section_of
 from cairn.configs.recorded import in_todays_words
+from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import RECORDED, UNCHECKED
 from cairn.configs.schema.location import has_credentials
 from cairn.configs.schema.run import RunConfig
@@ -115,6 +116,7 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
     given = {override.partition("=")[0].strip() for override in overrides}
+    _leave_the_clip_range_to_the_loss(values, parent, given)
     try:
         return parse(values, UNCHECKED)
     except ConfigError:
@@ -122,6 +124,16 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     if new:
         raise ConfigError([problem + _way_back(problem, parent, given) for problem in new])
     return parse(values, RECORDED | UNCHECKED)
+
+
+def _leave_the_clip_range_to_the_loss(
+    values: dict[str, Any], parent: Mapping[str, Any], given: Collection[str]
+) -> None:
+    """Where the parent has that of its own loss."""
+    section, before = values["algorithm"], AlgorithmConfig.usual_clip_range(parent["algorithm"])
+    named = {"algorithm", *(f"algorithm.{name}" for name in before)} & {*given}
+    if not named and all(parent["algorithm"][name] == value for name, value in before.items()):
+        section |= AlgorithmConfig.usual_clip_range(section)
 
 
 def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:

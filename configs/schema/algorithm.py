@@ -340,14 +340,19 @@ class AlgorithmConfig(Section):
         ours = LOSS.declaration_of_ours(self.loss)
         return default if ours is None else ours.defaults.get(option, default)
 
+    @classmethod
+    def usual_clip_range(cls, section: Mapping[str, Any]) -> dict[str, Any]:
+        """`eps_clip` and `eps_clip_high` of a section that leaves both out."""
+        named = {key: section[key] for key in ("loss_type", "advantage_estimator") if isinstance(section.get(key), str)}
+        chosen = cls.model_construct(**named)
+        return {name: chosen.usual(name) for name in _CLIP_RANGE}
+
     @model_validator(mode="before")
     @classmethod
     def _by_the_paper_of_the_loss(cls, given: Any, info: ValidationInfo) -> Any:
         if is_recorded(info) or not isinstance(given, Mapping) or given.keys() & {*_CLIP_RANGE}:
             return given
-        named = {name: given[name] for name in ("loss_type", "advantage_estimator") if isinstance(given.get(name), str)}
-        chosen = cls.model_construct(**named)
-        return {name: chosen.usual(name) for name in _CLIP_RANGE} | dict(given)
+        return cls.usual_clip_range(given) | dict(given)
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "AlgorithmConfig":

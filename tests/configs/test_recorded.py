@@ -131,3 +131,18 @@ def test_clip_ranges_that_are_left_out_are_those_of_the_loss_s_paper(
     assert (found.eps_clip, found.eps_clip_high) == (low, high)
     recorded = from_manifest({**sections, "algorithm": algorithm}).algorithm
     assert recorded.eps_clip == algorithm.get("eps_clip", 0.2), "as the version had it that recorded the run"
+
+
+def test_a_fork_with_another_loss_has_the_clip_range_of_its_paper_unless_one_was_named(recipe: Path) -> None:
+    def clip_range(values: dict[str, Any], *overrides: str) -> tuple[float, float | None]:
+        found = inherit(values, overrides).algorithm
+        return found.eps_clip, found.eps_clip_high
+
+    usual = load(recipe).model_dump(mode="json")
+    assert clip_range(usual, "algorithm.loss_type=dppo_kl") == (0.05, None)
+    assert clip_range(usual, "algorithm.loss_type=dppo_kl", "algorithm.eps_clip=0.2") == (0.2, None)
+    gspo = load(recipe, ["algorithm.advantage_estimator=gspo"]).model_dump(mode="json")
+    assert clip_range(gspo, "algorithm.advantage_estimator=grpo") == (0.2, None)
+    assert clip_range(gspo, "training.lr=1e-5") == (3e-4, 4e-4)
+    named = load(recipe, ["training.num_steps_per_rollout=2", "algorithm.eps_clip=0.1"]).model_dump(mode="json")
+    assert clip_range(named, "algorithm.loss_type=dppo_kl") == (0.1, None)
