@@ -315,8 +315,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _ratios_can_be_clipped(self, info: ValidationInfo) -> "RunConfig":
         algorithm, training = self.algorithm, self.training
-        of_another_policy = algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour
-        if is_recorded(info) or of_another_policy or training.num_steps_per_rollout > 1:
+        if is_recorded(info) or training.num_steps_per_rollout > 1:
+            return self
+        if algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour:  # of another policy
             return self
         if algorithm.loss_type == "kl_cov":
             raise ValueError(

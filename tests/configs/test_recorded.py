@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cairn.configs.errors import ConfigError
+from cairn.configs.kinds import LOSS, Kind
 from cairn.configs.loader import from_manifest, in_recorded_words, inherit, load, parse
 from tests.tables import cases
 
@@ -27,6 +28,20 @@ def test_what_a_manifest_says_is_read_whatever_rules_were_added_since(recipe: Pa
     config = from_manifest(values)
     assert config.model_dump(mode="json") == values
     assert config.algorithm.kl_estimator == "k1"
+
+
+@cases("loss", ["cispo", "dppo_tv", "sft_loss"])
+def test_a_manifest_is_read_without_its_loss_which_takes_long_to_import(recipe: Path, loss: str) -> None:
+    values = without_rules(recipe, loss_type=loss)
+    load_of_others = Kind.load
+
+    def loading(kind: Kind, name: str) -> Any:
+        assert kind is not LOSS
+        return load_of_others(kind, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kind, "load", loading)
+        assert from_manifest(values).algorithm.loss_type == loss
 
 
 def test_a_fork_inherits_what_a_rule_that_was_added_since_is_against(recipe: Path) -> None:
