@@ -215,9 +215,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _older_tokens_are_corrected_for(self) -> "RunConfig":
+    def _older_tokens_are_corrected_for(self, info: ValidationInfo) -> "RunConfig":
         rollout = self.rollout
-        if rollout.oldest_trained > 0 and not self.algorithm.corrects_for_lag:
+        if rollout.oldest_trained > 0 and not is_recorded(info) and not self.algorithm.corrects_for_lag:
             aged = rollout.max_age or rollout.pipeline == "streaming"
             option, value = ("max_age", rollout.oldest_trained) if aged else ("lag", rollout.weights_lag)
             leaves = option == "max_age" and rollout.pipeline != "streaming"

@@ -33,6 +33,7 @@ def test_what_a_manifest_says_is_read_whatever_rules_were_added_since(recipe: Pa
 @cases("loss", ["cispo", "dppo_tv", "sft_loss"])
 def test_a_manifest_is_read_without_its_loss_which_takes_long_to_import(recipe: Path, loss: str) -> None:
     values = without_rules(recipe, loss_type=loss)
+    values["rollout"]["pipeline"] = "lagged"
     load_of_others = Kind.load
 
     def loading(kind: Kind, name: str) -> Any:
