@@ -77,6 +77,7 @@ def dppo(apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Formula
 
 
 def kl_of_two(policy: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    policy = policy.clamp(min=1e-300)  # one that is 0 in float64 is not infinitely far from another that nearly is
     ours, theirs = (torch.distributions.Bernoulli(probs, validate_args=False) for probs in (policy, before))
     return torch.distributions.kl_divergence(theirs, ours)
 
