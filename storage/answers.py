@@ -180,7 +180,10 @@ class Answers:
     def _take(self, name: str, data: bytes) -> None:
         table = _table(name, data)
         for row in [] if table is None else table.to_pylist():
-            components = None if row["components"] is None else from_json(row["components"])
+            try:
+                components = None if row["components"] is None else from_json(row["components"])
+            except ValueError:  # it is asked for again
+                continue
             answer = Answer(row["reward"], components, row["error"], row["prompt"])
             self._known.setdefault(row["question"], answer)
 

@@ -1,7 +1,6 @@
 """Tiers contain one another, files that outgrow their share fail a session, and recorded tiers grow old."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -69,25 +68,17 @@ def test_a_file_of_which_all_tests_are_later_is_not_imported(
 
 
 def test_a_file_that_takes_more_than_its_share_fails_the_session_unless_others_had_the_machine(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    session: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytester.syspathinsert(ROOT)
-    monkeypatch.setattr(seconds, "_README", pytester.makefile(".md", "nothing is named here"))
-
-    def found() -> pytest.RunResult:
-        return pytester.runpytest_inprocess("-p", "tests.tiers", "-p", "tests.seconds", "--shares")
-
-    pytester.makepyfile(
-        test_all="import time\n\ndef test_one():\n    while time.process_time() < END: ...".replace(
-            "END", str(time.process_time() + 0.3)
-        ),
-        test_other="def test_other(): ...",
-    )
-    done = found()
+    session.makepyfile(test_other="def test_other(): ...")
+    monkeypatch.setattr(seconds, "_README", session.makefile(".md", "nothing is named here"))
+    monkeypatch.setattr(seconds, "OWN", 0.0)
+    done = session.runpytest_inprocess("-p", "tests.tiers", "-p", "tests.seconds", "--shares")
     assert done.ret == pytest.ExitCode.TESTS_FAILED
     done.stdout.fnmatch_lines(["test_all.py takes *% of all tests' time, more than 5%: *"])
-    pytester.makepyfile(test_all="import time\n\ndef test_one():\n    time.sleep(0.5)")
-    assert found().ret == pytest.ExitCode.OK
+    monkeypatch.setattr(seconds, "OWN", 1.0)
+    done = session.runpytest_inprocess("-p", "tests.tiers", "-p", "tests.seconds", "--shares")
+    assert done.ret == pytest.ExitCode.OK
 
 
 def test_a_file_may_take_the_share_at_which_it_is_named() -> None:

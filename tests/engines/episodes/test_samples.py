@@ -166,14 +166,14 @@ def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, functi
     assert found.keys() == {(0, 1), (0, 2)}
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("turns", [([3],), pytest.param(([3], [3]), marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("turns", [([3],), ([3], [3])])
 def test_a_sample_whose_code_hangs_at_its_end_keeps_no_call_from_ending(
     qwen3: TransformersEngine, turns: tuple[list[int], ...]
 ) -> None:
     engine = SampleEngine(qwen3.open, qwen3.abort)
     expected = all_of(as_ours(engine, qwen3.open, asked(*turns)))
-    found = all_of(engine.generate(asked(*turns), PARAMS, users("keeps_the_lock_at_its_end", timeout=1)))
+    found = all_of(engine.generate(asked(*turns), PARAMS, users("keeps_the_lock_at_its_end", timeout=10)))
     assert found.keys() == expected.keys()
     assert bits(found[0, 0]) == bits(expected[0, 0])
 
@@ -201,4 +201,4 @@ def test_the_process_of_user_code_is_killed_once_for_its_number_may_then_be_anot
     user_code.kill()
     del user_code
     gc.collect()
-    assert (process.returncode, killed) == (-signal.SIGKILL, [process.pid])
+    assert (process.returncode, killed.count(process.pid)) == (-signal.SIGKILL, 1)

@@ -68,8 +68,8 @@ def dppo(apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Formula
     """Equations 9 and 10 of the paper, of one response, the weight bounded as in its section 5.4."""
 
     def formula(log_probs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        policy, before = log_probs.detach().exp(), behaviour.exp()
-        distance, further = apart(policy, before), (log_probs.detach() - behaviour) * advantages > 0
+        distance = apart(log_probs.detach(), behaviour)
+        further = (log_probs.detach() - behaviour) * advantages > 0
         bounds = torch.where(advantages > 0, 0.15, 0.1)
         weights = exp(log_probs - behaviour).detach().clamp(max=20) * ~(further & (distance > bounds))
         return -(weights * advantages * log_probs).mean()
@@ -77,13 +77,18 @@ def dppo(apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Formula
     return formula
 
 
-def kl_of_two(policy: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    ours, theirs = (torch.distributions.Bernoulli(probs, validate_args=False) for probs in (policy, before))
-    return torch.distributions.kl_divergence(theirs, ours)
+def kl_of_two(log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    """A probability that is 0 in float64 has a logarithm all the same."""
+    policy, before = 1 - log_probs.exp(), 1 - behaviour.exp()
+    others = torch.where(before > 0, before * (before / policy).log(), torch.zeros(()))
+    return behaviour.exp() * (behaviour - log_probs) + others
 
 
 PROXIMAL: dict[str, Formula] = {"gspo": gspo, "cispo": cispo, "policy_loss": ppo}
-FORMULAS = PROXIMAL | {"dppo_tv": dppo(lambda policy, before: (policy - before).abs()), "dppo_kl": dppo(kl_of_two)}
+FORMULAS = PROXIMAL | {
+    "dppo_tv": dppo(lambda ours, theirs: (ours.exp() - theirs.exp()).abs()),
+    "dppo_kl": dppo(kl_of_two),
+}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
