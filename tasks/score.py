@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.models import check_model_folder
 from cairn.engines.scoring.client import ServedModel
 from cairn.engines.training.needs import scores_needed, teacher_top_k
 from cairn.engines.training.top_k import split_rows
@@ -46,7 +47,8 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
             by_role["teacher"] = asked.result()
     by_column = {column: by_role[role] for column, role in needed.items()}
     if top_k:
-        rows = split_rows(by_role["teacher"], top_k, len(run.tokenizer))
+        outputs = check_model_folder(config.model.path).get_text_config().vocab_size
+        rows = split_rows(by_role["teacher"], top_k, min(len(run.tokenizer), outputs))
         by_column |= {name: rows[name] for name in rows if name != "teacher_log_probs" or name in needed}
     names = {column: "log_probs" if column == "old_log_probs" else column for column in by_column}
     scored = {names[column]: of_samples(batch, values) for column, values in by_column.items()}

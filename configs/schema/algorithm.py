@@ -268,9 +268,10 @@ class AlgorithmConfig(Section):
 
     @property
     def corrects_for_lag(self) -> bool:
-        """Whether something makes up for weights that are older than those that are trained: a correction, or a ratio
-        to the policy that sampled."""
-        return self.use_tis or self.use_rollout_logprobs or self.ratio_to_behaviour
+        """Whether tokens of older weights may be trained on: something makes up for the difference, a correction or a
+        ratio to the policy that sampled, or the loss holds of any tokens, whoever sampled them."""
+        corrected = self.use_tis or self.use_rollout_logprobs or self.ratio_to_behaviour
+        return corrected or self.loss_type == "forward_kl_topk"
 
     @property
     def ratio_to_behaviour(self) -> bool:

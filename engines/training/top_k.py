@@ -29,8 +29,8 @@ def split_rows(rows: Sequence[np.ndarray], k: int, vocabulary: int) -> dict[str,
     [R_i, k] int32 of each sequence.
 
     Args:
-        vocabulary: tokens that the tokenizer knows. Models have more outputs, not all of them as many; those are left
-            out.
+        vocabulary: tokens that the tokenizer and the policy know. Models have other numbers of outputs; what is beyond
+            is left out.
     """
     found: dict[str, list[np.ndarray]] = {"teacher_log_probs": [], "teacher_top_log_probs": [], "teacher_top_ids": []}
     for given in rows:

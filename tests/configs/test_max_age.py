@@ -11,7 +11,7 @@ from cairn.configs.schema.run import RunConfig
 ROLLOUT = {"num_rollout": 2, "rollout_batch_size": 4, "over_sampling_batch_size": 6, "rollout_max_response_len": 8}
 
 
-def config(rollout: dict[str, Any], **algorithm: bool) -> RunConfig:
+def config(rollout: dict[str, Any], **algorithm: Any) -> RunConfig:
     sections = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": ROLLOUT | rollout, "algorithm": algorithm}
     return RunConfig.model_validate(sections)
 
@@ -21,9 +21,14 @@ def test_by_default_nothing_is_older_than_the_newest_weights() -> None:
     assert config({"max_age": 0}).rollout.oldest_trained == 0
 
 
-@pytest.mark.parametrize("algorithm", [{"use_tis": True}, {"use_rollout_logprobs": True}])
-def test_older_tokens_are_allowed_where_something_corrects_for_them(algorithm: dict[str, bool]) -> None:
+@pytest.mark.parametrize("algorithm", [{"use_tis": True}, {"use_rollout_logprobs": True}, {"loss_type": "dppo_tv"}])
+def test_older_tokens_are_allowed_where_something_corrects_for_them(algorithm: dict[str, Any]) -> None:
     assert config({"max_age": 2}, **algorithm).rollout.oldest_trained == 2
+
+
+def test_a_loss_that_takes_no_ratio_needs_no_correction() -> None:
+    taught = {"model": {"path": "m", "teacher_path": "t"}, "data": {"path": "d"}, "rollout": ROLLOUT | {"max_age": 2}}
+    assert RunConfig.model_validate({**taught, "algorithm": {"loss_type": "forward_kl_topk"}}).rollout.max_age == 2
 
 
 def test_older_tokens_are_refused_where_nothing_corrects_for_them() -> None:
