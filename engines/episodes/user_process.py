@@ -29,7 +29,7 @@ class _Process:
         self._connection = connection
         self._heartbeat = heartbeat
         in_turn.set(heartbeat.of_a_thread)
-        self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._outbox: queue.Queue[tuple[str, Any]] = queue.Queue()
         threading.Thread(target=self._send, daemon=True).start()
 
     def run(self) -> None:
@@ -57,7 +57,8 @@ class _Process:
                 loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
                 loop.run_until_complete(self._until_ended(runner))
                 loop.remove_reader(self._connection.fileno())
-                may_stay = runner.close()  # watched too: what is cancelled is code of samples
+                self._outbox.join()  # how samples ended is told before what is cancelled may keep the lock
+                may_stay = runner.close()  # watched too: that is code of samples
         # Whatever it is, the engine's process has to hear of it.
         except Exception as error:
             self._say("failed", error)
@@ -103,6 +104,7 @@ class _Process:
                 self._connection.send(message)
             except OSError:
                 os._exit(1)
+            self._outbox.task_done()
 
 
 def main(connection_fd: int, parent: int, heartbeat_fd: int) -> None:

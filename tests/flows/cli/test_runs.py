@@ -113,7 +113,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     grader.write_text("def grade(response, label, metadata):\n    raise RuntimeError('no grade')\n")
     failing = run("train", "short.yaml", "--run", "failing", PREFECT_API_URL=api_url)
     assert failing.returncode == 1
-    assert "iteration 0: after 1 rounds only 0 of 4 groups were kept ({'failed_sample': 4})" in failing.stderr
+    assert "iteration 0: 16 of 16 samples failed, 16 of them with: RuntimeError: no grade" in failing.stderr
     assert failing.stderr.endswith("run failing failed; nothing committed is lost. Go on with: cairn resume failing\n")
     assert "Traceback" not in failing.stderr
     assert status("failing")["state"] == "failed"
