@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.models import check_model_folder
 from cairn.engines.scoring.client import ServedModel
 from cairn.engines.training.needs import scores_needed, teacher_top_k
 from cairn.engines.training.top_k import split_rows
@@ -47,6 +46,8 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
             by_role["teacher"] = asked.result()
     by_column = {column: by_role[role] for column, role in needed.items()}
     if top_k:
+        from cairn.engines.models import check_model_folder  # PyTorch takes seconds to import
+
         outputs = check_model_folder(config.model.path).get_text_config().vocab_size
         rows = split_rows(by_role["teacher"], top_k, min(len(run.tokenizer), outputs))
         by_column |= {name: rows[name] for name in rows if name != "teacher_log_probs" or name in needed}
