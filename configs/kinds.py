@@ -42,9 +42,9 @@ class Declaration:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of options that are left out, of a loss of ours whose paper has others than PPO's."""
     picks: Callable[..., Any] | None = None
-    """Of a loss that treats some tokens of an optimizer step apart: `picks(advantages, log_probs, config)`, from [M] of
-    the step's trained tokens, log-probs those of the policy before the update, to [M] bool, which tokens these are. It
-    is asked once a step, on every rank, and the loss finds the answer in `tokens.picked`."""
+    """Which tokens of an optimizer step a loss treats apart: `picks(advantages, log_probs, config)`, from [M] of the
+    step's trained tokens, log-probs those of the policy before the update, to [M] bool. It is asked once a step, on
+    every rank, and the loss finds the answer in `tokens.picked`."""
 
 
 def plugin(

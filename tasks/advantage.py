@@ -173,7 +173,7 @@ def _rewards(
 
 
 def _components(run: RecordedRun, selection: Commit, rewards: list[Commit]) -> list[dict[str, Any]]:
-    """Of each sample; none where nobody grades."""
+    """What was said of each sample, by its names; none where nobody grades."""
     graded = pa.concat_tables(rows_of_groups(run, selection, rewards, ["reward", "components"]))
     rows = zip(graded.column("reward").to_pylist(), graded.column("components").to_pylist(), strict=True)
     return [by_name(reward, from_json(said) if said else None) for reward, said in rows]

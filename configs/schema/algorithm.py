@@ -23,7 +23,7 @@ LearnsFrom = Literal["responses", "demonstrations", "preferences"]
 
 
 _TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""Of a recipe's JSON a validator before the fields makes Python's values, among which no list passes for a tuple."""
+"""Takes a list for a tuple: what a validator before the fields has seen is no JSON any more, which would allow it."""
 
 
 class AlgorithmConfig(Section):
@@ -178,8 +178,8 @@ class AlgorithmConfig(Section):
     `distillation_loss.distillation_loss_coef`."""
 
     distillation_topk: int = Field(32, ge=1)
-    """Of how many of the teacher's most probable tokens, at each token of a response, ids and log-probs are kept with
-    the scores and learned from. verl: `distillation_loss.topk`."""
+    """How many of the teacher's most probable tokens are kept with the scores, ids and log-probs, and learned from, at
+    each token of a response. verl: `distillation_loss.topk`."""
 
     use_rollout_logprobs: bool = False
     """Take the rollout engine's log-probs as those of the old policy instead of computing them again. slime:

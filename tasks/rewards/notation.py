@@ -29,7 +29,7 @@ _TEXT = re.compile(
 )
 _SIGNS = {"²": "^2", "³": "^3", "°": r"^\circ ", r"\degree": r"^\circ ", "−": "-", "\\left": "", "\\right": ""}
 _END = re.compile(r"(?:(?<!\.)\.(?!\.)|[,; ])+$")
-"""Of a sentence; several dots leave a number open."""
+"""The end of a sentence; several dots leave a number open."""
 _SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 _COMMA_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"

@@ -179,8 +179,8 @@ def cut_vocabulary(batch: TrainBatch, seed: int = 0) -> TrainBatch:
 
 
 def with_top_tokens(batch: TrainBatch, k: int, seed: int = 0) -> TrainBatch:
-    """The same samples as if a teacher had said its k most probable tokens, of the whole vocabulary, and held nine
-    tenths of its mass in them."""
+    """A batch with the k most probable tokens of a teacher, drawn from the whole vocabulary, which hold nine tenths of
+    its mass."""
     draw = np.random.default_rng(seed)
     return replace(
         batch,

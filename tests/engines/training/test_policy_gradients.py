@@ -163,6 +163,7 @@ def test_a_loss_and_its_gradient_are_finite_however_far_the_policies_are(name: s
 
 
 def test_a_probability_that_is_rounded_to_1_is_no_further_away_than_what_is_rounded_off() -> None:
-    """Of 0.999 to 1 - 3e-8, which float32 has as 1: 0.001 log(0.001 / 3e-8) at most, far below the paper's 0.05."""
+    """From 0.999 to 1 - 3e-8, which float32 has as 1, it is 0.001 log(0.001 / 3e-8) at most: far below the paper's
+    0.05."""
     certain, before = torch.zeros(1), torch.tensor([0.999]).log()
     assert 0 < dppo_kl.binary_kl(certain, before).item() < 0.001 * np.log(0.001 / 3e-8)

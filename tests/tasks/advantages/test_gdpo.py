@@ -23,7 +23,7 @@ from cairn.tasks.rewards.pool import Graded
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 Groups = list[list[dict[str, float]]]
-"""Of each sample of each group its rewards, by their names."""
+"""The rewards of each sample, by their names, group after group."""
 
 
 def by_the_paper(groups: Groups, weights: dict[str, float]) -> list[float]:
