@@ -6,7 +6,7 @@ SGLANG := .venv-sglang
 LM_EVAL := .venv-lm-eval
 INSPECT := .venv-inspect
 OPENENV := .venv-openenv
-PEERS := tests/tasks/benchmarks/parity
+PEERS := tests/tasks/evaluation/benchmarks/parity
 VERL := .venv-verl
 TRL := .venv-trl
 TRL_TEMPLATES := build/trl/.installed
@@ -76,9 +76,9 @@ $(INSPECT)/.installed: tests/flows/evaluation/inspect_logs/requirements.txt
 inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads the logs that are written for it
 
 # Without what its command line and its web page need, which is most of it.
-$(OPENENV)/.installed: tests/engines/environments/requirements.txt
+$(OPENENV)/.installed: tests/engines/agents/environments/requirements.txt
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/pip $(INSTALL) -r tests/engines/environments/requirements.txt
+	$(OPENENV)/bin/pip $(INSTALL) -r tests/engines/agents/environments/requirements.txt
 	$(OPENENV)/bin/pip $(INSTALL) --no-deps openenv==0.10.0
 	@touch $@
 

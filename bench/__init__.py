@@ -1,5 +1,5 @@
 """What each benchmark measures is in bench/README.md. Its processes import no compiler, as those of the product."""
 
-from cairn.engines.deferred import defer_compiler
+from cairn.engines.processes.deferred import defer_compiler
 
 defer_compiler()

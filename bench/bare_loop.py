@@ -39,14 +39,14 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
-from cairn.tasks.advantages import ScoredBatch, estimate
+from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams, TrainBatch
+from cairn.tasks.advantages.step import ScoredBatch, estimate
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data import PromptData, draw
-from cairn.tasks.groups import sample_seed
-from cairn.tasks.questions import eval_seed
-from cairn.tasks.rewards.pool import GraderPool
-from cairn.tasks.rewards.sample import Sample
-from cairn.tasks.rollout import shard_rows
+from cairn.tasks.evaluation.questions import eval_seed
+from cairn.tasks.generation.groups import sample_seed
+from cairn.tasks.generation.rollout import shard_rows
+from cairn.tasks.grading.pool import GraderPool
 
 Weights = tuple[int, dict[str, np.ndarray]]
 """A version, and all tensors by name."""

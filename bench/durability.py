@@ -31,8 +31,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted, StepStarted
 from cairn.flows.reading.metrics import step_seconds
 from cairn.flows.train import start
-from cairn.storage.commits import Commit, Step
-from cairn.storage.store import open_for_runs
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.store.store import open_for_runs
 
 WARM_UP = 3
 """Iterations that are not counted."""

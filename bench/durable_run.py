@@ -13,12 +13,12 @@ import pyarrow.compute as pc
 
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.costs.device_time import ON_TRAINING, engine_of
+from cairn.flows.reading.costs import ON_TRAINING, engine_of
 from cairn.flows.reading.metrics import covered_seconds
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.snapshots import read_table
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.store import open_store
 
 RUN = "measured"
 DEADLINE = 1200

@@ -44,18 +44,17 @@ import cairn
 from bench.command import parse, say
 from bench.rollout import build_model
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.episodes.context import Context
-from cairn.engines.episodes.records import CallRecord, Recorded
-from cairn.engines.episodes.samples import SampleEngine
-from cairn.engines.episodes.user_code import GenerateFunction
+from cairn.engines.agents.episodes.context import Context
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
-from cairn.engines.types import SamplingParams
-from cairn.storage.call_log import CallLog
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from cairn.tasks.calls import call_table
+from cairn.engines.types.trajectories import CallRecord, Recorded, SampleRequest, Segment, Trajectory
+from cairn.engines.types.types import SamplingParams
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.logs.call_log import CallLog
+from cairn.storage.store.store import open_store
+from cairn.tasks.generation.calls import call_table
 from tests.storage.builders import CONFIG
 
 ROOT = str(Path(__file__).parents[1])

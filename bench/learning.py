@@ -21,9 +21,9 @@ import matplotlib
 from bench.command import SMALL_RUN, parse, say
 from bench.durable_run import CAIRN, DEADLINE
 from cairn.flows.reading.views import run_status
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 
 matplotlib.use("agg")
 

@@ -38,18 +38,18 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.membership import Membership
 from cairn.flows.reading.views import all_runs, run_status
 from cairn.flows.train import report_changed_environment
-from cairn.storage import layout
-from cairn.storage.collector import garbage
-from cairn.storage.commits import Commit, Environment, Step
-from cairn.storage.leases import Lease, Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.retention import newest_checkpoint
-from cairn.storage.s3 import S3Store
-from cairn.storage.verification import verify
-from cairn.tasks.checkpoint import checkpoint_due
-from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.selection import last_selection
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.s3 import S3Store
+from cairn.storage.upkeep.collector import garbage
+from cairn.storage.upkeep.retention import newest_checkpoint
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection
+from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
+from cairn.tasks.trainer.checkpoint import checkpoint_due
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
 SHARDS = ("00-000", "00-001")

@@ -30,7 +30,7 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.batching import pack_micro_batches
 from cairn.engines.training.factory import make_engine
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.types import TrainBatch
 
 SAMPLES, VOCABULARY, MAX_TOKENS = 64, 384, 2048
 

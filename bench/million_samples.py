@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
-from cairn.storage import layout, tables
-from cairn.storage.commits import Commit, Environment, OutputFile, Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import ADVANTAGE, FILTER, REWARD, ROLLOUT, SCORE
-from cairn.storage.store import open_store
+from cairn.storage.ledger import layout
+from cairn.storage.ledger import snapshots as tables
+from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import ADVANTAGE, FILTER, REWARD, ROLLOUT, SCORE
+from cairn.storage.store.store import open_store
 
 RUN = "million"
 GROUP = 8

@@ -303,7 +303,7 @@ class _Run:
         return self.learned >= iteration - self.pipeline.lag and self.cut >= iteration
 
     def _wants_more(self) -> bool:
-        """As `cairn.tasks.streaming.pacing.Pacing` does."""
+        """As `cairn.tasks.streaming.stream.Pacing` does."""
         batch = self.machine.groups
         waiting = len(self.batches) * batch + len(self.complete)
         if waiting + len(self.open) < batch:

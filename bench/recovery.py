@@ -47,8 +47,8 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     """In the driver's process: go on with the run, and print every mark as a line of JSON."""
     mark("start", at=psutil.Process().create_time())
     from cairn.configs.loader import load
-    from cairn.engines.deferred import collecting_later, defer_compiler
     from cairn.engines.fleet import warm
+    from cairn.engines.processes.deferred import collecting_later, defer_compiler
 
     config = load(recipe, overrides)
     defer_compiler()  # as `cairn resume` does, like the rest
@@ -62,14 +62,14 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     from cairn.engines.fleet.fleet import Fleet
     from cairn.flows.events import Event, RunStarted, StepCommitted
     from cairn.flows.orchestration.server import Server
-    from cairn.storage.store import open_for_runs
+    from cairn.storage.store.store import open_for_runs
 
     mark("Python")
     span(cairn.flows.train, "open_run", "open", enters=True)
     span(Server, "wait_ready", "Prefect")
     span(Cluster, "open", "ray", is_static=True)
     span(Fleet, "start", "fleet", is_static=True)
-    span(sys.modules["cairn.tasks.sync"], "restore_trainer", "restore")
+    span(sys.modules["cairn.tasks.trainer.sync"], "restore_trainer", "restore")
 
     def on_event(event: Event) -> None:
         if isinstance(event, RunStarted):

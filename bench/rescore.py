@@ -37,11 +37,11 @@ GROUPS = 100
 """Of an iteration."""
 _OWN = """
 import importlib, sys, time
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.snapshots import read_table
-from cairn.storage.store import open_store
-from cairn.tasks.rewards.sample import Sample
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.store import open_store
+from cairn.tasks.batch.sample import Sample
 ledger = Ledger.open(open_store(sys.argv[1]), sys.argv[2])
 commits = [c for i in ledger.iterations() for c in ledger.commits(i) if c.step is Step.ROLLOUT]
 rows = [row for c in commits for row in read_table(ledger.store, c.run, c.outputs[0]).to_pylist()]
@@ -55,9 +55,9 @@ print(time.perf_counter() - began)
 _RESCORE = """
 import sys, time
 from cairn.flows.driver.validation import load_tokenizer
-from cairn.flows.rescore.rescoring import naming, rescore
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.flows.history.rescore import naming, rescore
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 began = time.perf_counter()
 figures, _ = rescore(Ledger.open(open_store(sys.argv[1]), sys.argv[2]), None, [naming(sys.argv[3])])
 print(time.perf_counter() - began)

@@ -40,7 +40,7 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 from bench.command import parse, say
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types.types import GenerateRequest, SamplingParams
 
 VOCAB_SIZE = 384
 NEW_TOKENS = 64

@@ -30,9 +30,9 @@ from cairn.engines.fleet.fencing import Callee
 from cairn.engines.fleet.handles import EngineHandle
 from cairn.flows.events import Event, StepCommitted
 from cairn.flows.train import start
-from cairn.storage.commits import Step
-from cairn.storage.local import LocalStore
-from cairn.storage.store import open_for_runs
+from cairn.storage.ledger.commits import Step
+from cairn.storage.store.local import LocalStore
+from cairn.storage.store.store import open_for_runs
 
 WARM_UP = 3
 """Iterations at each end that are not counted."""

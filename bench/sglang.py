@@ -29,7 +29,7 @@ from bench.command import parse, say
 from bench.rollout import GROUP_SIZE, NEW_TOKENS, VOCAB_SIZE, build_model
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types.types import GenerateRequest, SamplingParams
 
 START_TIMEOUT = 600.0
 

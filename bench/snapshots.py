@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from bench.command import parse
-from cairn.storage.commits import Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import ADVANTAGE, REWARD, ROLLOUT
-from cairn.storage.snapshots import read_table
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import ADVANTAGE, REWARD, ROLLOUT
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.store import open_store
 
 TEXT = "the sum is so we get answer therefore let x = 12 7 + find each cost total of apples"
 WORDS = TEXT.split(" ")

@@ -37,7 +37,7 @@ CAIRN = str(Path(sys.executable).with_name("cairn"))
 PARTS = {
     "cairn.flows.orchestration.server": "Prefect's server",
     "cairn.flows.deployments.serving": "deployments",
-    "cairn.tasks.rewards.worker": "graders",
+    "cairn.tasks.grading.worker": "graders",
     "gcs_server": "Ray and its agents",
     "raylet/raylet": "Ray and its agents",
     "reaper.py": "Ray and its agents",

@@ -25,8 +25,8 @@ from bench.rollout import build_model
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.weights.transports import transport_of
-from cairn.engines.weights.verify import verify_log_probs
+from cairn.engines.fleet.serving import verify_log_probs
+from cairn.engines.fleet.weights.transports import transport_of
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 START_TIMEOUT = 600.0

@@ -29,9 +29,9 @@ from bench.command import parse, say
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.digest import state_digest
+from cairn.engines.training.sharding import state_digest
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.types import TrainBatch
 
 VOCAB_SIZE = 384
 SAMPLES = 256

@@ -44,12 +44,12 @@ from cairn.configs.plugins import load_callable
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
-from cairn.tasks.advantages import ScoredBatch, estimate
+from cairn.engines.types.types import GenerateRequest, SamplingParams, TrainBatch
+from cairn.tasks.advantages.step import ScoredBatch, estimate
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data import Draw, PromptData, draw
-from cairn.tasks.groups import sample_seed
-from cairn.tasks.rewards import get_grader
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.generation.groups import sample_seed
+from cairn.tasks.grading.graders import get_grader
 
 WARM_UP = 3
 """Iterations that are not counted."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from cairn.configs.schema.run import RunConfig
 from cairn.tasks.data import Draw
-from cairn.tasks.rewards import get_grader
+from cairn.tasks.grading.graders import get_grader
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = Path(__file__).with_name("trl-requirements.txt")

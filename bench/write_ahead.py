@@ -31,15 +31,15 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-import cairn.tasks.rollout
+import cairn.tasks.generation.rollout
 from bench.command import parse, say
 from bench.gateway import STORE_HELP, bucket
-from cairn.storage.commits import Step
-from cairn.storage.schemas import ROLLOUT
-from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks.context import RunContext
-from cairn.tasks.rollout import rollout
-from cairn.tasks.step import StepCall
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.schemas import ROLLOUT
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import StepCall
+from cairn.tasks.generation.rollout import rollout
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import tiny_config, tiny_context, write_assets
 
@@ -104,7 +104,7 @@ def generate(run: RunContext, turn: int, log: type) -> tuple[float, float, int]:
     count = run.config.rollout.rollout_batch_size
     attempt = run.ledger.attempt(turn, Step.ROLLOUT, "00-000")
     call = StepCall(run, 0, "00-000", attempt, "0" * 64)  # always the samples of iteration 0
-    with mock.patch.object(cairn.tasks.rollout, "WriteAhead", log):
+    with mock.patch.object(cairn.tasks.generation.rollout, "WriteAhead", log):
         began, cpu = time.perf_counter(), time.process_time()
         made = rollout.perform(call, None, [], [], cursor=0, count=count, resumed=0, needed=None, part=0, parts=1)
         return time.perf_counter() - began, time.process_time() - cpu, int(made.metrics["response_tokens"])

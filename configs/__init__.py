@@ -1,0 +1,1 @@
+"""What a run is told: its schema, recipes, and what loads, checks and digests them."""

@@ -6,9 +6,8 @@ it: a sample or an update says which engine made it.
 
 from types import SimpleNamespace
 
-from cairn.configs.reads import reads_under
 from cairn.configs.schema.base import Section
-from cairn.configs.view import Reader
+from cairn.configs.view import Reader, reads_under
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "rollout": (

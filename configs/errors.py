@@ -1,6 +1,8 @@
-"""What is wrong with a configuration."""
+"""What can be wrong with data."""
 
 from collections.abc import Sequence
+
+# What is wrong with a configuration.
 
 
 class ConfigError(Exception):
@@ -9,3 +11,11 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]):
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+class BadData(Exception):
+    """The data cannot be used as the configuration says; a new try will not help. The message says what to do."""
+
+
+class BadPrompt(BadData):
+    """A row that gives no prompt; the others may."""

@@ -8,9 +8,8 @@
 
 A new one of ours is a file in the folder, and nothing else. What a function needs and which options it reads it
 declares itself, with `plugin`; what follows from that is said in one place, `cairn.engines.training.needs`. The source
-of yours counts in the digests of the steps that read the option (`cairn.tasks.step`), and a store may name it where it
-may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`.
-"""
+of yours counts in the digests of the steps that read the option (`cairn.tasks.durable.step`), and a store may name it
+where it may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,7 +33,7 @@ class Declaration:
     """Of what its kind may need, what is to be computed and handed to it."""
     reads: frozenset[str] = frozenset()
     """Options of its section that it reads. Of ours they have an effect only where it is named; of yours they count in
-    the digests of the steps that run it, beside those that these declare (`cairn.configs.reads`)."""
+    the digests of the steps that run it, beside those that these declare (`cairn.configs.view`)."""
     loss: str | None = None
     """Of an advantage estimator: the loss of ours that goes with it, where `loss_type` is left at its default."""
     cached: bool = False
@@ -259,12 +258,16 @@ REWARD = Kind(
 FILTER = Kind(
     "filter",
     ("rollout.dynamic_sampling_filter",),
-    "cairn.tasks.filters",
+    "cairn.tasks.selecting.filters",
     "keep",
     (("rewards",), ("samples",), ("args", "samples")),
 )
 SAMPLE_FILTER = Kind(
-    "sample filter", ("rollout.rollout_sample_filter_path",), "cairn.tasks.sample_filters", "remove", (("groups",),)
+    "sample filter",
+    ("rollout.rollout_sample_filter_path",),
+    "cairn.tasks.selecting.sample_filters",
+    "remove",
+    (("groups",),),
 )
 SOURCE = Kind(
     "data source",
@@ -284,25 +287,33 @@ STATEFUL_SOURCE = Kind(
 CURRICULUM = Kind(
     "curriculum",
     ("data.curriculum.policy",),
-    "cairn.tasks.curricula",
+    "cairn.tasks.selecting.curricula",
     "choose",
     (("state", "results", "count", "config"),),
 )
 STALENESS = Kind(
-    "staleness policy", ("rollout.staleness_policy",), "cairn.tasks.staleness", "weigh", (("tokens", "max_age"),)
+    "staleness policy",
+    ("rollout.staleness_policy",),
+    "cairn.tasks.selecting.staleness",
+    "weigh",
+    (("tokens", "max_age"),),
 )
-BUFFER = Kind("buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.buffers", "order", (("groups",),))
-BENCHMARK = Kind("benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.benchmarks", "measure", (("samples",),))
+BUFFER = Kind(
+    "buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.selecting.buffers", "order", (("groups",),)
+)
+BENCHMARK = Kind(
+    "benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.evaluation.benchmarks", "measure", (("samples",),)
+)
 GENERATE = Kind(
     "generate function",
     ("rollout.custom_generate_function_path",),
-    "cairn.engines.generation",
+    "cairn.engines.agents.generation",
     "generate",
     (("ctx", "sample"), ("args", "sample", "sampling_params")),
     waits=True,
 )
 
-TOOL = ToolKind("tool", ("rollout.tools",), "cairn.engines.tools", "tool", (("options",),))
+TOOL = ToolKind("tool", ("rollout.tools",), "cairn.engines.agents.tools", "tool", (("options",),))
 
 KINDS = (
     SOURCE,

@@ -21,7 +21,7 @@ class Counterpart:
     group: str
     """What it has to do with, for people."""
     options: tuple[str, ...]
-    """Of a recipe, dotted, list members as in `cairn.configs.options`. Empty where there is none."""
+    """Of a recipe, dotted, list members as in `cairn.configs.loader`. Empty where there is none."""
     how: str
     """What does it otherwise, or what to mind. Markdown; may be empty where there are options."""
     why: str

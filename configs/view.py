@@ -4,7 +4,7 @@ What a step's commit says it was made from is then proved at every read, and not
 cannot compute on an option that its digest does not cover. Methods and properties of a section run on the view, so what
 they read is checked too.
 
-    config = view(run_config, Reader("step filter", "`reads` in cairn.tasks.filter", ("rollout.rollout_batch_size",)))
+    config = view(run_config, Reader("step filter", "`reads` in …", ("rollout.rollout_batch_size",)))
     config.rollout.rollout_batch_size     # its value
     config.rollout.num_engines            # UndeclaredRead
 """
@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel
 
+from cairn.configs.kinds import OPTIONS, declared, named, naming_code
 from cairn.configs.schema.base import Section
 
 CHANGES_NO_BITS: Mapping[str, str] = {
@@ -128,3 +129,20 @@ def _on(seen: _View, member: Any) -> Any:
         assert member.fget is not None
         return member.fget(seen)
     return MethodType(member, seen) if isinstance(member, FunctionType) else member
+
+
+# What a step or an engine reads under a configuration: what it has declared, and what the user's code that it runs
+# declares besides, with `cairn.plugin(reads=…)`. All of it counts in its digests.
+
+
+def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
+    """`reads`, dotted, and what the user's code that some of them name declares to read of its section. `config` is a
+    `RunConfig`, or as much of one as has these options. Raises BadPlugin where the code cannot be had."""
+    found = list(reads)
+    for option in naming_code(reads):
+        section = option.rpartition(".")[0]
+        for path in named(config, option).values():
+            if "." in path:
+                own = (f"{section}.{name}" for name in sorted(declared(OPTIONS[option].load(path)).reads))
+                found += [name for name in own if not is_covered(name, tuple(found))]
+    return tuple(found)

@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cairn.configs.benchmark_files import benchmark_names, load_benchmark
-from cairn.configs.loader import load
-from cairn.configs.options import LIST_ITEM, Option, options
-from cairn.configs.schema.benchmark import Benchmark
+from cairn.configs.catalogue import benchmark_names, load_benchmark
+from cairn.configs.loader import LIST_ITEM, Option, load, options
+from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
@@ -118,7 +117,9 @@ def benchmarks() -> str:
 
 
 def _benchmark_table() -> str:
-    answers = parse_yaml((DOCS.parent / "tests/tasks/benchmarks/parity/answers.yaml").read_text(encoding="utf-8"))
+    answers = parse_yaml(
+        (DOCS.parent / "tests/tasks/evaluation/benchmarks/parity/answers.yaml").read_text(encoding="utf-8")
+    )
     rows = []
     for benchmark in map(load_benchmark, benchmark_names()):
         follows, prompt, sampling = benchmark.follows, benchmark.prompt, benchmark.sampling

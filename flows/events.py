@@ -9,8 +9,8 @@ may interleave. Between the two, a rollout shard tells GroupsGenerated.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cairn.storage.commits import Commit
-from cairn.tasks.events import GroupsGenerated, Message, StepCommitted, StepEvent, StepStarted
+from cairn.storage.ledger.commits import Commit
+from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, StepEvent, StepStarted
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 In an iteration without a score step `advantage` needs its filter step alone: `estimate_ahead`.
 Where samples are generated all the time, `collect` takes what is complete (`cairn.flows.streaming`). Where the data
 hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
-advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.given`).
+advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.generation.offline`).
 
 `cairn.flows.pipeline` says which halves run side by side.
 """
@@ -18,23 +18,23 @@ from typing import Any
 
 from cairn.flows.step_runner import StepRunner
 from cairn.flows.streaming import admit_prompts, collect_from_stream
-from cairn.storage.commits import Commit, Step
-from cairn.tasks.advantage import advantage
-from cairn.tasks.batch import trained_shards
-from cairn.tasks.checkpoint import checkpoint
-from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
-from cairn.tasks.filter import buffered_groups, filter_groups
-from cairn.tasks.given import read_demonstrations, take_all
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.tasks.advantages.step import advantage
+from cairn.tasks.batch.batch import trained_shards
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.quarantine import passed_over
+from cairn.tasks.durable.selection import last_selection, number
+from cairn.tasks.durable.versions import version_of
+from cairn.tasks.evaluation.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
+from cairn.tasks.generation.offline import read_demonstrations, take_all
+from cairn.tasks.generation.rollout import resumed_groups, rollout
+from cairn.tasks.grading.reward import reward
 from cairn.tasks.halves import learning_steps, weights_after
-from cairn.tasks.quarantine import passed_over
-from cairn.tasks.reward import reward
-from cairn.tasks.rollout import resumed_groups, rollout
-from cairn.tasks.score import score
-from cairn.tasks.selection import last_selection, number
-from cairn.tasks.sync import sync
-from cairn.tasks.train import train
-from cairn.tasks.versions import version_of
+from cairn.tasks.selecting.filter import buffered_groups, filter_groups
+from cairn.tasks.trainer.checkpoint import checkpoint
+from cairn.tasks.trainer.score import score
+from cairn.tasks.trainer.sync import sync
+from cairn.tasks.trainer.train import train
 
 
 def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:

@@ -15,7 +15,7 @@ With `streaming` and a greatest age k it is the same, but for this: samples are 
 (`cairn.flows.streaming`), and instead of being collected an iteration is first admitted and then collected:
 
     admit of i      all of iteration i-1-k: its samples can be k publications old at most when they are trained on;
-                    and that engines would not have enough to do (`cairn.tasks.streaming.pacing`)
+                    and that engines would not have enough to do (`cairn.tasks.streaming.stream`)
     collect of i    what it admitted, and the batch of i-1
 
 Before an iteration is collected, or admitted, somebody may have to let it begin (`cairn.flows.driver.approval`); halves
@@ -35,14 +35,14 @@ from contextlib import contextmanager, nullcontext
 
 from cairn.flows.driver.approval import Withheld
 from cairn.flows.iteration import admit, collect, estimate_ahead, evaluate_after, learn
-from cairn.flows.orchestration.steps import Stopping
+from cairn.flows.orchestration.flow_runs import Stopping
 from cairn.flows.step_runner import StepRunner
-from cairn.storage.commits import Commit, Step
-from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import eval_due
-from cairn.tasks.events import Message
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.evaluation.evaluate import eval_due
 from cairn.tasks.halves import newest_sampled, weights_after
-from cairn.tasks.streaming.pacing import Pacing
+from cairn.tasks.streaming.stream import Pacing
 
 Iterate = Callable[[int], list[Commit]]
 """Executes an iteration by its number."""

@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from cairn.storage.commits import Commit
-from cairn.tasks.step import DurableStep
+from cairn.storage.ledger.commits import Commit
+from cairn.tasks.durable.step import DurableStep
 
 
 class Pending(Protocol):

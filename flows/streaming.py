@@ -11,14 +11,14 @@ import itertools
 from contextlib import nullcontext
 
 from cairn.flows.step_runner import StepRunner
-from cairn.storage.admissions import claim_admission
-from cairn.storage.commits import Commit, Step
-from cairn.tasks.context import RunContext
-from cairn.tasks.filter import filter_groups
-from cairn.tasks.quarantine import passed_over
-from cairn.tasks.reward import reward
-from cairn.tasks.selection import last_selection, number
-from cairn.tasks.streaming.admit import admission_number, admit, admitted_groups
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.logs.admissions import claim_admission
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.quarantine import passed_over
+from cairn.tasks.durable.selection import last_selection, number
+from cairn.tasks.grading.reward import reward
+from cairn.tasks.selecting.filter import filter_groups
+from cairn.tasks.streaming.stream import admission_number, admit, admitted_groups
 from cairn.tasks.streaming.take import take_groups, taken_ids
 
 

@@ -14,15 +14,17 @@ from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
 from prefect.states import State
 
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.artifacts.publishing import Pages
 from cairn.flows.driver.approval import Withheld, admit
-from cairn.flows.driver.divergence import fork_after_divergence
 from cairn.flows.driver.preemption import Ending, Preempted, ending_in_order
 from cairn.flows.driver.session import open_run
-from cairn.flows.driver.withheld import end_of_driver, end_of_iteration, end_paused, waiting
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
+from cairn.flows.history.fork import CannotFork, fork
+from cairn.flows.orchestration.artifacts.publishing import Pages
 from cairn.flows.orchestration.flow_runs import (
+    PrefectSteps,
     confirm_cancel,
     current_flow_run,
     driving,
@@ -31,24 +33,72 @@ from cairn.flows.orchestration.flow_runs import (
     wait_for_cancel,
 )
 from cairn.flows.orchestration.server import PREFECT_HOME, prefect_api
-from cairn.flows.orchestration.steps import PrefectSteps
+from cairn.flows.orchestration.withheld import end_of_driver, end_of_iteration, end_paused, waiting
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.trackers import trackers
 from cairn.flows.watching.alarms import Alarms
+from cairn.flows.watching.trackers import trackers
 from cairn.flows.watching.watchers import Watcher, Watchers
-from cairn.storage.commits import Commit, Environment, Step
-from cairn.storage.errors import Damaged, StoreError
-from cairn.storage.retention import retire
-from cairn.storage.store import Store, open_for_runs
-from cairn.tasks.checkpoint import checkpoint_due
-from cairn.tasks.context import RunContext
-from cairn.tasks.environment import tell_changed_environment
-from cairn.tasks.events import Message
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import Damaged, Retired, StoreError
+from cairn.storage.store.store import Store, open_for_runs
+from cairn.storage.upkeep.retention import newest_checkpoint, retire
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.quarantine import put_in_force
+from cairn.tasks.durable.step import tell_changed_environment
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
-from cairn.tasks.quarantine import put_in_force
-from cairn.tasks.recovery import ReplayDiverged
-from cairn.tasks.self_test import self_test_once
 from cairn.tasks.streaming.opening import open_stream
+from cairn.tasks.trainer.checkpoint import checkpoint_due
+from cairn.tasks.trainer.recovery import ReplayDiverged
+from cairn.tasks.trainer.self_test import self_test_once
+
+# What a driver does when replay gives other weights than were committed (`recovery.on_divergence`).
+
+
+def fork_after_divergence(
+    store: Store, run: str, error: ReplayDiverged, on_event: OnEvent, given: RunConfig | None = None
+) -> str:
+    """Fork the run at its newest checkpoint, as it asks for, unless that was done; returns the fork's name. The fork's
+    manifest says why there is one.
+
+    The iterations after the checkpoint are done again by the fork: what they committed stays with the run. `given`:
+    the recipe, where the user gave one. Raises `error` where the run asks to stop, and says so where there is no
+    checkpoint to go on from, or none that a fork would help.
+    """
+    ledger = Ledger.open(store, run)
+    if from_manifest(ledger.manifest.config).recovery.on_divergence == "stop":
+        raise error
+    saved = newest_checkpoint(ledger, ledger.last_iteration() or 0)
+    if saved is None:
+        raise ReplayDiverged(f"{error}. No checkpoint is there to fork the run at: set checkpoint.save_interval")
+    if ledger.find(saved.iteration + 1, Step.TRAIN) is None:
+        raise ReplayDiverged(
+            f"{error}. Nothing was replayed: the checkpoint itself diverges, for a fork of the run too"
+        )
+    if saved.iteration < ledger.first_iteration - 1:
+        raise ReplayDiverged(
+            f"{error}. The newest checkpoint, of iteration {saved.iteration}, lies before {run} was forked: a fork "
+            f"there would do iterations of {ledger.owner(saved.iteration + 1).run} again with the options of {run}"
+        )
+    name = f"{run}-from-{layout.digits(saved.iteration)}"
+    try:
+        if not _is_there(ledger, name, saved.iteration):
+            fork(ledger, saved.iteration, name, reason=str(error), given=given)
+    except (CannotFork, ConfigError, Retired, ValueError) as why:
+        raise ReplayDiverged(f"{error}. The run cannot be forked as {name} either: {why}") from why
+    on_event(Message(str(error), "warning"))
+    on_event(Message(f"Run {run} stays as it is; its fork {name} goes on from iteration {saved.iteration}", "warning"))
+    return name
+
+
+def _is_there(ledger: Ledger, name: str, iteration: int) -> bool:
+    """Whether a driver has made this fork before."""
+    if not ledger.store.exists(layout.run_manifest(name)):
+        return False
+    parent = Ledger.open(ledger.store, name).manifest.parent
+    return parent is not None and (parent.run, parent.iteration) == (ledger.run, iteration)
 
 
 def start(

@@ -25,14 +25,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import pyarrow as pa
 from pydantic import Field, JsonValue, field_validator
 
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Environment, OutputFile
-from cairn.storage.errors import Damaged, LeadsOut, LeaseHeld
-from cairn.storage.leases import Lease, LeaseState, Outcome, Owned, newest_lease
-from cairn.storage.records import FORMAT, Marker, Record
-from cairn.storage.snapshots import AttemptFolder, check_bytes
-from cairn.storage.store import Store
-from cairn.storage.tables import from_parquet
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import FORMAT, Environment, Marker, OutputFile, Record
+from cairn.storage.ledger.leases import Lease, LeaseState, Outcome, Owned, newest_lease
+from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, from_parquet
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, LeadsOut, LeaseHeld
+from cairn.storage.store.store import Store
 
 LOOK_INTERVAL = 0.5
 """Seconds between two looks at what another process computes."""

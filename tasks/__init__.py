@@ -1,0 +1,1 @@
+"""The steps of an iteration and everything that they compute."""

@@ -8,15 +8,15 @@ import itertools
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.tasks.checkpoint import checkpoint_due
-from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.score import needs_scores
-from cairn.tasks.selection import is_collected
-from cairn.tasks.sync import publish
-from cairn.tasks.versions import version_of
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import is_collected
+from cairn.tasks.durable.versions import version_of
+from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
+from cairn.tasks.trainer.checkpoint import checkpoint_due
+from cairn.tasks.trainer.score import needs_scores
+from cairn.tasks.trainer.sync import publish
 
 
 def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = None) -> list[Step]:

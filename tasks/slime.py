@@ -1,17 +1,16 @@
 """Functions written for slime, as ours: what they are given, in slime's shapes, and what they return, in ours.
 
 Which functions those are tells their signature: `reward(args, sample)` and `my_filter(args, samples)`, plain or
-coroutine functions, which may take more by keyword. Those that generate are in `cairn.engines.slime`. What they import
-of slime for their annotations and results comes from `cairn.slime` here.
-"""
+coroutine functions, which may take more by keyword. Those that generate are in `cairn.engines.agents.slime`. What they
+import of slime for their annotations and results comes from `cairn.slime` here."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.configs.slime import Arguments as Arguments
 from cairn.configs.slime import Status as Status
-from cairn.engines import slime as generating
-from cairn.tasks.rewards import sample as graders
+from cairn.engines.agents import slime as generating
+from cairn.tasks.batch import sample as graders
 
 _SAME_WORDS = "the same words earn the same, whichever sample they are; a filter has it"
 _UNTOLD = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from cairn.flows.driver.signals import NOTICES
-from cairn.storage.leases import Lease
+from cairn.storage.ledger.leases import Lease
 
 # Ray's workers give way to every other process by default: a test beside them would starve them.
 os.environ.setdefault("RAY_worker_niceness", "0")

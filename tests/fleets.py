@@ -4,8 +4,8 @@ from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.calls import at_the_same_time
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.weights.transports import transport_of
-from cairn.engines.weights.verify import verify_log_probs
+from cairn.engines.fleet.serving import verify_log_probs
+from cairn.engines.fleet.weights.transports import transport_of
 
 
 def versions(fleet: Fleet) -> list[int | None]:

@@ -21,16 +21,17 @@ import pytest
 import torch
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows import replay
 from cairn.flows.driver import session
-from cairn.flows.fork import fork
+from cairn.flows.history import replay
+from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.local import LocalStore
-from cairn.tasks.recovery import restore_trainer
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store import canonical
+from cairn.storage.store.local import LocalStore
+from cairn.tasks.trainer.recovery import restore_trainer
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, write_assets
 

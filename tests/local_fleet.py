@@ -10,19 +10,25 @@ from typing import Any
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
-from cairn.engines.episodes.records import Recorded
-from cairn.engines.episodes.samples import SampleEngine
-from cairn.engines.episodes.user_code import GenerateFunction
-from cairn.engines.errors import PublicationGone, RequestRefused, WrongVersion
-from cairn.engines.fleet.colocation import Turns
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.membership import Membership
-from cairn.engines.rollout.streams import Stream
+from cairn.engines.fleet.serving import Turns
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import Completion, GenerateRequest, Position, Publication, RequestId, SamplingParams
-from cairn.storage.commits import Environment
-from cairn.storage.store import StoredFile, open_store
+from cairn.engines.types.errors import PublicationGone, RequestRefused, WrongVersion
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
+from cairn.engines.types.types import (
+    Completion,
+    GenerateRequest,
+    Position,
+    Publication,
+    RequestId,
+    SamplingParams,
+    Stream,
+)
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.store.store import StoredFile, open_store
 from tests.spare_engines import engine_of, give_back
 
 Generate = Callable[[Sequence[GenerateRequest]], Iterator[list[Completion]]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
+from cairn.engines.types.types import Completion, GenerateRequest, RequestId, SamplingParams
 
 
 def group(number: int, input_ids: Sequence[int], seeds: Iterable[int], params: SamplingParams) -> list[GenerateRequest]:

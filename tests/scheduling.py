@@ -14,11 +14,11 @@ SHARED = {
     "a Ray cluster": (
         "tests/engines/fleet/",
         "tests/engines/training/megatron/test_fleet.py",
-        "tests/engines/weights/test_transports.py",
+        "tests/engines/fleet/weights/test_transports.py",
         "tests/flows/test_streaming_staleness.py",
         "tests/tasks/test_colocation.py",
-        "tests/tasks/test_episodes.py",
-        "tests/tasks/test_publications.py",
+        "tests/tasks/generation/test_episodes.py",
+        "tests/tasks/trainer/test_publications.py",
     ),
 }
 """Paths of the tests of a kind."""

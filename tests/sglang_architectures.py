@@ -2,7 +2,7 @@
 most of a minute each, and prints and records what it finds.
 
 The tests start those of `TESTED` alone. What was found of the others, and of those that it does not serve, is kept here
-and in `cairn.engines.rollout.sglang.cpu_path`.
+and in `cairn.engines.rollout.sglang.problems`.
 """
 
 import sys
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from cairn.engines.errors import EngineError
-from cairn.engines.models import load_causal_lm
-from cairn.engines.rollout.sglang.cpu_path import UNSERVED
+from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import GenerateRequest
+from cairn.engines.rollout.sglang.problems import UNSERVED
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import GenerateRequest
 from tests.architectures import ARCHITECTURES, Architecture
+from tests.engines.models.test_iteration import requests
 from tests.engines.rollout.models import full_log_probs
-from tests.engines.test_iteration import requests
 from tests.model_table import Check, record
 from tests.requests import by_id
 from tests.sglang_server import START_TIMEOUT, sglang_config

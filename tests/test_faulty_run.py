@@ -19,12 +19,12 @@ import yaml
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
-from cairn.storage import layout
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.s3 import S3Store
-from cairn.storage.snapshots import read_bytes
-from cairn.storage.verification import verify
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_bytes
+from cairn.storage.store.s3 import S3Store
+from cairn.storage.upkeep.verification import verify
 from tests.faulty_s3 import Fault, FaultyProxy, Plan, faulty_proxy
 from tests.s3 import S3Server
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.samples import SampleEngine
-from cairn.engines.errors import EngineError, EngineTimeout, GenerationFailed
-from cairn.engines.trajectories import GeneratedSample
-from cairn.engines.types import Completion, GenerateRequest, TrainBatch
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.types.errors import EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.types.trajectories import GeneratedSample
+from cairn.engines.types.types import Completion, GenerateRequest, TrainBatch
 from cairn.flows.driver.sources import Sources
 from cairn.flows.driver.validation import data_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Commit, Step
-from cairn.storage.errors import RunDiffers, StoreError
-from cairn.storage.ledger import Ledger
-from cairn.storage.retention import newest_checkpoint
-from cairn.storage.schemas import Status
-from cairn.storage.snapshots import read_table
-from cairn.storage.store import StoredFile, open_store
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import Status
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.errors import RunDiffers, StoreError
+from cairn.storage.store.store import StoredFile, open_store
+from cairn.storage.upkeep.retention import newest_checkpoint
+from cairn.storage.upkeep.verification import verify
 from cairn.tasks.data import BadData
-from cairn.tasks.selection import last_selection, number, trained_groups
-from cairn.tasks.step import DurableStep
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection, number, trained_groups
+from cairn.tasks.durable.step import DurableStep
 from tests.local_fleet import LocalFleet, LocalRollout, calls
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, train_digests
 

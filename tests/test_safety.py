@@ -18,16 +18,17 @@ from cairn.flows.driver.session import open_run
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import run_status
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Step
-from cairn.storage.errors import Damaged, StoreRefused
-from cairn.storage.ledger import Ledger
-from cairn.storage.local import LocalStore
-from cairn.storage.manifest import list_runs
-from cairn.storage.s3 import S3Store
-from cairn.storage.snapshots import read_bytes
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import list_runs
+from cairn.storage.ledger.snapshots import read_bytes
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, StoreRefused
+from cairn.storage.store.local import LocalStore
+from cairn.storage.store.s3 import S3Store
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.verification import verify
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ROOT = Path(__file__).parents[1]

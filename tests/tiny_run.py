@@ -15,14 +15,14 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.sources import environment, input_digests, open_graders
 from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Commit, Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from cairn.tasks.context import RunContext
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 from cairn.tasks.data import PromptData, open_data
-from cairn.tasks.events import Message, StepCommitted, StepStarted
-from cairn.tasks.step import DurableStep
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
+from cairn.tasks.durable.step import DurableStep
 from cairn.tasks.steps import rules
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.forks import FORKS

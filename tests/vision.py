@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL.Image import fromarray
 
-from cairn.engines.images import Image, size_of
-from cairn.engines.types import GenerateRequest, SamplingParams
-from cairn.engines.vision import image_processor, places_of, resized
+from cairn.engines.models.vision import image_processor, places_of, resized
+from cairn.engines.types.images import Image, size_of
+from cairn.engines.types.types import GenerateRequest, SamplingParams
 from examples.dots.build import begin
 
 SIZES = ((16, 16), (30, 50), (41, 17))

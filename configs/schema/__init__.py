@@ -1,0 +1,1 @@
+"""The options of a run, one model a section."""

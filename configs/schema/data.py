@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cairn.configs.schema.base import Code, Section, is_recorded
-from cairn.configs.schema.location import Location
+from cairn.configs.schema.base import Code, Location, Section, is_recorded
 
 
 def one_group(pattern: str | None) -> str | None:

@@ -4,13 +4,129 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from cairn.configs.schema.base import Code, Section, is_recorded
-from cairn.configs.schema.location import Location
-from cairn.configs.schema.servers import ServerGroup
-from cairn.configs.schema.tools import ToolOptions
+from cairn.configs.schema.base import Code, Location, Section, is_recorded
+
+# Rollout servers of several kinds, as slime's `--sglang-config` describes them.
+
+
+class ServerGroup(Section):
+    """Servers of one kind."""
+
+    worker_type: Literal["regular", "prefill", "decode"] = "regular"
+    """What its servers do: everything, or only one side of prefill/decode disaggregation, which needs both."""
+
+    num_engines: int | None = Field(None, ge=1)
+    """Engines of the group; null takes `num_gpus` / `num_gpus_per_engine`."""
+
+    num_gpus: int | None = Field(None, ge=1)
+    """GPUs of the group, in place of `num_engines`."""
+
+    num_gpus_per_engine: float | None = Field(None, ge=0)
+    """GPUs of each of its engines; null takes `rollout.num_gpus_per_engine`."""
+
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Options of the group's servers, by SGLang's names; they go before those of `rollout.sglang`."""
+
+    @model_validator(mode="after")
+    def _its_size_is_given_once(self) -> "ServerGroup":
+        if (self.num_engines is None) == (self.num_gpus is None):
+            raise ValueError("a server group has either num_engines or num_gpus: give one of them")
+        return self
+
+    def count(self, num_gpus_per_engine: float) -> int:
+        """Engines of the group, each of so many GPUs unless the group says otherwise. Raises ValueError."""
+        each = self.num_gpus_per_engine if self.num_gpus_per_engine is not None else num_gpus_per_engine
+        if self.num_gpus is None:
+            assert self.num_engines is not None
+            return self.num_engines
+        if not each or self.num_gpus % each:
+            raise ValueError(
+                f"a server group of {self.num_gpus} GPUs cannot be cut into engines of {each:g} each: change num_gpus "
+                "or num_gpus_per_engine"
+            )
+        return int(self.num_gpus / each)
+
+
+# What the tools of ours are given: `rollout.tool_options`. Those of yours say it themselves, see docs/agents.md.
+
+
+class SandboxedTool(Section):
+    """A tool that runs programs of the policy, each in a sandbox of bubblewrap."""
+
+    bwrap: str = "bwrap"
+    """The program `bwrap`: a name on PATH, or its path."""
+
+    timeout: float = Field(10.0, gt=0)
+    """Seconds on the wall clock that a program may take."""
+
+    cpu_time: int = Field(10, ge=1)
+    """Seconds of CPU time of each of its processes."""
+
+    memory: int = Field(512 * 1024**2, ge=2**26)
+    """Bytes of address space of each process, and of memory of all of them together."""
+
+    processes: int = Field(64, ge=1)
+    """Processes and threads that it may have."""
+
+    file_size: int = Field(16 * 1024**2, ge=4096)
+    """Bytes of one file, of its scratch folder, of /dev/shm, and of what it prints."""
+
+    max_output: int = Field(16_384, ge=1)
+    """Characters of what it prints that the model is told."""
+
+    num_workers: int = Field(4, ge=1)
+    """Programs that run at a time, beside each rollout engine; the others wait, which counts for none of the limits."""
+
+
+class PythonTool(SandboxedTool):
+    """`python`: a Python program, and what it prints."""
+
+    python: str | None = None
+    """The interpreter, by its path; by default the one that runs Cairn. Programs see its standard library and no
+    installed package."""
+
+
+class SearchTool(Section):
+    """`search`: passages of a corpus that go with a query, by BM25."""
+
+    corpus: Location | None = Field(None, min_length=1)
+    """JSONL or Parquet file with a passage a row; to be set where the tool is named."""
+
+    text_key: str = "text"
+    """Column with the passage."""
+
+    title_key: str | None = None
+    """Column with its title, which is searched and shown too."""
+
+    k: int = Field(3, ge=1, le=100)
+    """Passages that are returned."""
+
+    max_output: int = Field(16_384, ge=1)
+    """Characters that the model is told."""
+
+    timeout: float = Field(30.0, gt=0)
+    """Seconds that a search may take; reading the corpus, the first time, does not count."""
+
+
+class ToolOptions(Section):
+    """Options of the tools of ours that `rollout.tools` names, and what tools of yours may do."""
+
+    network: bool = False
+    """Whether tools of yours that are called in processes of their own may reach a network: plain functions of modules.
+    Others run in the process of `generate`, whose network they have."""
+
+    python: PythonTool = PythonTool()
+    """Of `python`."""
+
+    shell: SandboxedTool = SandboxedTool()
+    """Of `shell`."""
+
+    search: SearchTool = SearchTool()
+    """Of `search`."""
+
 
 MOST_ITERATIONS = 1_000_000
-"""`cairn.storage.layout.LAST_NUMBER` is that of the last."""
+"""`cairn.storage.ledger.layout.LAST_NUMBER` is that of the last."""
 
 
 def lag_of(pipeline: str, lag: int | None, max_age: int | None) -> int:

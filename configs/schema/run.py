@@ -6,11 +6,10 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Location, Section, is_recorded
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import EvalConfig
 from cairn.configs.schema.given import require_read
-from cairn.configs.schema.location import Location
 from cairn.configs.schema.operations import (
     ApprovalConfig,
     CheckpointConfig,
@@ -18,12 +17,11 @@ from cairn.configs.schema.operations import (
     OperationsConfig,
     RecoveryConfig,
     RetryConfig,
+    TrackingConfig,
 )
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.configs.schema.schedule import warmup_steps
-from cairn.configs.schema.tracking import TrackingConfig
-from cairn.configs.schema.training import TrainingConfig
+from cairn.configs.schema.training import TrainingConfig, warmup_steps
 
 
 class ModelConfig(Section):

@@ -6,9 +6,164 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
-from cairn.configs.schema.critic import CriticConfig
-from cairn.configs.schema.lora import LoraConfig
-from cairn.configs.schema.schedule import DecayStyle, IncreaseStyle, WSDStyle, schedule_problem
+
+# Learning rate and weight decay over a run, by Megatron's names: which there are, and which go together.
+
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WSDStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+IncreaseStyle = Literal["constant", "linear", "cosine"]
+
+
+def warmup_steps(config: "TrainingConfig", total_steps: int) -> float:
+    """Optimizer steps of the warm-up; with `lr_warmup_fraction` they need not be whole."""
+    if config.lr_warmup_fraction is not None:
+        return config.lr_warmup_fraction * (config.lr_decay_iters or total_steps)
+    return config.lr_warmup_iters
+
+
+def schedule_problem(config: "TrainingConfig") -> str | None:
+    """A sentence on options of the schedules that contradict each other or have no effect; None where there are
+    none."""
+    if config.lr_warmup_fraction is not None and config.lr_warmup_iters:
+        return (
+            f"lr_warmup_fraction ({config.lr_warmup_fraction}) and lr_warmup_iters ({config.lr_warmup_iters}) exclude "
+            "each other: both say how long the warm-up is; leave one of them out"
+        )
+    if config.lr_warmup_init and not config.lr_warmup_iters and not config.lr_warmup_fraction:
+        return (
+            f"lr_warmup_init ({config.lr_warmup_init}) has no effect without a warm-up; set lr_warmup_iters, or leave "
+            "it out"
+        )
+    if config.lr_warmup_init > config.lr:
+        return f"lr_warmup_init ({config.lr_warmup_init}) is above lr ({config.lr}), which the warm-up ends at"
+    return _decay_problem(config) or _weight_decay_problem(config)
+
+
+def _decay_problem(config: "TrainingConfig") -> str | None:
+    style, last = config.lr_decay_style, config.lr_wsd_decay_iters
+    if style != "WSD":
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+            value = getattr(config, name)
+            if value is not None:
+                return (
+                    f"{name} ({value}) has no effect while lr_decay_style is {style}; set lr_decay_style=WSD, or leave "
+                    "it out"
+                )
+        return None
+    if last is None:
+        return "lr_decay_style is WSD, which needs lr_wsd_decay_iters: the optimizer steps of the decay at the end"
+    if config.lr_decay_iters is not None and last > config.lr_decay_iters - warmup_steps(config, 0):
+        return (
+            f"lr_wsd_decay_iters ({last}) leaves of lr_decay_iters ({config.lr_decay_iters}) less than the warm-up "
+            "takes: lower it"
+        )
+    return None
+
+
+def _weight_decay_problem(config: "TrainingConfig") -> str | None:
+    style, start, end = config.weight_decay_incr_style, config.start_weight_decay, config.end_weight_decay
+    if style == "constant":
+        for name, value in (("start_weight_decay", start), ("end_weight_decay", end)):
+            if value is not None:
+                return (
+                    f"{name} ({value}) has no effect while weight_decay_incr_style is constant; set it to linear or "
+                    "cosine, or leave the other out"
+                )
+        return None
+    if start is None or end is None:
+        return f"weight_decay_incr_style is {style}, which needs start_weight_decay and end_weight_decay: set both"
+    if end < start:
+        return f"end_weight_decay ({end}) is below start_weight_decay ({start}): weight decay only rises"
+    if config.weight_decay:
+        return (
+            f"weight_decay ({config.weight_decay}) has no effect while weight_decay_incr_style is {style}, which goes "
+            "from start_weight_decay to end_weight_decay; leave it out"
+        )
+    return None
+
+
+# What the critic's optimizer has of its own.
+
+
+class CriticConfig(Section):
+    """Options of the critic that differ from those of the same name in `training`, which hold for both where these are
+    null. Its learning rate is `critic_lr`, its warm-up `critic_lr_warmup_iters`. slime: the entry of the role `critic`
+    in the file of `--megatron-config-path`."""
+
+    min_lr: float | None = Field(None, ge=0)
+    """As `training.min_lr`."""
+
+    lr_warmup_init: float | None = Field(None, ge=0)
+    """As `training.lr_warmup_init`."""
+
+    lr_decay_style: DecayStyle | None = None
+    """As `training.lr_decay_style`."""
+
+    lr_decay_iters: int | None = Field(None, ge=1)
+    """As `training.lr_decay_iters`, in optimizer steps of the critic."""
+
+    lr_wsd_decay_style: WSDStyle | None = None
+    """As `training.lr_wsd_decay_style`."""
+
+    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    """As `training.lr_wsd_decay_iters`."""
+
+    weight_decay: float | None = Field(None, ge=0)
+    """As `training.weight_decay`."""
+
+    weight_decay_incr_style: IncreaseStyle | None = None
+    """As `training.weight_decay_incr_style`."""
+
+    start_weight_decay: float | None = Field(None, ge=0)
+    """As `training.start_weight_decay`."""
+
+    end_weight_decay: float | None = Field(None, ge=0)
+    """As `training.end_weight_decay`."""
+
+    adam_beta1: float | None = Field(None, ge=0, lt=1)
+    """As `training.adam_beta1`."""
+
+    adam_beta2: float | None = Field(None, ge=0, lt=1)
+    """As `training.adam_beta2`."""
+
+    adam_eps: float | None = Field(None, gt=0)
+    """As `training.adam_eps`."""
+
+    clip_grad: float | None = Field(None, ge=0)
+    """As `training.clip_grad`."""
+
+    @property
+    def own(self) -> dict[str, object]:
+        """Those that are set."""
+        return {name: value for name, value in self if value is not None}
+
+
+# Low-rank adapters.
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters in place of all weights; names as in peft's `LoraConfig`. Engine torch alone."""
+
+    r: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights and no adapter."""
+
+    lora_alpha: int = Field(8, ge=1)
+    """An adapter counts lora_alpha / r times."""
+
+    use_rslora: bool = False
+    """An adapter counts lora_alpha / sqrt(r) times instead."""
+
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """The linear layers that get an adapter, by the last part of their names in the model, or all of it: `[q_proj,
+    v_proj]`. `all-linear` takes all but the output layer."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some(cls, names: str | list[str]) -> str | list[str]:
+        if not names:
+            raise ValueError("is empty: leave it out for all-linear, or name the layers that get an adapter")
+        return names
 
 
 class TrainingConfig(Section):

@@ -1,10 +1,17 @@
 """Which Ray cluster a run uses."""
 
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
+from cairn.storage.store.errors import NoSpace, naming_full
 
 if TYPE_CHECKING:
     from cairn.configs.schema.operations import FleetConfig
+
 
 ADDRESS = "CAIRN_RAY_ADDRESS"
 """Environment variable: the cluster that runs on this machine join where their configuration names none."""
@@ -13,3 +20,38 @@ ADDRESS = "CAIRN_RAY_ADDRESS"
 def ray_address(fleet: "FleetConfig") -> str | None:
     """`auto` or `host:port` of the cluster to join; None where the run starts its own."""
     return fleet.ray_address or os.environ.get(ADDRESS) or None
+
+
+# Ray's object store on this machine: the memory under it, and what a lack of room in it is called.
+#
+# Ray makes the store as a sparse file in shared memory, or in its temporary folder where shared memory is too small.
+# Room that others take there meanwhile is missing when a process writes to the store, which the kernel then ends by
+# SIGBUS: an engine, or the driver without a word. So all of it is taken when the cluster starts.
+#
+# When the store itself is full, Ray moves objects into files, and when their disk is full too, more than 95 % of it by
+# default, it refuses new ones.
+
+
+FULL = (ObjectStoreFullError, OutOfDiskError)
+"""What Ray raises where no room is left for an object."""
+
+
+def reserve(raylet: int) -> None:
+    """Take all the room that the store of a raylet, given by its process, may ever need. Raises NoSpace."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, which others watch
+        for descriptor in os.scandir(f"/proc/{raylet}/fd"):
+            store = Path(os.readlink(descriptor.path))  # its name is gone by now: "/dev/shm/plasma1a2b3c (deleted)"
+            if store.name.startswith("plasma"):
+                with naming_full(f"{store.parent}, for Ray's object store"), open(descriptor.path, "rb+") as file:
+                    os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+
+
+def no_room(call: str, folder: Path | None) -> NoSpace:
+    """What to raise for a call that found no room. `folder`: Ray's temporary one, None for somebody else's cluster."""
+    disk, else_ = "its disk", ""
+    if folder is not None:
+        disk, else_ = f"the disk of {folder}", ", or set TMPDIR to a folder on another disk and resume"
+    return NoSpace(
+        f"{call}: no space is left for Ray's objects: its object store is full, and so is {disk}, to which it spills, "
+        f"to more than 95 %; free some there{else_}"
+    )

@@ -7,16 +7,20 @@ joined     someone else's: left running; where its head is silent for long, this
 A process has one cluster at a time; it is let go when the last of its users closes it.
 """
 
+import contextlib
 import logging
+import math
 import os
 import secrets
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -27,22 +31,97 @@ import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
-from cairn.engines.errors import ClusterLost, EngineError
 from cairn.engines.fleet import reaper
+from cairn.engines.fleet.address import reserve
 from cairn.engines.fleet.lean import only_what_runs_actors, workers_from
-from cairn.engines.fleet.object_store import reserve
 from cairn.engines.fleet.warm import WarmProcess
-from cairn.engines.fleet.watching import (
-    HEAD,
-    HEAD_INTERVAL,
-    HEAD_SILENCE,
-    JOIN_ANSWER,
-    first_to_die,
-    head_processes,
-    no_answer,
-    raylet_here,
-)
-from cairn.storage.errors import NoSpace
+from cairn.engines.types.errors import ClusterLost, EngineError
+from cairn.storage.store.errors import NoSpace
+
+# What is watched of a Ray cluster: whether its processes live, whether its head answers, whether its machines stay.
+
+
+HEAD = ("gcs_server", "raylet")
+"""Processes without which a cluster is none. Ray waits for their return, for a minute or for ever."""
+
+LOOK_INTERVAL = 0.5
+"""Seconds after which a watch of them notices that the cluster was closed."""
+
+HEAD_SILENCE = 40.0
+"""Seconds after which the silent head of a joined cluster is given up: Ray ends a process without a word after 60."""
+
+HEAD_INTERVAL = 5.0
+"""Seconds between two looks at it, and what its answer may take."""
+
+JOIN_ANSWER = 10.0
+"""Seconds within which a cluster that is to be joined must answer: Ray itself waits two minutes for an address where
+nothing does, and then ends the process."""
+
+
+def first_to_die(processes: Sequence[psutil.Process], names: Sequence[str], closing: threading.Event) -> str | None:
+    """Name of the first of these processes, one of each name, that dies or is dead; None if `closing` is set
+    before."""
+    with contextlib.ExitStack() as stack:
+        ends = select.poll()
+        found: dict[int, str] = {}
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                descriptor = os.pidfd_open(process.pid)
+                stack.callback(os.close, descriptor)
+                found[descriptor] = process.name()
+                ends.register(descriptor, select.POLLIN)
+        died = [name for name in names if name not in found.values()]
+        while not died and not closing.is_set():
+            died = [found[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
+    return None if closing.is_set() else died[0]
+
+
+def head_processes() -> list[psutil.Process]:
+    """The processes of the head that this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if child.name() in HEAD:
+                found.append(child)
+    return found
+
+
+def raylet_here() -> Iterator[psutil.Process]:
+    """The raylet by which this process takes part in a cluster, where it can be seen."""
+    node = f"--node_id={ray.get_runtime_context().get_node_id()}"
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.name() == "raylet" and node in process.cmdline():
+                yield process
+
+
+def no_answer(address: str, timeout: float) -> Exception | None:
+    """Why nothing answers at `host:port`; None if something does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except (OSError, ValueError) as error:
+        return error
+    return None
+
+
+def seconds_until_drained(nodes: Collection[str]) -> float | None:
+    """Seconds until the first of these nodes goes, as its cluster was told; None where none is to go."""
+    told = draining()
+    ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
+    return max(0.0, min(ends) - time.time()) if ends else None
+
+
+def draining() -> dict[str, int]:
+    """The nodes that are to go, by their ids, and when, in milliseconds of Unix time; 0: at no certain time."""
+    told: dict[str, int] = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it
+    return told
+
+
+def living() -> set[str]:
+    """The nodes of the cluster, by their ids, but for those that are gone."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
 
 NAMESPACE = "cairn"
 """Ray namespace of all actors and placement groups."""

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cairn.engines.episodes.records import Recorded
-from cairn.engines.episodes.samples import SampleEngine
-from cairn.engines.episodes.user_code import GenerateFunction
-from cairn.engines.errors import EngineError
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.remote_stream import RemoteEngine, RemoteStream
-from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
-from cairn.engines.types import SamplingParams
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest
+from cairn.engines.types.types import SamplingParams
 
 
 class EpisodeWorker:
@@ -28,7 +27,7 @@ class EpisodeWorker:
     def generate_samples(
         self, engine: RemoteEngine, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """See `cairn.engines.episodes.samples.SampleEngine.generate`. `engine`: whom the samples ask."""
+        """See `cairn.engines.agents.episodes.samples.SampleEngine.generate`. `engine`: whom the samples ask."""
         if engine.asker in self._unwanted:
             return
         if engine.asker == self._aborted:

@@ -24,14 +24,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.episodes.records import Recorded, take_records
-from cairn.engines.episodes.user_code import GenerateFunction
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.calls import Deadline, result, wait
 from cairn.engines.fleet.handles import CONTROL, Actor, EngineHandle
 from cairn.engines.fleet.remote_stream import ASKING, RemoteEngine
-from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
-from cairn.engines.types import SamplingParams
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest, take_records
+from cairn.engines.types.types import SamplingParams
 
 WORKER = "cairn.engines.fleet.episode_worker:EpisodeWorker"
 """What an actor makes."""

@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from cairn.engines.errors import Superseded
+from cairn.engines.types.errors import Superseded
 
 
 @dataclass(frozen=True)

@@ -29,36 +29,31 @@ import ray
 from cairn.configs.digest import digest
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.user_code import GenerateFunction
-from cairn.engines.errors import EngineError, Superseded
-from cairn.engines.fingerprint import combined
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet import warm
 from cairn.engines.fleet.actors import EpisodesActor, RewardModelActor, RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.address import ray_address
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
-from cairn.engines.fleet.cluster import Cluster
-from cairn.engines.fleet.colocation import Turns, share_bundles
+from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
 from cairn.engines.fleet.episodes import EpisodeWorkerHandle
 from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import Actor, EngineHandle
-from cairn.engines.fleet.machines import ranks_together
 from cairn.engines.fleet.membership import Elastic, Membership
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.remote_stream import ANSWERING, ASKING
-from cairn.engines.fleet.reward_model import RewardModelHandle
+from cairn.engines.fleet.requirements import ranks_together
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
-from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.fleet.router import RouterHandle
-from cairn.engines.fleet.serving import Serving
+from cairn.engines.fleet.rollout import RewardModelHandle, RolloutHandle, RouterHandle
+from cairn.engines.fleet.serving import Serving, Turns, share_bundles
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.fleet.watching import seconds_until_drained
-from cairn.engines.rollout.factory import kind_of
-from cairn.engines.rollout.plan import LaunchPlan
-from cairn.engines.types import Publication
-from cairn.engines.weights.publications import Publications
-from cairn.engines.weights.transports import transport_of
-from cairn.storage.commits import Environment
-from cairn.storage.errors import LeaseLost, StoreError
+from cairn.engines.fleet.weights.publications import Publications
+from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.processes.fingerprint import combined
+from cairn.engines.rollout.plan import LaunchPlan, kind_of
+from cairn.engines.types.errors import EngineError, Superseded
+from cairn.engines.types.types import Publication
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.store.errors import LeaseLost, StoreError
 
 SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
 """Options on which placement and servers depend."""

@@ -14,13 +14,13 @@ from typing import Any
 import ray
 
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
-from cairn.engines.fingerprint import combined
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import require_cluster
 from cairn.engines.fleet.fencing import NO_CLAIM, Callee, Tenure
-from cairn.engines.fleet.slots import Slot
-from cairn.storage.commits import Environment
+from cairn.engines.fleet.roles import Slot
+from cairn.engines.processes.fingerprint import combined
+from cairn.engines.types.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.storage.ledger.commits import Environment
 
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
@@ -256,7 +256,7 @@ class ModelHandle(EngineHandle):
         """
         Args:
             folders: of its models, by their names.
-            digests: what `cairn.engines.model_files.folder_digest` must give of them on every machine of the engine;
+            digests: what `cairn.engines.models.files.folder_digest` must give of them on every machine of the engine;
                 one that is not named is not looked at.
         """
         super().__init__(name, actors, fleet)

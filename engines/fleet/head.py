@@ -13,10 +13,10 @@ import threading
 
 import ray
 
-from cairn.engines.errors import EngineError
 from cairn.engines.fleet.cluster import Cluster, require_cluster
 from cairn.engines.fleet.fleet import LEAST_OBJECT_STORE
-from cairn.storage.errors import NoSpace
+from cairn.engines.types.errors import EngineError
+from cairn.storage.store.errors import NoSpace
 
 START_TIMEOUT = 180.0
 """Seconds for each of the two tries to start the cluster."""

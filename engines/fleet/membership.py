@@ -19,12 +19,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.errors import ClusterLost, EngineDied, EngineError, Superseded
 from cairn.engines.fleet.calls import Deadline
-from cairn.engines.fleet.cluster import require_cluster
+from cairn.engines.fleet.cluster import draining, living, require_cluster
 from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.fleet.watching import draining, living
-from cairn.storage.errors import LeaseLost, StoreError
+from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, Superseded
+from cairn.storage.store.errors import LeaseLost, StoreError
 
 LOOK_INTERVAL = 1.0
 """Seconds between two looks at machines."""

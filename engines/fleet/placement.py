@@ -18,8 +18,7 @@ from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
 from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
 from cairn.engines.fleet.handles import CONTROL, SENDING, UPDATING, Actor
-from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, room_problem
-from cairn.engines.fleet.slots import Slot, Where, arrange, ask
+from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, Slot, Where, arrange, ask, room_problem
 
 LOOK_INTERVAL = 0.1
 """Seconds between two looks at bundles that lie nowhere yet."""

@@ -1,4 +1,4 @@
-"""A rollout engine's stream for whoever runs in another process: see `cairn.engines.fleet.askers` for its other end."""
+"""A rollout engine's stream for whoever runs in another process: see `cairn.engines.fleet.actors` for its other end."""
 
 import threading
 from collections import deque
@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from cairn.engines.episodes.asking import Answers
-from cairn.engines.errors import EngineError, RequestRefused, Superseded
+from cairn.engines.agents.episodes.beside import Answers
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.fencing import Callee
-from cairn.engines.types import Completion, GenerateRequest, RequestId
+from cairn.engines.types.errors import EngineError, RequestRefused, Superseded
+from cairn.engines.types.types import Completion, GenerateRequest, RequestId
 
 ASKING = "asking"
 """Concurrency group of the short calls of those who ask a rollout engine from other processes."""

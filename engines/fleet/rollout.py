@@ -9,20 +9,95 @@ import ray
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.episodes.records import Recorded
-from cairn.engines.episodes.user_code import GenerateFunction
-from cairn.engines.errors import EngineTimeout
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.episodes import Episodes, EpisodeWorkerHandle
-from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, ModelHandle, log_of
-from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
-from cairn.engines.rollout.factory import kind_of
-from cairn.engines.rollout.plan import EnginePlan, Place
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, EngineHandle, ModelHandle, log_of
+from cairn.engines.rollout.plan import EnginePlan, Place, kind_of
+from cairn.engines.scoring.reward_model import Answered, Score
+from cairn.engines.types.errors import EngineError, EngineTimeout
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
+from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
 
-ENGINE = "cairn.engines.rollout.factory:make_engine"
+# The reward model as the driver sees it.
+
+
+REWARD_MODEL = "cairn.engines.scoring.reward_model:RewardModel"
+
+
+class RewardModelHandle(ModelHandle):
+    """See cairn.engines.scoring.reward_model for what its calls do; all may raise EngineDied and EngineTimeout."""
+
+    def __init__(self, name: str, actor: Actor, config: RunConfig, digests: Mapping[str, str]) -> None:
+        assert config.reward.reward_model is not None
+        self._options = config.reward.reward_model
+        super().__init__(name, [actor], config.fleet, {"reward_model": self._options.path}, digests)
+        self._actor = actor
+        self._each = config.reward.rm_timeout
+        self._turn = threading.Lock()
+
+    def score(self, answered: Sequence[Answered]) -> list[Score]:
+        """Scores, in order, by an engine that is made again where it is dead; within `fleet.call_timeout` seconds, or
+        `reward.rm_timeout` for each if that is more. Threads take turns, and wait for theirs beside their deadlines."""
+        with self._turn:
+            self.ensure_alive()
+            deadline = Deadline(max(self._fleet.call_timeout, self._each * len(answered)))
+            found: list[Score] = self._result(self._actor.call("score", answered), deadline, self._actor, "score")
+            return found
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        self._result(self._actor.call("make", REWARD_MODEL, self._options), deadline, self._actor, "make")
+
+
+# The router before the rollout servers, as the driver sees it.
+
+
+TO_SAY_WHY = 15.0
+"""Seconds beyond its own deadline that an actor gets to end a server that did not start, and to show its log."""
+
+
+class RouterHandle(EngineHandle):
+    """See cairn.engines.rollout.sglang.router for what the calls of one do; all may raise EngineDied and
+    EngineTimeout."""
+
+    def __init__(
+        self, name: str, actor: Actor, options: Mapping[str, Any], config: RolloutConfig, fleet: FleetConfig
+    ) -> None:
+        super().__init__(name, [actor], fleet)
+        self._actor = actor
+        self._options = dict(options)
+        self._config = config
+
+    @property
+    def url(self) -> str:
+        """Where it takes requests; another one after a restart."""
+        return self.health()["url"]
+
+    def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Send requests to exactly these servers."""
+        self._call("serve", workers)
+
+    def remove(self, url: str) -> None:
+        """Send a server nothing more. A router that does not obey is ended: its requests must not reach that server."""
+        try:
+            self._call("remove", url)
+        except EngineError:
+            self.kill()
+
+    def _call(self, method: str, *args: Any) -> None:
+        self._result(self._actor.call(method, *args), Deadline(self._fleet.call_timeout), self._actor, method)
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        host = self._host(self._actor, deadline)
+        maker = kind_of(self._config.engine).router
+        arguments = (maker, self._options, self._config, host, log_of(self._actor), deadline.remaining)
+        ref = self._actor.call("make", *arguments)
+        self._result(ref, Deadline(deadline.remaining + TO_SAY_WHY), self._actor, "make")
+
+
+ENGINE = "cairn.engines.rollout.plan:make_engine"
 """What an actor makes."""
 
 

@@ -7,21 +7,147 @@ weights change, and when it comes back, those that are elsewhere are left out un
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineError, WeightsDiffer
-from cairn.engines.fleet.colocation import Turns
+from cairn.engines.fleet.calls import at_the_same_time
+from cairn.engines.fleet.handles import EngineHandle
 from cairn.engines.fleet.membership import Membership
-from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.fleet.router import RouterHandle
+from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole
+from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.weights.verify import verify_checksum, verify_log_probs
+from cairn.engines.types.errors import EngineError, WeightsDiffer
+from cairn.engines.types.types import GenerateRequest, SamplingParams, TrainBatch
+from cairn.engines.weights.layout import MemoryTag
 
 if TYPE_CHECKING:
-    from cairn.engines.weights.publications import Publications
+    from cairn.engines.fleet.weights.publications import Publications
+
+
+# Whether a rollout engine holds the weights that it should: by checksum, or by what it makes of a few tokens.
+
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+"""Greatest difference of a token's log-probs that rounding explains. In bfloat16 one update's change may be smaller."""
+
+PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in range(4)]
+"""Token ids that every vocabulary has."""
+NEW_TOKENS = 12
+
+
+def verify_checksum(target: RolloutHandle, asked: Any, version: int, digest: str) -> None:
+    """Compare the checksum that the target was asked for (`submit`) with that of the version. Raises WeightsDiffer."""
+    found = target.finish(asked, "weights_checksum")
+    if found != digest:
+        raise WeightsDiffer(
+            f"{target.name} holds weights with checksum {found}, and weight version {version} was published with "
+            f"{digest}: it must be published again"
+        )
+
+
+def verify_log_probs(source: TrainingHandle, target: RolloutHandle, config: RunConfig) -> None:
+    """Let the target continue fixed prompts and compare its log-probs with the trainer's of the same tokens.
+
+    Weights that no token of the batch meets, such as most rows of an embedding, go unseen.
+
+    Raises:
+        WeightsDiffer: they differ by more than TOLERANCE.
+    """
+    params = SamplingParams(NEW_TOKENS, config.rollout.rollout_temperature)
+    requests = [GenerateRequest((row,), prompt, row, params) for row, prompt in enumerate(PROMPTS)]
+    completions = [completion for part in target.generate(requests) for completion in part]
+    batch = TrainBatch(
+        [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in completions],
+        [len(done.response_ids) for done in completions],
+        [np.ones(len(done.response_ids), np.uint8) for done in completions],
+    )
+    expected = source.score(batch, "actor")
+    worst = max(
+        float(np.abs(done.log_probs - scores).max()) for done, scores in zip(completions, expected, strict=True)
+    )
+    if not worst <= TOLERANCE[config.rollout.dtype]:
+        raise WeightsDiffer(
+            f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by "
+            f"{worst:.2g}, {TOLERANCE[config.rollout.dtype]:g} is what rounding explains in {config.rollout.dtype}"
+        )
+
+
+# In which order training and rollout have the GPUs that they share.
+#
+#     rollout releases → training onloads → trains → offloads → rollout resumes its weights' memory → they are updated
+#     → rollout resumes its cache
+#
+# Each engine knows for itself what it gave away, and a call for what is done already does nothing: whatever a crash
+# left half done, the next turn completes.
+
+
+def share_bundles(training: ActorRole, rollout: ActorRole, config: RunConfig) -> tuple[ActorRole, ActorRole]:
+    """Both roles, the rollout engines as guests: each in the bundle of the ranks whose GPUs it uses. On CPUs, which are
+    not shared, each is a guest of one rank.
+
+    All bundles have room for as many guests: Ray places larger ones first, and ranks would lie where nobody expects.
+    """
+    stride, ranks = int(config.rollout.num_gpus_per_engine), config.training.world_size
+    firsts = [index * stride if stride else index % ranks for index in range(len(rollout.bundles))]
+    guests = Counter(training.bundle_of(first)[0] for first in firsts)
+    room = max(guests.values()) * max(config.fleet.num_cpus_per_engine, LEAST_CPUS)
+    host = replace(training, bundles=tuple(replace(bundle, guest_cpus=room) for bundle in training.bundles))
+    return host, replace(rollout, host=host, hosts=tuple(range(first, first + max(1, stride)) for first in firsts))
+
+
+class Turns:
+    """Who has the memory. Without offloading both have theirs at any time, and nothing is done here."""
+
+    def __init__(self, rollout: Sequence[RolloutHandle], training: TrainingHandle, fleet: FleetConfig) -> None:
+        self._rollout, self._training = rollout, training
+        self._offload_rollout, self._offload_train = fleet.offloads_rollout, fleet.offloads_train
+        training.make_room = self.release_rollout
+        for engine in rollout:
+            engine.make_room = self.offload_training
+
+    def release_rollout(self) -> None:
+        """The rollout engines give their memory away. One that fails to is ended, and the next rollout starts it."""
+        if self._offload_rollout:
+            at_the_same_time(self._rollout, lambda engine: _or_end(engine, engine.release_memory))
+
+    def for_training(self) -> None:
+        """Training has the memory. Raises EngineError."""
+        self.release_rollout()
+        if self._offload_train:
+            self._training.onload()
+
+    def for_update(self, engine: RolloutHandle) -> None:
+        """A rollout engine has memory for weights, which are to be sent. Raises EngineError."""
+        self._resume(engine, "weights")
+
+    def for_rollout(self, engine: RolloutHandle) -> None:
+        """A rollout engine has all its memory. Raises EngineError."""
+        self._resume(engine, "kv_cache")
+
+    def offload_training(self) -> None:
+        """Training gives its memory away. If it fails to it is ended, and whoever trains next restores it."""
+        if self._offload_train:
+            _or_end(self._training, self._training.offload)
+
+    def _resume(self, engine: RolloutHandle, tag: MemoryTag) -> None:
+        self.offload_training()
+        if self._offload_rollout and tag in engine.health()["released"]:  # else it may generate, and is not disturbed
+            engine.resume_memory(tag)
+
+
+def _or_end(engine: EngineHandle, release: Callable[[], None]) -> None:
+    """An engine that is dead or broken must not hold memory that another one counts on."""
+    try:
+        release()
+    except EngineError:
+        engine.kill()
 
 
 class Serving:

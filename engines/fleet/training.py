@@ -11,14 +11,14 @@ import numpy as np
 import ray
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.handles import SENDING, Actor, ModelHandle
-from cairn.engines.rollout.factory import kind_of
-from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
+from cairn.engines.rollout.plan import kind_of
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.engines.weights.layout import Layout
-from cairn.storage.errors import NoSpace
-from cairn.storage.store import StoredFile
+from cairn.storage.store.errors import NoSpace
+from cairn.storage.store.store import StoredFile
 
 RANK = "cairn.engines.training.rank:TrainingRank"
 """What an actor makes, and starts when the others are there too."""
@@ -134,7 +134,7 @@ class TrainingHandle(ModelHandle):
 
     def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
         """Buckets in the memory of the ranks' GPUs, each until the next: for every rank their names and a handle
-        (cairn.engines.weights.shared) on its copy. Raises WrongVersion."""
+        (cairn.engines.weights.buckets) on its copy. Raises WrongVersion."""
         self._on_all("begin_export_on_device", version, bucket_bytes)
         try:
             while all(shared := self._on_all("share_bucket")):

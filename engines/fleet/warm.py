@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cairn.engines.deferred import collecting_later, defer_compiler
 from cairn.engines.fleet.address import ray_address
+from cairn.engines.processes.deferred import collecting_later, defer_compiler
 
 if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
@@ -105,7 +105,7 @@ def threads_of(config: "RunConfig") -> int | None:
 
 
 def _made_for(config: "RunConfig") -> WarmProcess | None:
-    from cairn.engines.rollout.factory import kind_of
+    from cairn.engines.rollout.plan import kind_of
 
     rollout, training, num_threads = config.rollout, config.training, threads_of(config)
     if ray_address(config.fleet) is not None or num_threads is None:

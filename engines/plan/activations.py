@@ -45,7 +45,7 @@ TORCH_CPU = Kernels(norm_float32=1, norm=1, gate=3, weighted=0, rotary=0, output
 TORCH = Kernels(norm_float32=1, norm=1, gate=3, weighted=0, rotary=0, outputs=1, mixed=False)
 """The same on a GPU, where other kernels of attention take sizes that differ."""
 MEGATRON_CPU = Kernels(norm_float32=2, norm=0, gate=4, weighted=1, rotary=4, outputs=2, mixed=True, scores=True)
-"""`cairn.engines.training.megatron.cpu_modules`."""
+"""`cairn.engines.training.megatron.cpu`."""
 MEGATRON = Kernels(norm_float32=0, norm=1, gate=4, weighted=1, rotary=0, outputs=1, mixed=True)
 """Transformer Engine's norms and attention, Megatron's own gate."""
 MEGATRON_FUSED = Kernels(norm_float32=0, norm=1, gate=2, weighted=0, rotary=0, outputs=1, mixed=True)
@@ -216,7 +216,7 @@ def output_bytes(model: Model, training: TrainingConfig, tokens: int, trained_to
     """The most that the last stage holds at a time of its output layer's part: the layer's input, and logits.
 
     A logit is held in the number format of training, in float32, divided by the temperature, and while entropies are
-    taken three times more (`cairn.engines.training.megatron.vocabulary`); by the torch engine, which has logits of the
+    taken three times more (`cairn.engines.training.megatron.engine`); by the torch engine, which has logits of the
     trained tokens alone, five times in float32 while their gradient is made (`cairn.engines.training.log_probs`).
     """
     size, hidden = bytes_of(training.dtype), model.config.hidden_size

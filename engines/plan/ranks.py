@@ -4,8 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cairn.configs.schema.lora import LoraConfig
-from cairn.configs.schema.training import TrainingConfig
+from cairn.configs.schema.training import LoraConfig, TrainingConfig
 from cairn.engines.plan.tensors import Model, Part, Tensor
 
 

@@ -1,12 +1,187 @@
 """Seconds of a step from what it computes and moves, and from what a machine does in a second."""
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
 
-from cairn.configs.hardware import Hardware
-from cairn.engines.flops import ModelSize, size_of
-from cairn.engines.plan.kv_cache import cache_need
+from transformers import PretrainedConfig
+
+from cairn.configs.catalogue import Hardware
+from cairn.engines.models.folders import check_model_folder, open_weights, parameter_names
 from cairn.engines.plan.serving import Serving, served_parameters
 from cairn.engines.plan.tensors import Model, Part
+
+# Model FLOPs of an update, as model FLOPs utilization (MFU) counts them: Chowdhery et al., PaLM, 2022, appendix B.
+#
+# A token of a sequence of T tokens takes 6 N + 12 L H Q T floating-point operations, forward and backward: N parameters
+# in matrix products, L layers of H heads of size Q. In a layer whose attention is a sliding window it is the window's
+# length where that is shorter than T, and with latent attention Q is the mean of a key's size and a value's. A gated
+# delta network looks at no tokens: it reads its state twice and writes it once, as if it were 3 H K V parameters, K and
+# V the sizes of its keys and values.
+#
+# Of experts those that a token goes through count, and a table that embeddings are looked up in does not, nor what lies
+# in the folder and is not trained: layers that predict several tokens ahead, and an image tower. What is recomputed
+# does not count, nor what LoRA spares: it is the work of the model, not of the machine.
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the FLOPs of a model follow from."""
+
+    parameters: float
+    """N."""
+    attention: float
+    """L · H · Q of the layers that look at all tokens."""
+    windowed: float = 0
+    """L · H · Q of those with a sliding window."""
+    window: int = 0
+    """Its tokens."""
+
+    def training_flops(self, lengths: Sequence[int]) -> float:
+        """Of one update on sequences of these lengths, in tokens."""
+        seen = self.attention * sum(length**2 for length in lengths)
+        seen += self.windowed * sum(length * min(length, self.window) for length in lengths)
+        return 6 * self.parameters * sum(lengths) + 12 * seen
+
+
+@cache
+def folder_size(path: str) -> ModelSize:
+    """Of the model in a folder, read from the headers of its weight files. Raises BadModel."""
+    config, names = check_model_folder(path).get_text_config(), parameter_names(path)
+    weights = open_weights(Path(path)).items()
+    return size_of(config, {name: weight.get_shape() for name, weight in weights if name in names})
+
+
+def size_of(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> ModelSize:
+    """Of a model with this config.
+
+    Args:
+        shapes: of its parameters, tied ones once.
+    """
+    experts = next(
+        (n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))),
+        1,
+    )
+    active = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    tables = ("bias", "embed_tokens.weight") if "lm_head.weight" in shapes else ("bias",)
+    parameters = 0.0
+    for name, shape in shapes.items():
+        if not re.search(r"\bvisual\.", name) and len(shape) > 1 and not name.endswith(tables):
+            parameters += prod(shape) * (active if ".experts." in name else 1)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    usual = "sliding_attention" if window else "full_attention"
+    layers = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+    if (linear := layers.count("linear_attention")) > 0:
+        state = config.linear_key_head_dim * config.linear_value_head_dim
+        parameters += linear * 3 * config.linear_num_value_heads * state
+    sliding = layers.count("sliding_attention")
+    of_layer = config.num_attention_heads * _head_size(config)
+    return ModelSize(
+        parameters,
+        (len(layers) - linear - sliding) * of_layer,
+        sliding * of_layer,
+        window or 0,
+    )
+
+
+def _head_size(config: Any) -> float:
+    if getattr(config, "kv_lora_rank", None):
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    return getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
+
+
+# What GPUs can do at most, by the names that they give themselves: dense, without sparsity, from their makers' data
+# sheets.
+
+
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500.0),
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("GH200", 989.4),
+    ("H200 NVL", 835.5),
+    ("H200", 989.4),
+    ("H100 NVL", 835.5),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.4),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.05),
+    ("L40", 181.05),
+    ("L20", 119.5),
+    ("L4", 121.0),
+    ("A40", 149.7),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI355X", 2516.6),
+    ("MI325X", 1307.4),
+    ("MI300X", 1307.4),
+    ("MI250X", 383.0),
+)
+"""TFLOP/s in bfloat16 with float32 accumulation. The first name that is part of a device's counts."""
+
+
+def peak_tflops(device: str, dtype: str) -> float | None:
+    """Of a device in a number format; None where it is not known, as of every CPU, and of every GPU in float32."""
+    if dtype != "bfloat16":
+        return None
+    return next((peak for name, peak in PEAK_TFLOPS if name in device), None)
+
+
+# Memory of a sample while it is generated: keys and values, or what a layer keeps in their place.
+
+
+@dataclass(frozen=True)
+class CacheNeed:
+    """Of a sample on each rank, in bytes."""
+
+    per_token: float
+    """Of layers that look at all tokens."""
+    windowed: float
+    """Of a token, of layers with a sliding window."""
+    window: int
+    """Tokens of it."""
+    fixed: float
+    """State of linear attention, whatever the length."""
+
+    def of(self, tokens: float) -> float:
+        """Of a sample of so many tokens."""
+        return self.per_token * tokens + self.windowed * min(tokens, self.window or tokens) + self.fixed
+
+
+def cache_need(model: Model, size: int, ranks: int = 1) -> CacheNeed:
+    """What a rank keeps of a sample, in SGLang's words its `cell_size`: 2 × key-value heads × head size of each layer,
+    where heads are dealt out to ranks until each has one; with latent attention the latent vector and the rotary key,
+    which every rank keeps whole (DeepSeek-V2, 2024, section 2.1); of a gated delta network the last inputs of its
+    convolution and a float32 matrix of each value head.
+
+    Args:
+        size: bytes of a number in the cache.
+        ranks: tensor-parallel ranks of attention.
+    """
+    config = model.config
+    if model.latent:
+        token = float(config.kv_lora_rank + config.qk_rope_head_dim) * size
+    else:
+        token = max(1.0, model.kv_heads / ranks) * (model.key_size + model.value_size) * size
+    kinds = [layer.attention for layer in model.layers]
+    fixed = 0.0
+    if linear := kinds.count("linear"):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        convolution = (config.linear_conv_kernel_dim - 1) * (2 * keys + values) * size
+        fixed = linear * (convolution + 4 * values * config.linear_key_head_dim) / ranks
+    sliding = kinds.count("sliding")
+    return CacheNeed(token * (len(kinds) - linear - sliding), token * sliding, model.window, fixed)
 
 
 def model_size(model: Model) -> ModelSize:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from cairn.engines.errors import BadModel
-from cairn.engines.models import ARCHITECTURE_OF, KNOWN_TYPES, sees_images
-from cairn.engines.named_code import require_no_code
+from cairn.engines.models.folders import ARCHITECTURE_OF, KNOWN_TYPES, require_no_code, sees_images
+from cairn.engines.types.errors import BadModel
 
 
 class Part(Enum):

@@ -1,0 +1,1 @@
+"""Rollout engines, one a folder, and what they have in common."""

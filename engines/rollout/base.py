@@ -6,10 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from cairn.engines.rollout.streams import Stream
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from cairn.storage.commits import Environment
+from cairn.storage.ledger.commits import Environment
 
 
 class RolloutEngine(Protocol):
@@ -129,7 +128,7 @@ class DirectReceiver(Protocol):
         """Replace some weights, within an update, by those that the trainer holds on the same GPUs.
 
         Args:
-            handles: see `cairn.engines.weights.shared`; one for each tensor-parallel rank.
+            handles: see `cairn.engines.weights.buckets`; one for each tensor-parallel rank.
 
         Raises:
             EngineError: no update has begun, or a name is unknown.

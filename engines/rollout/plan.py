@@ -5,10 +5,13 @@ Plain values: nothing here, and nothing that a kind is described with, loads PyT
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import Any, get_args
 
+from cairn.configs.engines import reader_of
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import view
 
 
 @dataclass(frozen=True)
@@ -82,3 +85,23 @@ class EngineKind:
     alone."""
     permitted: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """What a store may set of options that are its own mappings, by their names: see `cairn.flows.driver.trust`."""
+
+
+# Which rollout engines there are: a folder each, whose `kind` describes it, and the line of `rollout.engine`.
+
+
+NAMES: tuple[str, ...] = get_args(RolloutConfig.model_fields["engine"].annotation)
+"""What `rollout.engine` may name."""
+
+
+def kind_of(engine: str) -> EngineKind:
+    """What the driver knows of the engine that `rollout.engine` names."""
+    found: EngineKind = import_module(f"cairn.engines.rollout.{engine}.kind").KIND
+    return found
+
+
+def make_engine(model_path: str, config: RolloutConfig, *args: Any) -> Any:
+    """The engine that `rollout.engine` names, made in this process; see `EngineKind.engine`."""
+    config = view(config, reader_of("rollout"), "rollout")
+    module, _, name = kind_of(config.engine).engine.partition(":")
+    return getattr(import_module(module), name)(model_path, config, *args)

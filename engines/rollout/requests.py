@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cairn.engines.errors import RequestRefused
-from cairn.engines.types import GenerateRequest, RequestId, SamplingParams
+from cairn.engines.types.errors import RequestRefused
+from cairn.engines.types.types import GenerateRequest, RequestId, SamplingParams
 
 
 def sees_no_images(request: GenerateRequest) -> str | None:

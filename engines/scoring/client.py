@@ -11,19 +11,155 @@ Sequences are asked for side by side, a bounded number at a time; the first that
 """
 
 import asyncio
+import math
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import aiohttp
 import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
-from cairn.engines.scoring.formats import Format, NotAsAsked, Spell
-from cairn.engines.scoring.openai import OpenAI
-from cairn.engines.scoring.sglang import SGLang
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
+from cairn.engines.types.types import TrainBatch
+
+# What the wire formats have in common.
+
+
+ROUNDING = 1e-3
+"""By how much a log-prob may be above 0."""
+
+
+class NotAsAsked(ValueError):
+    """An answer is not what was asked for. The message is the end of a sentence on the answer."""
+
+
+Spell = Callable[[int], str]
+"""The text of one token."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The end of a sequence as a server has read it."""
+
+    log_probs: list[Any]
+    """One for each token …"""
+    ids: list[Any] | None
+    """… and which token it is, where the server says …"""
+    texts: list[Any] | None
+    """… or else its text."""
+    top: list[Any] | None = None
+    """Pairs of log-prob and id of the most probable tokens in the place of each, where they were asked for."""
+
+    def of(self, ids: Sequence[int], spell: Spell) -> np.ndarray:
+        """[T] float32: the log-probs, if they are of just these tokens. Raises NotAsAsked, which names the first token
+        that is another or has no log-prob."""
+        said = self.texts if self.ids is None else self.ids
+        if said is None or not len(said) == len(self.log_probs) == len(ids):
+            raise NotAsAsked(f"has {len(self.log_probs)} log-probs for {len(ids)} tokens")
+        for place, (token, found) in enumerate(zip(ids, said, strict=True)):
+            if self.ids is not None and found != token:
+                raise NotAsAsked(f"is of token {found!r} where token {token} was given, at {place} of {len(ids)}")
+            # A token that is a part of a character has no text of its own, and servers spell it in many ways.
+            if self.ids is None and found != (text := spell(token)) and "\N{REPLACEMENT CHARACTER}" not in text:
+                raise NotAsAsked(
+                    f"is of {found!r} where {text!r} was given, at {place} of {len(ids)}: it has another tokenizer"
+                )
+        for place, value in enumerate(self.log_probs):
+            if not isinstance(value, int | float) or not -math.inf < value <= ROUNDING:
+                raise NotAsAsked(f"has {value!r} in the place of a log-prob, at {place} of {len(ids)}")
+        return np.array(self.log_probs, np.float32)
+
+    def top_of(self, k: int) -> np.ndarray:
+        """[T, 2k] float32: log-probs of the k most probable tokens, and their ids. Raises NotAsAsked where there are
+        not as many."""
+        pairs = np.array([[entry[:2] for entry in entries] for entries in self.top or ()], np.float32)
+        if pairs.shape != (len(self.log_probs), k, 2) or not (np.isfinite(pairs).all() and (pairs[..., 1] >= 0).all()):
+            raise NotAsAsked(f"has no log-probs of the {k} most probable tokens at each of {len(self.log_probs)}")
+        return np.concatenate([pairs[..., 0], pairs[..., 1]], 1)
+
+
+class Format(Protocol):
+    """How a server is asked for the log-probs of tokens that it is given."""
+
+    path: str
+    """Of its address."""
+
+    def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
+        """What is posted: `ids` are prompt and response, the last `scored` of them are wanted, with the `top_k` most
+        probable tokens in the place of each."""
+
+    def read(self, answer: Any, given: int, scored: int) -> Scored:
+        """What the answer says of the last `scored` of `given` tokens. Raises KeyError, IndexError, TypeError or
+        ValueError where it is no such answer."""
+
+
+# `/v1/completions` of OpenAI's interface, as vLLM and others serve it: `echo` with `logprobs` gives the log-prob of
+# every token of the prompt, which is given as token ids.
+#
+# One token has to be generated and is passed over. vLLM says which tokens they are (`return_tokens_as_token_ids`); who
+# does not know that option says their texts.
+
+
+_ID = "token_id:"
+
+
+class OpenAI:
+    """Completions, not chats: those take no tokens."""
+
+    path = "/v1/completions"
+
+    def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
+        """See `Format.body`; `top_k` is passed over."""
+        return {
+            "model": name,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "echo": True,
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def read(self, answer: Any, given: int, scored: int) -> Scored:
+        """See `Format.read`."""
+        found = answer["choices"][0]["logprobs"]
+        said, values = found["tokens"], found["token_logprobs"]
+        if not given <= len(said) <= given + 1:
+            return Scored(values, said, None)
+        said, values = said[given - scored : given], values[given - scored : given]
+        if all(str(token).startswith(_ID) for token in said):
+            return Scored(values, [int(token.removeprefix(_ID)) for token in said], None)
+        return Scored(values, None, said)
+
+
+# SGLang's own `/generate`: `return_logprob` with `logprob_start_len` gives the log-prob and the id of every token of
+# the input from there on, and `top_logprobs_num` those of the most probable ones in its place.
+
+
+class SGLang:
+    """Nothing is generated: `max_new_tokens` is 0."""
+
+    path = "/generate"
+
+    def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
+        """See `Format.body`. The first token from `logprob_start_len` on may have none, so it is one before."""
+        return {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": len(ids) - scored - 1,
+            **({"top_logprobs_num": top_k} if top_k else {}),
+        }
+
+    def read(self, answer: Any, given: int, scored: int) -> Scored:
+        """See `Format.read`."""
+        told = answer["meta_info"]
+        found, top = told["input_token_logprobs"][-scored:], told.get("input_top_logprobs")
+        return Scored([entry[0] for entry in found], [entry[1] for entry in found], None, top and top[-scored:])
+
 
 ATTEMPTS = 5
 """Times that a sequence is asked for."""
@@ -60,7 +196,7 @@ class ServedModel:
 
     def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
         """[R_i] float32 of each sequence's response tokens, or [R_i, 1 + 2 top_k], see
-        `cairn.engines.training.top_k`. Raises as the table at the head says, and CancelledError
+        `cairn.engines.training.log_probs`. Raises as the table at the head says, and CancelledError
         after `abort`."""
         return asyncio.run(self._abortable(batch))
 

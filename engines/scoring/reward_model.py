@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from cairn.configs.schema.graders import RewardModelConfig
-from cairn.engines.errors import BadModel
-from cairn.engines.fingerprint import TORCH, engine_environment
-from cairn.engines.models import check_reward_model_folder, context_length, load_reward_model
-from cairn.engines.tokenizers import stop_clock
-from cairn.storage.commits import Environment
+from cairn.configs.schema.reward import RewardModelConfig
+from cairn.engines.models.folders import check_reward_model_folder, context_length, load_reward_model
+from cairn.engines.models.tokenizers import stop_clock
+from cairn.engines.processes.fingerprint import TORCH, engine_environment
+from cairn.engines.types.errors import BadModel
+from cairn.storage.ledger.commits import Environment
 
 _NOW = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
 """The time to a chat template that asks for it, so that a score is the same on every day: Llama's take this day where

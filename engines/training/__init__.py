@@ -1,0 +1,1 @@
+"""Training engines: score, update exactly once, save and restore."""

@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
-from cairn.storage.commits import Environment
-from cairn.storage.store import Store, StoredFile
+from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.store.store import Store, StoredFile
 
 
 class TrainingEngine(Protocol):
@@ -60,7 +60,7 @@ class TrainingEngine(Protocol):
         """[R_i] float32 for each sample: its response tokens' log-probs under the actor, the reference or the teacher,
         at the rollout's temperature; of the critic, the value of each token's state, that is of what stands before the
         token. Of a teacher whose most probable tokens the loss reads, [R_i, 1 + 2k]: see
-        `cairn.engines.training.top_k`.
+        `cairn.engines.training.log_probs`.
 
         Raises:
             ValueError: the configuration does not ask for a model of that role.

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from cairn.engines.errors import EngineError
 from cairn.engines.training.sharding import copy_part, whole
-from cairn.storage.canonical import seal, unseal
-from cairn.storage.errors import Damaged
-from cairn.storage.store import Store, StoredFile
+from cairn.engines.types.errors import EngineError
+from cairn.storage.store.canonical import seal, unseal
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store, StoredFile
 
 FORMAT = 1
 STATE = "training_state.json"

@@ -1,16 +1,29 @@
 """From samples to the tensors of a micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from cairn.engines.routing import FREE
+from cairn.engines.models.routing import FREE
 from cairn.engines.training.aggregations import Weight
-from cairn.engines.training.kept import Kept
-from cairn.engines.types import TrainBatch
+from cairn.engines.training.log_probs import Kept
+from cairn.engines.types.types import TrainBatch
+
+# How far the experts of the rollout are from those that the trained model would choose.
+
+
+MISMATCH = "routing_mismatch"
+"""Metric: the share of the rollout's choices, of an expert by a mixture for a token, that the router of the model that
+is trained would not have made where they were given to it."""
+
+
+def routed_choices(batch: TrainBatch, samples: Iterable[int]) -> int:
+    """How many choices the rollout gives for some samples of a batch."""
+    routed = batch.routed_experts or [None] * len(batch)
+    return sum(experts.size for sample in samples if (experts := routed[sample]) is not None)
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Tokens:
     ref_log_probs: torch.Tensor | None = None
     teacher_log_probs: torch.Tensor | None = None
     teacher_top_log_probs: torch.Tensor | None = None
-    """[N, k] float32: of the teacher's most probable tokens (`cairn.engines.training.top_k`)."""
+    """[N, k] float32: of the teacher's most probable tokens (`cairn.engines.training.log_probs`)."""
     teacher_top_ids: torch.Tensor | None = None
     """[N, k] int64: which they are."""
     top_log_probs: torch.Tensor | None = None
@@ -54,8 +67,8 @@ class Tokens:
     kept: Kept | None = None
     """What the tokens were drawn from; None where that is the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
-    """[B, L, layers, top-k] int16: the experts that each token is to be given, `cairn.engines.routing.FREE` where the
-    model chooses; None where it chooses for all."""
+    """[B, L, layers, top-k] int16: the experts that each token is to be given, `cairn.engines.models.routing.FREE`
+    where the model chooses; None where it chooses for all."""
     mean_correction: float | None = None
     """By which the weights that correct for off-policy tokens are divided, if by anything."""
     value_weights: torch.Tensor | None = None

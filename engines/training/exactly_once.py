@@ -10,23 +10,82 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from cairn.configs.kinds import LOSS, declared
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.errors import EngineError, WrongVersion
-from cairn.engines.fingerprint import TORCH, engine_environment
-from cairn.engines.training.aggregations import Weight, sequence_weights
-from cairn.engines.training.batching import MicroBatch, split_steps
-from cairn.engines.training.corrections.normalization import mean_weight
-from cairn.engines.training.errors import NotFinite
-from cairn.engines.training.losses.metrics import over_steps
+from cairn.engines.processes.fingerprint import TORCH, engine_environment
+from cairn.engines.training.aggregations import NO_WEIGHT, Weight, sequence_weights
+from cairn.engines.training.batching import MicroBatch, check_batch, check_trainable, split_steps
+from cairn.engines.training.collate import collate_trained
+from cairn.engines.training.losses.objective import correction_weights
 from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.engines.training.optimizer import learning_rate, weight_decay
-from cairn.engines.training.picked import with_picked
-from cairn.engines.training.validate import check_batch, check_trainable
-from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
-from cairn.storage.commits import Environment
-from cairn.storage.errors import Damaged
+from cairn.engines.training.protocol import over_steps
+from cairn.engines.types.errors import EngineError, NotFinite, WrongVersion
+from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.store.errors import Damaged
+
+# The tokens that a loss treats apart in an optimizer step: what it picks of all of the step's trained tokens.
+#
+# Every rank has the advantages and the log-probs of the policy before the update of all samples, before anything is
+# cut: so all pick the same tokens, however the step is then cut into micro-batches and spread over ranks.
+
+
+def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
+    """The batch with the tokens that the loss picks; itself where the loss picks none. Raises BadPlugin where what it
+    picks is no bool for each token.
+
+    Args:
+        sequences: those of the optimizer step that have a trained token.
+    """
+    picks = declared(LOSS.load(algorithm.loss)).picks
+    if picks is None:
+        return batch
+    assert batch.advantages is not None
+    assert batch.old_log_probs is not None
+    masks = [batch.loss_mask[i].astype(bool) for i in sequences]
+    advantages, log_probs = (
+        np.concatenate([field[i][mask] for i, mask in zip(sequences, masks, strict=True)])
+        for field in (batch.advantages, batch.old_log_probs)
+    )
+    found = np.asarray(picks(advantages, log_probs, algorithm))
+    if found.shape != advantages.shape or found.dtype != bool:
+        raise BadPlugin(
+            f"the loss {algorithm.loss!r} picks {found.dtype} of shape {found.shape}: let it pick [{len(advantages)}] "
+            "bool, one for each trained token of the optimizer step"
+        )
+    picked = [np.zeros(length, bool) for length in batch.response_lengths]
+    for i, mask, part in zip(sequences, masks, np.split(found, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
+        picked[i][mask] = part
+    return replace(batch, picked=picked)
+
+
+# The mean of the weights of an optimizer step, by which they are divided with `tis_batch_normalize`.
+#
+# The weights follow from the log-probs of the old policy and of the rollout engine alone, which every rank has of all
+# samples before anything is cut: so the mean is taken on each of them, over the whole step, and is the same number on
+# all of them however the step is then cut into micro-batches and spread over ranks.
+
+
+def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> float:
+    """Over the tokens of some sequences, or where the weights are those of whole responses over the sequences; those of
+    weight 0 do not count, and 1 where there are no others.
+
+    Args:
+        sequences: those of the optimizer step that have a trained token.
+    """
+    tokens = collate_trained(batch, sequences, [NO_WEIGHT] * len(sequences), torch.device("cpu"))
+    weights, _ = correction_weights(tokens, algorithm)
+    counted = (weights != 0).float()
+    if algorithm.tis_level != "token":
+        weights, counted = tokens.sums(weights), tokens.sums(counted)
+        weights, counted = weights / counted.clamp(min=1), (counted > 0).float()
+    total = float(counted.sum())
+    return float(weights.double().sum()) / total if total else 1.0
+
 
 Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
 """(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,

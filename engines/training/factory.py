@@ -1,5 +1,6 @@
 """The training engine that a configuration asks for."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,23 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.configs.view import view
 from cairn.engines.training.base import TrainingEngine
+from cairn.engines.training.megatron.options import PERMITTED
+
+# What a training engine says of the options that are its own, before there is one. Nothing here loads PyTorch, but for
+# an engine that is asked about a model.
+
+
+def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
+    """Sentences on what the engine that `training.engine` names cannot do with a model."""
+    if training.engine == "megatron":
+        from cairn.engines.training.megatron.options import problems as megatron_problems
+
+        yield from megatron_problems(training, model_path)
+
+
+def permitted() -> Mapping[str, frozenset[str]]:
+    """What a store may set of options that are mappings of an engine's own, by their names."""
+    return {"training.megatron": PERMITTED}
 
 
 def make_engine(

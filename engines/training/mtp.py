@@ -1,4 +1,5 @@
-"""Layers that are not trained (see `cairn.engines.mtp`), in the model folders that a training engine writes."""
+"""Layers that are not trained (see `cairn.engines.models.published`), in the model folders that a training engine
+writes."""
 
 import json
 from pathlib import Path
@@ -7,9 +8,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from cairn.engines.models import INDEX, WEIGHTS, open_weights, read_config, weight_files
-from cairn.engines.mtp import is_mtp
-from cairn.engines.quantized import Dequantized
+from cairn.engines.models.folders import INDEX, WEIGHTS, open_weights, read_config, weight_files
+from cairn.engines.models.published import is_mtp
+from cairn.engines.models.quantized import Dequantized
 from cairn.engines.training.checkpoint import in_buckets
 
 FILE_BYTES = 4 << 30

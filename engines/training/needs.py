@@ -7,7 +7,7 @@ besides.
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.types import ModelRole
+from cairn.engines.types.types import ModelRole
 
 SCORES: dict[str, ModelRole] = {
     "old_log_probs": "actor",

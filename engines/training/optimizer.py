@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cairn.configs.schema.schedule import warmup_steps
-from cairn.configs.schema.training import TrainingConfig
+from cairn.configs.schema.training import TrainingConfig, warmup_steps
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of a parameter: running means of its gradient and of the gradient's square."""

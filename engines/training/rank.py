@@ -12,10 +12,10 @@ import psutil
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.errors import EngineError
-from cairn.engines.types import ModelRole, TrainBatch, TrainResult
-from cairn.engines.weights.source import WeightSource
-from cairn.storage.store import StoredFile, open_store
+from cairn.engines.training.weight_source import WeightSource
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import ModelRole, TrainBatch, TrainResult
+from cairn.storage.store.store import StoredFile, open_store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,8 +55,8 @@ class TrainingRank(WeightSource):
     ) -> None:
         """Make the engine; with several ranks, once all have met at rank 0's store. `sends_as_stored`: whether rollout
         engines hold weights as the model folder does, and are to get them so. Raises BadModel."""
-        from cairn.engines.training.determinism import prepare_environment
         from cairn.engines.training.factory import make_engine
+        from cairn.engines.training.process import prepare_environment
 
         device = "cuda" if training.num_gpus_per_rank > 0 else "cpu"
         prepare_environment(training, device)

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cairn.engines.errors import BadModel
-from cairn.engines.models import load_causal_lm, open_weights
+from cairn.engines.models.folders import load_causal_lm, open_weights
+from cairn.engines.types.errors import BadModel
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 """A value head in a model folder: as transformers names the head of a token classifier."""
@@ -40,7 +40,7 @@ def load_value_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load a critic on the CPU, in evaluation mode; its `logits` are values, one a token.
 
     Raises:
-        BadModel: as `cairn.engines.models.load_causal_lm`.
+        BadModel: as `cairn.engines.models.folders.load_causal_lm`.
     """
     model = load_causal_lm(folder, dtype, needs_head=False)
     config = model.config.get_text_config()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from cairn.engines.models import open_weights, parameter_names
-from cairn.engines.quantized import BlockFp8, Dequantized, quantization_of
+from cairn.engines.models.folders import open_weights, parameter_names
+from cairn.engines.models.quantized import BlockFp8, Dequantized, quantization_of
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -23,7 +23,7 @@ class Fp8Weights:
 
     scheme: BlockFp8
     names: frozenset[str]
-    """Of the weights, without those of `cairn.engines.mtp`."""
+    """Of the weights, without those of `cairn.engines.models.published`."""
 
     @classmethod
     def of(cls, folder: str | Path) -> "Fp8Weights | None":

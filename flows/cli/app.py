@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from cairn.flows.driver.signals import INTERRUPTED
-from cairn.flows.text.terminal import printable, printable_json
+from cairn.flows.text import printable, printable_json
 
 FAILED = 1
 BAD_INPUT = 2
@@ -44,7 +44,7 @@ class BadInput(Exception):
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
     """Raise BadInput where the place that a person named cannot be written. A full disk is told as such."""
-    from cairn.storage.space import lacks_space
+    from cairn.storage.store.errors import lacks_space
 
     try:
         yield
@@ -102,8 +102,8 @@ def cairn() -> None:
 
     Every iteration of a run is a chain of committed steps; a run that ended anywhere goes on from its last commit.
     """
-    from cairn.engines.deferred import defer_compiler
-    from cairn.engines.loopback import spare_loopback
+    from cairn.engines.processes.deferred import defer_compiler
+    from cairn.engines.processes.ports import spare_loopback
 
     spare_loopback()
     defer_compiler()
@@ -113,9 +113,8 @@ def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
     from cairn.configs.errors import ConfigError
     from cairn.configs.plugins import BadPlugin
-    from cairn.engines.errors import BadModel, EngineError, Superseded, TeacherUnusable
-    from cairn.engines.training.errors import NotFinite
-    from cairn.storage.errors import (
+    from cairn.engines.types.errors import BadModel, EngineError, NotFinite, Superseded, TeacherUnusable
+    from cairn.storage.store.errors import (
         BeingDeleted,
         Damaged,
         LeaseHeld,
@@ -127,13 +126,13 @@ def exit_code(error: Exception) -> int | None:
         StaleCommits,
         StoreError,
         StoreRefused,
+        lacks_space,
     )
-    from cairn.storage.space import lacks_space
     from cairn.tasks.data import BadData
-    from cairn.tasks.filter import BatchNotFilled, NoSuchMetadata
-    from cairn.tasks.recovery import ReplayDiverged
-    from cairn.tasks.rewards.pool import GraderFailed
-    from cairn.tasks.sample_filters import NothingLeft
+    from cairn.tasks.grading.pool import GraderFailed
+    from cairn.tasks.selecting.filter import BatchNotFilled, NoSuchMetadata
+    from cairn.tasks.selecting.sample_filters import NothingLeft
+    from cairn.tasks.trainer.recovery import ReplayDiverged
 
     refused = (StoreRefused, RunDiffers, LeaseHeld, BeingDeleted, SharedWithForks)
     bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
@@ -154,8 +153,7 @@ def exit_code(error: Exception) -> int | None:
 def describe(error: Exception) -> str:
     """What went wrong, as a person should read it."""
     from cairn.flows.cli.tables import stale_lines
-    from cairn.storage.errors import RunDiffers
-    from cairn.storage.space import lacks_space
+    from cairn.storage.store.errors import RunDiffers, lacks_space
 
     if isinstance(error, OSError) and lacks_space(error):
         return f"no space is left: {error}; free some"

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 from rich.text import Text
 
-from cairn.engines.episodes.records import CallKind, CallRecord
-from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, TurnView, WorldView
-from cairn.flows.text.terminal import printable
-from cairn.flows.text.tokens import Texts
+from cairn.engines.types.trajectories import CallKind, CallRecord
+from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, Texts, TurnView, WorldView
+from cairn.flows.text import printable
 
 MOST = 2000
 """Characters of a result that are shown; of what is longer its digest stands with it, and `--json` has all."""

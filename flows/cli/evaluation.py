@@ -8,13 +8,103 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption, print_json, say, tell
-from cairn.flows.cli.evaluation_logs import require_exportable, write_log
+from cairn.flows.cli.tables import age, console
+from cairn.flows.evaluation.comparing import Standing, figures
+from cairn.flows.evaluation.evaluating import Found
+from cairn.flows.text import printable
 
 if TYPE_CHECKING:
-    from cairn.flows.evaluation.evaluating import Found, Watcher
-    from cairn.flows.evaluation.leaderboard import Standing
+    from cairn.configs.schema.evaluation import Benchmark
+    from cairn.flows.evaluation.evaluating import Watcher
     from cairn.flows.evaluation.models import Evaluable
-    from cairn.storage.store import Store
+    from cairn.storage.store.store import Store
+
+
+# How results of evaluations are printed for people.
+
+
+def print_results(found: Sequence[Found]) -> None:
+    """A table, one result a line."""
+    rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), _verdict(one)) for one in found]
+    columns = list(dict.fromkeys(name for _, _, shown, _ in rows for name in shown))
+    table = _table("model", "benchmark", *columns, "result", right=columns)
+    for model, benchmark, shown, verdict in rows:
+        table.add_row(_text(model), _text(benchmark), *(shown.get(name, "–") for name in columns), verdict)
+    console().print(table)
+
+
+def print_standings(found: Sequence[Standing], baseline: str | None) -> None:
+    """A table of all results, those that can be compared beside each other, the best first."""
+    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
+    against = [] if baseline is None else [f"against {baseline}"]
+    table = _table("benchmark", "rank", "model", "engine", *columns, *against, "computed", right=["rank", *columns])
+    for one in found:
+        shown, settings = figures(one.result.metrics), one.result.key.settings
+        compared = one.comparison
+        versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
+        table.add_row(
+            _text(one.result.key.benchmark) if one.rank == 1 else "",
+            str(one.rank),
+            _text(one.model),
+            f"{settings.get('engine')}, {settings.get('dtype')}",
+            *(shown.get(name, "–") for name in columns),
+            *([versus] if against else []),
+            age(one.result.committed_at),
+        )
+    console().print(table)
+
+
+def _table(*names: str, right: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in names:
+        table.add_column(_text(name), justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _text(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(printable(text))
+
+
+def _verdict(one: Found) -> str:
+    return "computed" if one.computed else "found, nothing computed"
+
+
+# `--export inspect PATH` of evaluations: logs for the viewer of Inspect.
+
+
+def require_exportable(export: tuple[str, Path] | None, results: int) -> None:
+    """Refuse what `--export` cannot do, before anything is computed, and make the folder. Raises BadInput."""
+    if export is None:
+        return
+    kind, path = export
+    if kind != "inspect":
+        raise BadInput(f"--export {kind} is no format: use inspect, as in `--export inspect logs`")
+    if path.suffix == ".eval" and results > 1:
+        raise BadInput(f"{path} holds one log, and {results} results are asked for: give the name of a folder")
+    if path.suffix != ".eval" and path.exists() and not path.is_dir():
+        raise BadInput(f"{path} is a file, and no log: give the name of a folder, or one that ends in .eval")
+    try:
+        (path.parent if path.suffix == ".eval" else path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error}): give another place") from None
+
+
+def write_log(store: "Store", found: "Found", path: Path) -> Path:
+    """Write a result's log to `path`, or into it, and say where. Raises BadInput where it cannot be written."""
+    from cairn.flows.evaluation.inspect_log import export_inspect, log_name
+    from cairn.storage.evals import read_samples
+
+    file = path if path.suffix == ".eval" else path / log_name(found.result)
+    try:
+        export_inspect(found.result, read_samples(store, found.result), file, found.model)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written ({error}): give another place") from None
+    return file
+
 
 EngineOption = Annotated[
     str | None, typer.Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
@@ -124,8 +214,7 @@ def evaluate(
     with _naming_bad_input():
         own = None if model is not None else benchmarks_of_run(opened, names[0])
     benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own, seed=seed)
-    from cairn.flows.evaluation.evaluating import evaluate_models
-    from cairn.flows.evaluation.questions import SEED
+    from cairn.flows.evaluation.evaluating import SEED, evaluate_models
     from cairn.flows.evaluation.regression import evaluated_run, regressions
 
     given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
@@ -147,8 +236,6 @@ def evaluate(
     if json:
         print_json([_as_json(one) for one in found])
     else:
-        from cairn.flows.cli.evaluation_tables import print_results
-
         print_results(found)
     with _naming_bad_input():  # after what was found is shown: that stands also where there is no baseline
         worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell, gate=gate)
@@ -185,7 +272,7 @@ def leaderboard(
 
     require_baseline(baseline, gate_on_regression)
     opened = answering_store(store)
-    from cairn.flows.evaluation.leaderboard import leaderboard as standings
+    from cairn.flows.evaluation.comparing import leaderboard as standings
     from cairn.flows.evaluation.regression import open_gate, raise_event, sentence
 
     found = standings(opened, benchmark, baseline, margin)
@@ -199,8 +286,6 @@ def leaderboard(
     elif not found:
         say(f"no results in {store}; `cairn eval` makes some")
     else:
-        from cairn.flows.cli.evaluation_tables import print_standings
-
         print_standings(found, baseline)
     for one in worse:
         assert one.baseline is not None
@@ -311,3 +396,114 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
         "interval": None if compared is None else [compared.low, compared.high],
         "verdict": None if compared is None else compared.verdict,
     }
+
+
+# The command that shows benchmarks: benchmarks.
+
+
+def benchmarks(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One of them, or a YAML file of your own, in full.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="FILE", help="Rows for NAME: JSONL, Parquet or CSV; FILE@[0:100].")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the benchmarks: what each asks, who grades it, which task of lm-evaluation-harness it follows, and whether
+    its rows are on this machine.
+
+    Nothing is fetched: rows are in a file that you name, or in Hugging Face's cache. With NAME its definition is shown,
+    and, where its rows are there, the digests that its results carry and the first question as it is asked.
+
+    Examples:
+
+    - `cairn benchmarks`
+    - `cairn benchmarks gsm8k --data gsm8k/test.jsonl`
+    - `cairn benchmarks my_benchmark.yaml --json`
+    """
+    from cairn.configs.catalogue import benchmark_names, load_benchmark
+    from cairn.flows.cli.app import BadInput
+    from cairn.tasks.evaluation.benchmarks.rows import how_to_get
+
+    if name is None and data is not None:
+        raise BadInput("--data gives the rows of one benchmark: name it, as in `cairn benchmarks gsm8k --data FILE`")
+    if name is None:
+        found = [load_benchmark(known) for known in benchmark_names()]
+        if json:
+            print_json([_described(benchmark) for benchmark in found])
+        else:
+            _print_list(found)
+        return
+    changes = {} if data is None else {"source": {"data": data}}
+    benchmark = load_benchmark(name, changes)
+    described = _described(benchmark) | _opened(benchmark)
+    if json:
+        print_json(described)
+        return
+    _print_one(described)
+    if described["local"] is None:
+        tell(how_to_get(benchmark))
+
+
+def _described(benchmark: "Benchmark") -> dict[str, Any]:
+    """Its definition, and where its rows are on this machine."""
+    from cairn.tasks.evaluation.benchmarks.rows import local_data
+
+    return {**benchmark.model_dump(mode="json"), "local": local_data(benchmark)}
+
+
+def _opened(benchmark: "Benchmark") -> dict[str, Any]:
+    """What its rows say: how many there are, digests, the first one. Nothing where they are not there."""
+    from cairn.tasks.evaluation.benchmarks.rows import BenchmarkRows, benchmark_digests, benchmark_grader, local_data
+
+    grader = benchmark_grader(benchmark)
+    if local_data(benchmark) is None:
+        return {"grader_version": grader.version}
+    rows = BenchmarkRows.open(benchmark)
+    return {
+        "grader_version": grader.version,
+        "local_rows": len(rows),
+        "digests": benchmark_digests(benchmark, grader, rows.fingerprint),
+        "first": rows.read(0),
+    }
+
+
+def _print_list(found: list["Benchmark"]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cairn.tasks.evaluation.benchmarks.rows import local_data
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for heading in ("benchmark", "rows", "n", "prompt", "grader", "follows", "on this machine"):
+        table.add_column(heading, justify="right" if heading in ("rows", "n") else "left")
+    for benchmark in found:
+        follows = benchmark.follows
+        shots = len(benchmark.prompt.examples)
+        table.add_row(
+            benchmark.name,
+            "–" if benchmark.rows is None else str(benchmark.rows),
+            str(benchmark.sampling.n),
+            benchmark.prompt.style + (f", {shots} examples" if shots else ""),
+            benchmark.grader.name,
+            "–" if follows is None else f"{follows.task} {follows.version}",
+            "yes" if local_data(benchmark) else "no" if benchmark.source.dataset else "with --data",
+        )
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=200)).print(table)
+    say("`cairn benchmarks NAME` shows one in full; a YAML file of your own is one too: docs/benchmarks.md")
+
+
+def _print_one(described: dict[str, Any]) -> None:
+    import yaml
+
+    first = described.pop("first", None)
+    say(yaml.safe_dump(described, sort_keys=False, allow_unicode=True, width=100).rstrip())
+    if first is None:
+        return
+    say("\nthe first question, as it is asked")
+    asked = first["prompt"]
+    for turn in [{"role": "plain", "content": asked}] if isinstance(asked, str) else asked:
+        say(f"── {turn['role']}\n{turn['content']}")
+    say(f"── label\n{first['label']}")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, say, tell, writing
-from cairn.flows.cli.reading import open_ledger
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell, writing
+from cairn.flows.cli.reading import open_ledger, read_signers_of
+from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from cairn.flows.events import Event
-    from cairn.storage.ledger import Ledger
+    from cairn.storage.ledger.ledger import Ledger
 
 
 class Format(StrEnum):
@@ -71,7 +72,7 @@ def export(
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     from cairn.flows.export.model import CannotExport
     from cairn.flows.export.model import export as exported_to
-    from cairn.tasks.events import Message
+    from cairn.tasks.durable.events import Message
 
     def on_event(event: "Event") -> None:
         if isinstance(event, Message):
@@ -108,3 +109,170 @@ def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None, json: bo
         f"{folder}: {written.files} trajectories of {written.samples} samples, run {written.run}, "
         f"iteration {written.iteration}"
     )
+
+
+# The command that turns checkpoints into model folders and back: convert.
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a checkpoint of Megatron's."),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write; it must not exist.")],
+    model: Annotated[
+        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its training began with.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
+
+    A model folder becomes a training state before its first update; a checkpoint, of any layout of ranks, optimizer
+    and algorithm, becomes a model folder of the actor's weights. So does one that Megatron-LM or slime wrote in the
+    format torch_dist, of which no pickle is opened. Every file of ours is checked by its SHA-256. One process does it,
+    on a GPU where there is one: it holds 16 bytes a parameter to make a checkpoint, and the weights alone to read one.
+
+    Examples:
+
+    - `cairn convert runs/math/iterations/000009/checkpoint/ATTEMPT out --model models/qwen3`
+    - `cairn convert slime/checkpoints out --model models/qwen3 --dtype bfloat16`
+    - `cairn convert models/qwen3 out`
+    """
+    import torch
+
+    from cairn.configs.schema.algorithm import AlgorithmConfig
+    from cairn.configs.schema.run import ModelConfig
+    from cairn.configs.schema.training import TrainingConfig
+    from cairn.engines.training.factory import make_engine
+    from cairn.engines.training.megatron.backend import backend_for
+    from cairn.storage.store.store import open_store
+
+    if target.exists():
+        raise BadInput(f"{target} is there already: give the name of a folder to be made")
+    if not source.is_dir():
+        raise BadInput(f"{source} is not a folder")
+    from_model = (source / "config.json").is_file()
+    if not from_model and model is None:
+        raise BadInput(f"{source} is a checkpoint: give --model, the model folder that its run began with")
+    if dtype not in ("float32", "bfloat16"):
+        raise BadInput(f"--dtype is {dtype}; it is float32 or bfloat16")
+    # Of packages that it can do without, and of how it uses PyTorch: nobody who converts can mend that.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    # What makes Megatron run on the CPU refuses to be installed where there is a GPU.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend_for(device)  # prepares megatron-core before anything imports it
+    with writing(target):
+        if model is not None and not from_model:
+            from cairn.engines.training.megatron.convert import export_checkpoint, export_torch_dist, find_torch_dist
+
+            if (source / "megatron_state.json").is_file() or (theirs := find_torch_dist(source)) is None:
+                export_checkpoint(
+                    open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device
+                )
+            else:
+                export_torch_dist(theirs, model, target, dtype=dtype, device=device)
+        else:
+            engine = make_engine(
+                ModelConfig(path=str(source)),
+                TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
+                AlgorithmConfig(),
+                temperature=1.0,
+                total_steps=1,
+                device=str(device),
+            )
+            engine.save(open_store(str(target.parent)), target.name)
+    tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
+
+
+# Commands for one sample on its own: bundle, unbundle.
+
+
+def bundle(
+    run: RunArgument,
+    iteration: Annotated[
+        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    ],
+    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0, help="Its number, as `cairn show` counts.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The zip file to write; must not be there yet.")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="With the newest checkpoint at or below the weights that sampled it.")
+    ] = False,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Put everything that one sample came from and went into in one file, to be read anywhere.
+
+    Its prompt, response, tokens and log-probs, its grade, its advantage, the update that consumed it, and the chain of
+    commits back to the first, byte for byte, with their signatures; the source of a grader of your own. `cairn
+    unbundle` checks all of it without the store. The tables of its shard are whole, with the other samples in them.
+
+    Examples:
+
+    - `cairn bundle quickstart 39 17 sample.zip`
+    """
+    from cairn.flows.export.bundle import bundle as bundled
+
+    try:
+        made = bundled(open_ledger(store, run), iteration, sample, file, weights=weights)
+    except (LookupError, FileExistsError) as error:
+        raise BadInput(f"{file} is there already" if isinstance(error, FileExistsError) else str(error)) from None
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
+    if json:
+        print_json(made.model_dump(mode="json"))
+        return
+    say(f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {made.newest}")
+    if weights:
+        say(f"with the weights of {made.checkpoint}" if made.checkpoint else "without weights: no checkpoint is there")
+    say(f"check it with: cairn unbundle {file}")
+
+
+def unbundle(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `cairn bundle` wrote.")],
+    signers: Annotated[
+        Path | None,
+        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: whose signature every commit must have."),
+    ] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Run the grader's source that is in the bundle.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check a bundle, without the store that it is from, and grade its sample again. Exits with 1 if anything is wrong.
+
+    Checked are all digests, the chain of commits back to the first, signatures where signers are given, and that the
+    same version of the grader gives the recorded reward. Generation and training are not done again. A bundle that is
+    consistent may still be all made up: compare the digest of its newest commit, or give signers.
+
+    Examples:
+
+    - `cairn unbundle sample.zip`
+    - `cairn unbundle sample.zip --signers team.txt --json`
+    """
+    from cairn.flows.export.unbundle import BadBundle, check
+
+    names = read_signers_of(signers)
+    try:
+        found = check(file, signers=names, trust_code=trust_code)
+    except BadBundle as error:
+        tell(str(error))
+        raise typer.Exit(FAILED) from None
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read: {error.strerror}") from None
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        made = found.contents
+        for problem in found.problems:
+            say(problem)
+        sample = f"sample {made.sample_index} of group {made.group_id}"
+        say(f"{sample}, iteration {made.iteration} of run {made.run}, up to {made.newest}")
+        say(f"prompt    {found.prompt}")
+        say(f"response  {found.response}")
+        again = f"not graded again: {found.not_graded}" if found.not_graded else f"graded again: {found.graded_again}"
+        say(f"reward    {found.reward}, {again}")
+        verdict = f"{len(found.problems)} problems" if found.problems else "all of it is what was committed"
+        say(f"{found.commits} commits, {found.tables} tables and checkpoint files read; {verdict}")
+        say(f"digest of {made.newest}: {made.newest_digest}")
+    if found.problems:
+        raise typer.Exit(FAILED)

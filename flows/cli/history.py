@@ -1,19 +1,199 @@
 """Commands that travel in a run's history: fork, replay, diff."""
 
+import os
 import re
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell, writing
 from cairn.flows.cli.reading import open_ledger
 from cairn.flows.cli.training import SetOption
-from cairn.storage.layout import LAST_NUMBER
+from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from cairn.flows.events import Event
-    from cairn.flows.reading.diff import Parting
-    from cairn.flows.replay import Replayed, Weights
+    from cairn.flows.history.diff import Parting
+    from cairn.flows.history.replay import Replayed, Weights
+    from cairn.flows.history.rescore import Rescored
+    from cairn.flows.history.whatif import WhatIf
+
+
+# The file that a command writes beside what it prints, where `--write` asks for one.
+
+
+def require_free(file: Path) -> None:
+    """Raise BadInput unless a new file can be written there."""
+    if file.exists():
+        raise BadInput(f"{file} is there already: give another name")
+    if not file.parent.is_dir():
+        raise BadInput(f"{file} cannot be written: there is no folder {file.parent}")
+    if not os.access(file.parent, os.W_OK):
+        raise BadInput(f"{file} cannot be written: the folder {file.parent} may not be written to")
+
+
+def write_new(rows: "pa.Table", file: Path) -> None:
+    """Write a table, whole or not at all. Raises BadInput where a file has come there, or it cannot be written."""
+    from cairn.storage.ledger.snapshots import to_parquet
+
+    with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as room:
+        whole = Path(room) / file.name
+        whole.write_bytes(to_parquet(rows))
+        try:
+            os.link(whole, file)  # unlike a renaming, over nothing
+        except FileExistsError:
+            require_free(file)
+
+
+# `cairn rescore`: what the rewards of a run would have been.
+
+
+def rescore(
+    place: Annotated[
+        str, typer.Argument(metavar="RUN[@ITER|@A:B]", help="A run, one iteration of it, or those from A to B.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="reward.OPTION=VALUE", help="Change one option of the grader; may be repeated."),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="NAME|PATH", help="Another grader: one of Cairn's by name, or your own."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="A Parquet file, not there yet, for the rewards of each sample."),
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Grade the samples of a run again, by another grader or by today's code of its own, and say what changes.
+
+    Nothing is sampled and nothing trained: these are the rewards that the same responses would have had. The run is
+    left as it is, and may be running. A response that failed when it was generated stays failed.
+
+    Examples:
+
+    - `cairn rescore quickstart` by the run's own grader, as its code is today
+    - `cairn rescore quickstart --reward gsm8k`
+    - `cairn rescore quickstart@0:9 --reward rewards.py:grade --write rewards.parquet`
+    - `cairn rescore quickstart@39 --reward judge.py:grade --set reward.rm_timeout=60 --json | jq .overall`
+    """
+    from cairn.flows.cli.tables import reporting
+    from cairn.flows.history.rescore import CannotRescore, naming
+    from cairn.flows.history.rescore import rescore as rescored
+
+    run, at, iterations = place.partition("@")
+    if write is not None:
+        require_free(write)
+    ledger = open_ledger(store, run)
+    with reporting() as tell:
+        try:
+            named = [] if reward is None else [naming(reward)]
+            found, rows = rescored(ledger, iterations if at else None, [*named, *(overrides or [])], tell)
+        except CannotRescore as error:
+            raise BadInput(str(error)) from None
+    if write is not None:
+        write_new(rows, write)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        _print_rescored(found)
+
+
+def _print_rescored(found: "Rescored") -> None:
+    from cairn.flows.cli.tables import print_table
+    from cairn.flows.history.rescore import HEADER
+
+    print_table(HEADER, found.lines())
+    for sentence in found.sentences():
+        say(sentence)
+    say(found.conclusion())
+
+
+# `cairn whatif`: what the advantages of an iteration would have been.
+
+
+_ITERATION_PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d{1,6})")
+
+
+def whatif(
+    place: Annotated[str, typer.Argument(metavar="RUN@ITER", help="An iteration of a run that has its advantages.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="algorithm.OPTION=VALUE", help="Change one option; may be repeated."),
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option("--group", metavar="ID", help="Show the samples of one group instead of all groups.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most N groups.")] = 16,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="A Parquet file, not there yet, for the advantages."),
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Say which advantages another algorithm would have given the samples that an iteration trained on.
+
+    Nothing is sampled, scored or trained: rewards and log-probs are those of the iteration's snapshots. The run is left
+    as it is, and may be running. An algorithm that needs scores which the iteration has not is refused.
+
+    |A| is the mean absolute advantage of a group's trained tokens; a sign flip is a token that was encouraged and would
+    not have been, or the other way round.
+
+    Examples:
+
+    - `cairn whatif quickstart@39 --set algorithm.advantage_estimator=rloo`
+    - `cairn whatif quickstart@39 --set algorithm.grpo_std_normalization=false --group 1250`
+    - `cairn whatif quickstart@39 --set algorithm.normalize_advantages=true --write advantages.parquet`
+    - `cairn whatif quickstart@39 --set algorithm.advantage_estimator=rloo --json | jq .overall`
+    """
+    from cairn.flows.history.whatif import CannotTell, what_if
+
+    at = _ITERATION_PLACE.fullmatch(place)
+    if at is None:
+        raise BadInput(f"{place!r} is not RUN@ITER, such as quickstart@39")
+    if write is not None:
+        require_free(write)
+    ledger = open_ledger(store, at["run"])
+    try:
+        found, rows = what_if(ledger, int(at["iteration"]), overrides or [])
+    except CannotTell as error:
+        raise BadInput(str(error)) from None
+    if group is not None and group not in found.groups:
+        raise BadInput(f"iteration {found.iteration} of run {found.run} did not train on group {group}")
+    if write is not None:
+        write_new(rows, write)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        _print_whatif(found, group, limit)
+
+
+def _print_whatif(found: "WhatIf", group: int | None, limit: int) -> None:
+    from cairn.flows.cli.tables import print_table
+    from cairn.flows.history.whatif import HEADER, SAMPLE_HEADER
+
+    if group is not None:
+        print_table(SAMPLE_HEADER, (sample.line() for sample in found.samples if sample.group_id == group))
+    else:
+        shown = list(found.groups.items())[:limit]
+        print_table(HEADER, [*(one.line(str(name)) for name, one in shown), found.overall.line("all")])
+        if len(shown) < len(found.groups):
+            say(f"{len(found.groups) - len(shown)} groups more: --limit {len(found.groups)} shows all")
+    for name, change in found.metrics.items():
+        say(f"{name}: {_number(change.before)} → {_number(change.after)}")
+    say(found.conclusion())
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+
 
 _PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d+)")
 
@@ -37,9 +217,9 @@ def fork(
     - `cairn fork quickstart@19 warmer --set rollout.rollout_temperature=1.2` then `cairn resume warmer`
     - `cairn fork quickstart@39 longer --set rollout.num_rollout=80`
     """
-    from cairn.flows.fork import CannotFork
-    from cairn.flows.fork import fork as forked
-    from cairn.flows.reading.diff import differing_options
+    from cairn.flows.history.diff import differing_options
+    from cairn.flows.history.fork import CannotFork
+    from cairn.flows.history.fork import fork as forked
 
     place = _PLACE.fullmatch(origin)
     if place is None:
@@ -99,10 +279,10 @@ def replay(
     - `cairn replay quickstart --all --step reward` grades every sample again
     - `cairn replay quickstart --weights` does every update again, from the initial weights on
     """
-    from cairn.flows.replay import UPDATES, NothingToReplay, Replayed, newest_update, replay_all, weights_again
-    from cairn.flows.replay import replay as replayed
-    from cairn.storage.commits import Step
-    from cairn.tasks.events import Message
+    from cairn.flows.history.replay import UPDATES, NothingToReplay, Replayed, newest_update, replay_all, weights_again
+    from cairn.flows.history.replay import replay as replayed
+    from cairn.storage.ledger.commits import Step
+    from cairn.tasks.durable.events import Message
 
     def on_event(event: "Event") -> None:
         if isinstance(event, Message):
@@ -167,7 +347,7 @@ def _say_weights(run: str, again: "Weights") -> None:
 
 
 def _known_step(name: str) -> str:
-    from cairn.storage.commits import Step
+    from cairn.storage.ledger.commits import Step
 
     if name not in list(Step):
         raise BadInput(f"{name!r} is not a step; steps are {', '.join(Step)}")
@@ -199,7 +379,7 @@ def diff(
     - `cairn diff quickstart warmer`
     - `cairn diff before after --json | jq -r .parts_at`
     """
-    from cairn.flows.reading.diff import diff as compared
+    from cairn.flows.history.diff import diff as compared
 
     found = compared(open_ledger(store, ours), open_ledger(store, theirs))
     if json:

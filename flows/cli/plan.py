@@ -8,7 +8,7 @@ from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption, print
 from cairn.flows.cli.training import RecipeArgument, SetOption
 
 if TYPE_CHECKING:
-    from cairn.flows.plan.records import Memory, Plan
+    from cairn.flows.plan.subject import Memory, Plan
 
 
 def plan(
@@ -60,7 +60,7 @@ def plan(
     """
     import psutil
 
-    from cairn.configs.hardware import hardware
+    from cairn.configs.catalogue import hardware
     from cairn.configs.loader import load
     from cairn.flows.cli.reading import answering_store
     from cairn.flows.plan.earlier import earlier_run

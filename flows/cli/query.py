@@ -123,7 +123,7 @@ def _print_table(table: "pa.Table", total: int) -> None:
     from rich.text import Text
 
     from cairn.flows.cli.tables import console
-    from cairn.flows.text.terminal import printable
+    from cairn.flows.text import printable
 
     names = [printable(name) for name in table.column_names]
     rows = [[printable(_text(value, "–")) for value in row] for row in _rows(table)]
@@ -152,7 +152,7 @@ def _print_csv(table: "pa.Table") -> None:
     import csv
     import io
 
-    from cairn.flows.text.terminal import printable
+    from cairn.flows.text import printable
 
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

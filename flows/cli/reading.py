@@ -1,5 +1,6 @@
 """Commands that look and change nothing: runs, status, show, verify."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +17,69 @@ from cairn.flows.cli.app import (
     StoreOption,
     print_json,
     require_one,
+    say,
+    writing,
 )
-from cairn.storage.layout import LAST_NUMBER
+from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
-    from cairn.storage.ledger import Ledger
-    from cairn.storage.signatures import Signed
-    from cairn.storage.store import Store
+    from rich.table import Table
+
+    from cairn.flows.reading.costs import Costs
+    from cairn.storage.ledger.ledger import Ledger
+    from cairn.storage.store.store import Store
+    from cairn.storage.upkeep.signatures import Signed
+
+
+# What `verify --evals` and `gc --evals` do and print.
+
+
+def verify_evals(store: "Store", signers: Mapping[str, str], json: bool) -> None:
+    """Read all results again, and where there are signers all signatures; exits with 1 if something is wrong."""
+    from cairn.storage.upkeep.evals import verify
+
+    checks = list(tables.with_progress(verify(store), hidden=json))
+    findings = [finding for check in checks for finding in check.findings]
+    signed = _signed_evals(store, signers) if signers else []
+    unsigned = [one for one in signed if one.problem]
+    files, size = sum(check.files for check in checks), sum(check.bytes for check in checks)
+    if json:
+        found = [finding.model_dump(mode="json") for finding in findings]
+        found += [{"fault": "unsigned", "path": one.path, "message": one.problem} for one in unsigned]
+        wrote = {"signers": {one.path: one.signer for one in signed if one.signer}} if signers else {}
+        print_json({"results": len(checks), "files": files, "bytes": size, **wrote, "findings": found})
+    else:
+        for finding in findings:
+            say(f"{finding.fault}: {finding.message}")
+        verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
+        say(f"evaluations: {len(checks)} results, {files} files, {size / 1e6:.1f} MB read; {verdict}")
+        if signers:
+            tables.print_signed(signed)
+    if findings or unsigned:
+        raise typer.Exit(FAILED)
+
+
+def _signed_evals(store: "Store", signers: Mapping[str, str]) -> list["Signed"]:
+    from cairn.storage.upkeep.signatures import check_result_signatures
+
+    return list(check_result_signatures(store, signers))
+
+
+def gc_evals(store: "Store", apply: bool, json: bool) -> None:
+    """Find what nobody needs, and remove it if asked to."""
+    from cairn.storage.upkeep.evals import collect, garbage
+
+    found = list(garbage(store))
+    if apply:
+        collect(store, found)
+    if json:
+        print_json({"removed": apply, "garbage": [one.model_dump(mode="json") for one in found]})
+        return
+    for one in found:
+        say(f"{one.reason}: {one.path}")
+    size = sum(one.bytes or 0 for one in found) / 1e6
+    end = "removed" if apply else "can go; `cairn gc --evals --apply` removes them" if found else "can go"
+    say(f"evaluations: {len(found)} files, {size:.1f} MB, {end}")
 
 
 def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
@@ -60,10 +117,10 @@ def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     - `cairn status quickstart --json | jq '.balance | {trainer_wait, rollout_wait, bottleneck, advice}'`
     """
     from cairn.configs.loader import from_manifest
-    from cairn.flows.costs.balance import measured
     from cairn.flows.plan.balancing import advice, spelled
+    from cairn.flows.reading.balance import measured
     from cairn.flows.reading.views import run_status
-    from cairn.storage.errors import Damaged
+    from cairn.storage.store.errors import Damaged
 
     ledger = open_ledger(store, run)
     found = run_status(ledger.store, run)
@@ -143,10 +200,8 @@ def verify(
     """
     require_one(run, evals)
     if run is None:
-        from cairn.flows.cli.evaluation_upkeep import verify_evals
-
         return verify_evals(answering_store(store), read_signers_of(signers), json)
-    from cairn.storage.verification import verify as verified
+    from cairn.storage.upkeep.verification import verify as verified
 
     names = read_signers_of(signers)
     checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
@@ -183,7 +238,7 @@ def read_signers_of(file: Path | None) -> dict[str, str]:
     """Names by key, of the file that `--signers` names; none without it."""
     if file is None:
         return {}
-    from cairn.storage.signatures import read_signers
+    from cairn.storage.upkeep.signatures import read_signers
 
     try:
         return read_signers(file)
@@ -194,14 +249,14 @@ def read_signers_of(file: Path | None) -> dict[str, str]:
 
 
 def _signed(ledger: "Ledger", signers: dict[str, str]) -> list["Signed"]:
-    from cairn.storage.signatures import check_signatures
+    from cairn.storage.upkeep.signatures import check_signatures
 
     return list(check_signatures(ledger, signers))
 
 
 def open_ledger(store_url: str, run: str) -> "Ledger":
     """The ledger of a run that exists. Raises BadInput if there is none."""
-    from cairn.storage.ledger import Ledger
+    from cairn.storage.ledger.ledger import Ledger
 
     try:
         return Ledger.open(answering_store(store_url), run)
@@ -211,8 +266,198 @@ def open_ledger(store_url: str, run: str) -> "Ledger":
 
 def answering_store(url: str) -> "Store":
     """The store, after it has answered: else a wrong endpoint would be waited for as if it were an outage."""
-    from cairn.storage.store import open_store
+    from cairn.storage.store.store import open_store
 
     store = open_store(url)
     store.check()
     return store
+
+
+# `cairn costs` and `cairn timeline`: where the time of a run went.
+
+
+def costs(
+    run: RunArgument,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="P", min=0, help="Of a device for an hour, in any currency.")
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Say what a run cost: device-seconds and tokens by step, per accepted sample and evaluation, and what was wasted.
+
+    A device is a GPU where the run has any, and else a CPU thread of an engine's. Reads every commit and lease of the
+    run, and no samples. What a fork shares with its parent stands in the parent's costs.
+
+    Examples:
+
+    - `cairn costs quickstart`
+    - `cairn costs quickstart --price 2.50`
+    - `cairn costs quickstart --json | jq '.wasted[] | select(.after_fault)'`
+    """
+    from cairn.flows.reading.costs import run_costs
+
+    found = run_costs(open_ledger(store, run), price)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        print_costs(found)
+
+
+def timeline(
+    run: RunArgument,
+    iteration: Annotated[
+        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace.")],
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Write an iteration as a trace that https://ui.perfetto.dev opens: engines as rows, steps and new tries as slices.
+
+    The format is Chrome's. Each slice carries its commit's metrics, timings and inputs. An iteration that is not
+    complete shows the steps that it has.
+
+    Examples:
+
+    - `cairn timeline quickstart 12 trace.json`
+    """
+    from json import dumps
+
+    from cairn.configs.loader import from_manifest
+    from cairn.flows.reading.timeline import trace
+
+    ledger = open_ledger(store, run)
+    commits = ledger.commits(iteration)
+    if not commits:
+        raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
+    made = trace(commits, from_manifest(ledger.manifest.config))
+    with writing(file):
+        file.write_text(dumps(made), encoding="utf-8")
+    slices = sum(event["ph"] == "X" for event in made["traceEvents"])
+    if json:
+        print_json({"file": str(file), "commits": len(commits), "slices": slices})
+    else:
+        say(f"{len(commits)} commits of iteration {iteration} of run {run}; open it at https://ui.perfetto.dev:")
+        say(str(file))
+
+
+def print_costs(found: "Costs") -> None:
+    """The sums in sentences, the parts in tables."""
+    from cairn.flows.cli.tables import console
+
+    held, unit = found.devices, f"{found.devices.kind}-seconds"
+    shown, has_price = console(), found.price is not None
+    said = f"run {found.run}: {found.reserved_device_seconds:,.1f} {unit} reserved"
+    said += f" ({held.reserved:g} {held.kind}s, {found.drivers} drivers), {found.iterations} iterations"
+    say(said + (f", price {found.price:,.2f}" if has_price else ""))
+    table = _table(("step", "commits", "seconds", unit, "tokens"), has_price)
+    for cost in found.steps:
+        _row(table, has_price, cost.step, cost.commits, cost.seconds, cost.device_seconds, cost.tokens, cost.price)
+    for name in ("starting", "idle", "uncommitted"):
+        spent = getattr(found, f"{name}_device_seconds")
+        rate = found.price_per_device_hour
+        _row(table, has_price, name, None, None, spent, None, None if rate is None else spent / 3600 * rate)
+    shown.print(table)
+    said = f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated"
+    if found.learns_from != "responses":
+        said = f"{found.accepted_samples:,} samples of {found.learns_from} trained on"
+    say(said + _each(found, unit))
+    if found.evaluations:
+        table = _table(("evaluation", "samples", "seconds", unit, "tokens"), has_price)
+        for one in found.evaluations:
+            name = f"{one.benchmark} after {one.trained}" + (", apart" if one.apart else "")
+            _row(table, has_price, name, one.samples, one.seconds, one.device_seconds, one.tokens, one.price)
+        shown.print(table)
+    if found.wasted:
+        table = _table(("wasted", "count", "unit", unit, "tokens"), has_price)
+        for waste in found.wasted:
+            price, name = waste.price, waste.cause
+            _row(table, has_price, name, waste.count, waste.unit, waste.device_seconds, waste.tokens, price)
+        shown.print(table)
+    else:
+        say("nothing was wasted")
+
+
+def _each(found: "Costs", unit: str) -> str:
+    spent, tokens = found.device_seconds_per_accepted_sample, found.tokens_per_accepted_sample
+    return "" if spent is None or tokens is None else f"; each took {spent:,.2f} {unit} and {tokens:,.1f} tokens"
+
+
+def _table(columns: tuple[str, ...], has_price: bool) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for number, name in enumerate((*columns, "price") if has_price else columns):
+        table.add_column(name, justify="right" if number else "left")
+    return table
+
+
+def _row(table: "Table", has_price: bool, *cells: object) -> None:
+    table.add_row(*map(_spell, cells if has_price else cells[:-1]))
+
+
+def _spell(cell: object) -> str:
+    match cell:
+        case None:
+            return "–"
+        case float():
+            return f"{cell:,.2f}"
+        case int():
+            return f"{cell:,}"
+    return str(cell)
+
+
+# `cairn report`: a run as one HTML file.
+
+
+def report(
+    run: RunArgument,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Where the page goes; RUN.html by default.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Hold every byte of the run against its digest, and say so.")
+    ] = True,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="P", min=0, help="Of a device for an hour, in any currency.")
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Write a run as one HTML page that works offline: curves, time, samples, lineage, verification.
+
+    The page has all samples of the run to search, filter and sort, and of 500 of them every token with its log-prob,
+    ratio, advantage, age and mask. It loads nothing and sends nothing. A file that is there already is replaced.
+
+    Examples:
+
+    - `cairn report quickstart` writes quickstart.html
+    - `cairn report quickstart build/report.html --no-verify` leaves out reading checkpoints again
+    - `cairn report quickstart --price 2.50` says what it cost in money too
+    - `cairn report quickstart --json | jq .bytes`
+    """
+    from rich.console import Console
+
+    from cairn.flows.report.build import write_report
+
+    ledger = open_ledger(store, run)
+    target = Path(f"{run}.html") if file is None else file
+    if target.is_dir():
+        raise BadInput(f"{target} is a folder; name a file, such as {target / f'{run}.html'}")
+    if not target.absolute().parent.is_dir():
+        raise BadInput(f"there is no folder {target.absolute().parent}")
+    with Console(stderr=True, quiet=json).status("reading") as line:
+
+        def tell(what: str, done: int, of: int) -> None:
+            line.update(f"{what}: {done} of {of}" if of else f"{what}: {done}")
+
+        with writing(target):
+            made = write_report(ledger, target, tell, verified=verify, price=price)
+    if json:
+        print_json(made.model_dump(mode="json"))
+        return
+    size = f"{made.bytes / 1e6:.1f} MB, {made.iterations} iterations, {made.samples:,} samples"
+    say(f"{made.file}: {size}, {made.with_tokens:,} of them with tokens")
+    if made.findings:
+        say(f"{made.findings} findings of the ledger's verification are in it: see `cairn verify {run}`")

@@ -6,21 +6,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cairn.flows.cli.app import say
-from cairn.flows.text.terminal import printable
+from cairn.flows.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cairn.flows.reading.samples import SampleView
-    from cairn.flows.reading.scores import Scores
+    from cairn.flows.reading.samples import SampleView, Scores
     from cairn.flows.reading.views import Groups, Retries, RunStatus
-    from cairn.storage.accounting import GroupCounts
-    from cairn.storage.collector import Garbage
-    from cairn.storage.decisions import GateStanding
-    from cairn.storage.retention import Retirement
-    from cairn.storage.signatures import Signed
-    from cairn.storage.verification import Verified
-    from cairn.tasks.stale_commits import StaleStep
+    from cairn.storage.ledger.decisions import GateStanding
+    from cairn.storage.upkeep.accounting import GroupCounts
+    from cairn.storage.upkeep.collector import Garbage
+    from cairn.storage.upkeep.retention import Retirement
+    from cairn.storage.upkeep.signatures import Signed
+    from cairn.storage.upkeep.verification import Verified
+    from cairn.tasks.steps import StaleStep
 
 STATE_STYLES = {
     "new": "cyan",
@@ -309,7 +308,7 @@ def _chosen(status: "RunStatus") -> str:
 
 
 def _gate(run: str, gate: "GateStanding") -> str:
-    from cairn.flows.driver.gates import asking
+    from cairn.flows.reading.gates import asking
 
     if gate.state == "open" or gate.verdict is None:
         since = f", since {age(gate.gate.at)}" if gate.gate else ""

@@ -26,24 +26,27 @@ from pydantic import Field
 
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.deferred import defer_compiler
-from cairn.flows.deployments.evaluation_forms import UNCHANGED_ENGINE, UNCHANGED_SAMPLING, Engine, Sampling
+from cairn.engines.processes.deferred import defer_compiler
 from cairn.flows.deployments.forms import (
     EMPTY,
     SAME_GRADER,
+    UNCHANGED_ENGINE,
+    UNCHANGED_SAMPLING,
+    Engine,
     Options,
     Recipe,
     RewardOptions,
     RunName,
     RunNameOrNone,
+    Sampling,
     recipe_path,
 )
 from cairn.flows.deployments.names import NAMES
-from cairn.flows.deployments.processes import say_who_executes
+from cairn.flows.deployments.watching import say_who_executes
 from cairn.flows.events import Event, IterationDone, Message, RunStarted
-from cairn.flows.text.markdown import slug
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store, open_for_runs, open_store
+from cairn.flows.text import slug
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import Store, open_for_runs, open_store
 
 STORE = "CAIRN_STORE"
 """Environment variable: the store of flow runs whose form leaves it empty."""
@@ -147,7 +150,7 @@ def fork(
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
         options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
     """
-    from cairn.flows.fork import fork as forked
+    from cairn.flows.history.fork import fork as forked
 
     ledgers = open_for_runs(_place(store))
     if not _is_fork(ledgers, new, run, iteration):  # else this is another try at the same flow run
@@ -165,7 +168,7 @@ def verify(run: RunName, store: str = "") -> State[Any]:
         run: Name of the run.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
-    from cairn.storage.verification import verify as verified
+    from cairn.storage.upkeep.verification import verify as verified
 
     checks = list(verified(Ledger.open(open_store(_place(store)), run)))
     findings = [finding for check in checks for finding in check.findings]
@@ -189,8 +192,8 @@ def gc(run: RunName, apply: bool = False, store: str = "") -> State[Any]:
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
     from cairn.configs.loader import from_manifest
-    from cairn.storage.collector import collect, garbage
-    from cairn.storage.retention import due, retire
+    from cairn.storage.upkeep.collector import collect, garbage
+    from cairn.storage.upkeep.retention import due, retire
 
     ledger = Ledger.open(open_store(_place(store)), run)
     keep = from_manifest(ledger.manifest.config).checkpoint
@@ -271,7 +274,7 @@ def rescore(run: RunName, iterations: Range = "", reward: RewardOptions = SAME_G
             place of the run's grader of its own.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
-    from cairn.flows.rescore.rescoring import rescore as rescored
+    from cairn.flows.history.rescore import rescore as rescored
 
     ledger = Ledger.open(open_store(_place(store)), run)
     overrides = list(reward.overrides("reward."))
@@ -302,7 +305,7 @@ def _log(event: Event) -> None:
 def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: bool = False) -> State[Any]:
     """Train a run to its last iteration, or until it may not go on before a person decides."""
     from cairn.flows.driver.approval import Withheld
-    from cairn.flows.driver.withheld import end_of_driver
+    from cairn.flows.orchestration.withheld import end_of_driver
     from cairn.flows.reading.views import run_status
     from cairn.flows.train import go_on
 

@@ -28,11 +28,11 @@ from pydantic_core import CoreSchema
 
 import cairn.configs.schema
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import read
-from cairn.configs.options import item_of, section_of
+from cairn.configs.loader import item_of, read, section_of
+from cairn.configs.schema.evaluation import BenchmarkSampling, EngineOptions
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.layout import LONGEST_NAME, NAME_PATTERN
+from cairn.storage.ledger.layout import LONGEST_NAME, NAME_PATTERN
 
 FOLDERS = (".", "recipes", "configs/recipes")
 """Where recipes of one's own are looked for, below the folder one stands in."""
@@ -167,3 +167,20 @@ RunName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$", max_length=LONGEST_N
 
 RunNameOrNone = Annotated[str, Field(pattern=f"^({NAME_PATTERN})?$", max_length=LONGEST_NAME)]
 """The same, where it may be left out."""
+
+
+# The form of an evaluation in Prefect's interface, made as that of a run is (`cairn.flows.deployments.forms`).
+
+
+if TYPE_CHECKING:
+    Sampling = Form
+    Engine = Form
+else:
+    Sampling = form_of(BenchmarkSampling, defaults=False)
+    """How responses are drawn."""
+    Engine = form_of(EngineOptions)
+    """What weights are evaluated with."""
+
+UNCHANGED_SAMPLING = Sampling()
+UNCHANGED_ENGINE = Engine()
+"""The forms as they are before anything is filled in."""

@@ -10,7 +10,7 @@ by its run's lease. So every few seconds:
 | Crashed, not by Cancel, `restarts` left | over, its driver killed or preempted | scheduled again, as Retry does it |
 | Paused, Suspended, Scheduled, Cancelled, Failed | any | nothing |
 
-Flow runs of deployments say themselves too which process executes them (`cairn.flows.deployments.processes`): so also
+Flow runs of deployments say themselves too which process executes them (`cairn.flows.deployments.watching`): so also
 those without a lease are marked, and those of drivers that were killed before they had it are started again. One that
 was taken up by a `cairn up` that was killed before it began is scheduled again.
 
@@ -32,11 +32,34 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import AwaitingRetry, Scheduled, State
 
-from cairn.flows.deployments.processes import killed_at_work
 from cairn.flows.orchestration.flow_runs import crash_stale_runs, crash_with_all_below, run_tags
-from cairn.storage.errors import Damaged, StoreError
-from cairn.storage.leases import LeaseState, Outcome, newest_lease
-from cairn.storage.store import open_store
+from cairn.storage.ledger.leases import Holder, LeaseState, Outcome, newest_lease
+from cairn.storage.store.errors import Damaged, StoreError
+from cairn.storage.store.store import open_store
+
+# Which process executes a flow run, as the flow run itself tells it: not every flow run has a run's lease.
+
+
+PROCESS, SAID_AT = "cairn.process", "cairn.said_at"
+"""Labels of the flow run: the process as JSON, and when it said so in Unix seconds."""
+
+
+def say_who_executes(flow_run: UUID) -> None:
+    """To be called by the process that does, before anything else."""
+    labels: dict[str, Any] = {PROCESS: Holder.this_process().model_dump_json(), SAID_AT: time.time()}
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(flow_run, labels)
+
+
+def killed_at_work(client: SyncPrefectClient, flow_run: FlowRun) -> float | None:
+    """When the process that executed the flow run said that it does, if it is gone; None where it lives, or this
+    machine cannot tell, or a newer try has not said who executes it."""
+    said, at = flow_run.labels.get(PROCESS), flow_run.labels.get(SAID_AT)
+    if not isinstance(said, str) or not isinstance(at, float) or not Holder.model_validate_json(said).is_gone():
+        return None
+    tries = [state.timestamp.timestamp() for state in client.read_flow_run_states(flow_run.id) if state.is_pending()]
+    return at if at > max(tries, default=0.0) else None
+
 
 INTERVAL = 5.0
 """Seconds between two looks."""

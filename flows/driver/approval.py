@@ -8,10 +8,10 @@
 | is open, `approval.wait: false` | ends in order, exit code 3 |
 | is rejected | ends in order, exit code 3 |
 
-Gates and verdicts are decisions in the ledger (`cairn.storage.decisions`), and nothing else says how a gate stands: the
-driver may be killed while it waits, and the next one comes to the same gate. An approved gate is not asked again. The
-newest verdict counts, so a rejected run is approved by saying so, and resumed. A fork has its parent's gates behind it
-with the iterations that it shares; those before its own iterations are its own.
+Gates and verdicts are decisions in the ledger (`cairn.storage.ledger.decisions`), and nothing else says how a gate
+stands: the driver may be killed while it waits, and the next one comes to the same gate. An approved gate is not asked
+again. The newest verdict counts, so a rejected run is approved by saying so, and resumed. A fork has its parent's gates
+behind it with the iterations that it shares; those before its own iterations are its own.
 
 What is due depends on the ledger alone, and on nothing that is still being computed: of the evaluations, on those of
 the weights that the iteration is sampled from and of older ones.
@@ -21,13 +21,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.driver.gates import asking, due, holding
-from cairn.flows.orchestration.steps import Stopping
-from cairn.storage.decision_kinds import Gate
-from cairn.storage.decisions import Decision, GateStanding, GateState, gates
-from cairn.storage.ledger import Ledger
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import Message
+from cairn.flows.orchestration.flow_runs import Stopping
+from cairn.flows.reading.gates import asking, due, holding
+from cairn.storage.ledger.decisions import Decision, Gate, GateStanding, GateState, gates
+from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
 
 POLL_INTERVAL = 2.0
 """Seconds between two looks at the decisions."""

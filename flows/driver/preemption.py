@@ -26,12 +26,12 @@ from functools import partial
 from types import FrameType
 
 from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, leave
-from cairn.storage.commits import Commit, Step
-from cairn.storage.leases import Lease, Outcome
-from cairn.tasks.checkpoint import checkpoint
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import Message
-from cairn.tasks.selection import last_selection
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.selection import last_selection
+from cairn.tasks.trainer.checkpoint import checkpoint
 
 GRACE = 30.0
 """Seconds, while the run's configuration is not known."""

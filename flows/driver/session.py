@@ -8,32 +8,173 @@ gone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
-from cairn.configs.loader import in_recorded_words
+from cairn.configs.digest import digest
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, in_recorded_words, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.flows.driver.approval import Withheld, require_not_withheld
-from cairn.flows.driver.length import with_length
 from cairn.flows.driver.preemption import OnLease, Preempted
-from cairn.flows.driver.restore_point import make_restore_point, needs_restore_point
 from cairn.flows.driver.sources import Sources, open_graders
-from cairn.flows.driver.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.driver.trust import recorded_config
+from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.events import Event
 from cairn.flows.reading.views import stands_in
-from cairn.storage import layout
-from cairn.storage.errors import RunDiffers, StoreError
-from cairn.storage.leases import Lease, Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import Message
-from cairn.tasks.recovery import ReplayDiverged
-from cairn.tasks.rules import untold
-from cairn.tasks.stale_commits import stale_steps
-from cairn.tasks.steps import rules
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import RunDiffers, StoreError
+from cairn.storage.store.store import Store
+from cairn.tasks.data import BadData, open_data
+from cairn.tasks.data.drawing import MixedData
+from cairn.tasks.data.stream import GivenPrompts
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.rules import untold
+from cairn.tasks.durable.selection import last_selection
+from cairn.tasks.durable.versions import weight_version_after
+from cairn.tasks.steps import rules, stale_steps
+from cairn.tasks.trainer.checkpoint import checkpoint
+from cairn.tasks.trainer.recovery import ReplayDiverged
+from cairn.tasks.trainer.train import train
+
+if TYPE_CHECKING:
+    from cairn.engines.fleet.fleet import Fleet
+
+
+# How many iterations a run has whose length is given in epochs.
+
+
+def with_length(config: RunConfig) -> RunConfig:
+    """The configuration with `num_rollout` set, where `num_epoch` is: rows // `rollout_batch_size` × `num_epoch`.
+
+    Rows that are passed over, and those of refilled rounds, count as if they were drawn once. Raises ConfigError where
+    the two contradict each other, the data have no epochs or fewer rows than a batch, or something else is against the
+    configuration.
+    """
+    epochs, batch, given = config.rollout.num_epoch, config.rollout.rollout_batch_size, config.rollout.num_rollout
+    if epochs is None:
+        return config
+    try:
+        data = open_data(config, load_tokenizer(config.model.path))
+    except BadData as error:
+        raise ConfigError([f"data: {error}"]) from None
+    if isinstance(data, MixedData | GivenPrompts):
+        what = "each source of a mixture has epochs of its own" if isinstance(data, MixedData) else "it gives no end"
+        raise ConfigError(
+            [f"rollout.num_epoch is {epochs}, but the data have no epochs: {what}; set rollout.num_rollout instead"]
+        )
+    total = len(data) // batch * epochs
+    made = f"{len(data)} rows // rollout.rollout_batch_size {batch} × rollout.num_epoch {epochs} = {total} iterations"
+    if total == 0:
+        raise ConfigError([f"{made}: lower rollout.rollout_batch_size, or give more data"])
+    if given not in (0, total):
+        raise ConfigError(
+            [
+                f"rollout.num_rollout is {given}, but {made}: leave one of the two out, by "
+                "`--set rollout.num_rollout=null` or `--set rollout.num_epoch=null`"
+            ]
+        )
+    values = config.model_dump(mode="json")
+    values["rollout"]["num_rollout"] = total
+    return parse(values) if given == 0 else config
+
+
+# The engines of a run, started beside what needs no engine yet.
+
+
+@contextmanager
+def starting_fleet(
+    config: RunConfig,
+    name: str,
+    total_steps: int,
+    digests: Mapping[str, str],
+    tenure: Tenure | None,
+    tell: Callable[[str], None] = lambda sentence: None,
+    trains_only: bool = False,
+) -> "Iterator[Callable[[], Fleet]]":
+    """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them.
+    Their models must have these digests. `tenure`, `tell`, `trains_only`: see `Fleet.start`."""
+    from cairn.engines.fleet.fleet import Fleet  # Ray takes a second to import
+
+    deadline = config.fleet.start_timeout * 2
+    with ThreadPoolExecutor(1, thread_name_prefix="fleet") as pool:
+        fleet = pool.submit(
+            Fleet.start,
+            config,
+            name=name,
+            total_steps=total_steps,
+            model_digests=digests,
+            tenure=tenure,
+            tell=tell,
+            trains_only=trains_only,
+        )
+        try:
+            yield lambda: fleet.result(timeout=deadline)
+        finally:
+            if fleet.exception(timeout=deadline) is None:
+                fleet.result().close()
+
+
+def fleet_name(store: Store, run: str) -> str:
+    """Name of the run's actors, unlike that of any other run in any other store."""
+    return f"{run}-{canonical.digest(store.url)[:8]}"
+
+
+def total_steps(ledger: Ledger, config: RunConfig) -> int:
+    """Optimizer steps of the whole run, a fork's shared ones included."""
+    return weight_version_after(ledger, config.rollout.num_rollout - 1)
+
+
+# The restore point of a fork that trains otherwise than its parent did: see `needs_restore_point`.
+
+
+def needs_restore_point(ledger: Ledger, config: RunConfig) -> bool:
+    """Whether a run is a fork that trains otherwise than its parent did, from weights that no checkpoint holds: they
+    can only be had by replay under the parent's configuration."""
+    if ledger.parent is None:
+        return False
+    last = ledger.first_iteration - 1
+    before = from_manifest(ledger.owner(last).manifest.config)
+    same = digest(config, train.options) == digest(before, train.options)
+    return not same and any(ledger.find(i, Step.CHECKPOINT) is None for i in _sampled_from(ledger))
+
+
+def make_restore_point(
+    ledger: Ledger,
+    config: RunConfig,
+    sources: Sources,
+    emit: Callable[[Event], None],
+    given: RunConfig | None = None,
+) -> None:
+    """Commit checkpoints of the last iterations that a fork shares, all that it samples from, by engines with its
+    parent's configuration, in the fork's cluster. `given`: the fork's recipe, where the user gave one. Raises
+    ConfigError where a store must not ask for what the parent's configuration does."""
+    last = ledger.first_iteration - 1
+    owner = ledger.owner(last)
+    before = recorded_config(owner, config, given)
+    emit(Message(f"Restoring the weights of iteration {last} as run {owner.run} trained them"))
+    # This driver's alone, and gone with it on a joined cluster too: a successor may need their room, and not them.
+    name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
+    with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
+        run = sources.context(before, ledger, fleet, {}, emit, given)
+        for index in _sampled_from(ledger):
+            if run.find(index, Step.CHECKPOINT) is None:
+                checkpoint(run, index, None, run.committed(index, Step.TRAIN), last_selection(run, index))
+
+
+def _sampled_from(ledger: Ledger) -> range:
+    """The iterations that a fork shares whose weights its own ones sample from."""
+    return range(max(0, ledger.first_iteration - 1 - ledger.lag), ledger.first_iteration)
+
 
 UNTOLD = (
     "Run {run} goes on as it began: tokens are drawn from a part of the vocabulary and scored over all of it, which "
@@ -53,7 +194,7 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Own the run `name` for the length of the block, with engines starting in the background.
 
-    `store` can carry runs (`cairn.storage.store.open_for_runs`). `config` creates the run, or must equal the
+    `store` can carry runs (`cairn.storage.store.store.open_for_runs`). `config` creates the run, or must equal the
     configuration it has; None goes on with the ledger's. Raises ConfigError, BadData, BadPlugin, RunDiffers and
     LeaseHeld before anything starts, and Withheld where somebody is to approve the run first.
     """

@@ -16,27 +16,26 @@ from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, view
-from cairn.engines.fingerprint import cpu_model, installed
-from cairn.engines.model_files import folder_digest
-from cairn.engines.models import check_model_folder, context_length
-from cairn.engines.tokenizers import stop_clock
+from cairn.engines.models.files import folder_digest
+from cairn.engines.models.folders import check_model_folder, context_length
+from cairn.engines.models.tokenizers import stop_clock
+from cairn.engines.processes.fingerprint import cpu_model, installed
 from cairn.flows.driver.trust import require_trusted
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
-from cairn.storage import canonical
-from cairn.storage.commits import Environment
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store
-from cairn.tasks.context import RunContext
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store import canonical
+from cairn.storage.store.store import Store
 from cairn.tasks.data import Data, MixedData, PromptData, open_data
-from cairn.tasks.data.tools import searched, told_tools
-from cairn.tasks.plugin_sources import defining_file_digest, digest_of_all, source_digest
-from cairn.tasks.reward import reward
-from cairn.tasks.rewards.grading import Grading
-from cairn.tasks.rewards.opening import open_grader
-from cairn.tasks.rewards.outside.reward_model import Scorer
-from cairn.tasks.rewards.returned import ReturnedRewards
-from cairn.tasks.rewards.rows import row_check
+from cairn.tasks.data.opening import searched, told_tools
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.plugin_sources import defining_file_digest, digest_of_all, source_digest
+from cairn.tasks.grading.graders import row_check
+from cairn.tasks.grading.opening import ReturnedRewards, open_grader
+from cairn.tasks.grading.outside.reward_model import Scorer
+from cairn.tasks.grading.protocol import Grading
+from cairn.tasks.grading.reward import reward
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
@@ -149,7 +148,7 @@ def open_graders(
 ) -> dict[str | None, Grading]:
     """The grader of the training samples under None, those of the benchmarks under their names. `store`: keeps the
     answers that are not to be paid for twice. `reward_model`: see `open_grader`."""
-    reader = Reader("the grader", "`reads` of reward in cairn.tasks.reward", reward.reads)
+    reader = Reader("the grader", "`reads` of reward in cairn.tasks.grading.reward", reward.reads)
 
     for_slime = written_for_slime(GENERATE.load(config.rollout.custom_generate_function_path))
     tokenizer = cache(partial(load_tokenizer, config.model.path))

@@ -8,29 +8,26 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from cairn.configs.errors import BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import BadModel
-from cairn.engines.fleet.machines import placement_problems
-from cairn.engines.models import check_model_folder, context_length, end_tokens, sees_images
-from cairn.engines.rollout.factory import kind_of
-from cairn.engines.tokenizers import read_tokenizer
+from cairn.engines.fleet.requirements import placement_problems, weight_problems
+from cairn.engines.models.folders import check_model_folder, context_length, end_tokens, sees_images
+from cairn.engines.models.tokenizers import read_tokenizer
+from cairn.engines.rollout.plan import kind_of
+from cairn.engines.training.factory import problems as training_problems
 from cairn.engines.training.needs import advantage_needs, loss_needs
-from cairn.engines.training.options import problems as training_problems
-from cairn.engines.weights.options import weight_problems
-from cairn.flows.trackers.requirements import tracking_problems
+from cairn.engines.types.errors import BadModel
+from cairn.flows.watching.trackers.requirements import tracking_problems
 from cairn.tasks.data import BadData, MixedData, PromptData, open_data
 from cairn.tasks.data.demonstrations import DemonstrationData
-from cairn.tasks.data.errors import BadPrompt
-from cairn.tasks.data.given_prompts import GivenPrompts
-from cairn.tasks.data.tools import told_tools
-from cairn.tasks.rewards import get_grader, require_paying
-from cairn.tasks.rewards.opening import keeps_answers
-from cairn.tasks.rewards.rows import row_check
-from cairn.tasks.rewards.unread import unread_options
-from cairn.tasks.rules import untold
+from cairn.tasks.data.opening import told_tools
+from cairn.tasks.data.stream import GivenPrompts
+from cairn.tasks.durable.rules import untold
+from cairn.tasks.grading.graders import get_grader, require_paying, row_check
+from cairn.tasks.grading.opening import keeps_answers, unread_options
 
 _MOST_RENDERED = 1000
 """Rows of training data that a validation renders."""
@@ -54,17 +51,17 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     if (config.training.only_train_params_name_list or config.training.freeze_params_name_list) and not problems:
         # Loads the library's models, on either engine.
         if config.training.engine == "megatron":
-            from cairn.engines.training.megatron.freezing import freezing_problems
+            from cairn.engines.training.megatron.options import freezing_problems
         else:
-            from cairn.engines.training.torch.freezing import freezing_problems
+            from cairn.engines.training.freezing import freezing_problems
 
         problems += freezing_problems(config.training, config.model.path)
     if config.algorithm.use_rollout_routing_replay and not problems:
-        from cairn.engines.routing import replay_problems  # builds the library's model, without weights
+        from cairn.engines.models.routing import replay_problems  # builds the library's model, without weights
 
         problems += replay_problems(config.model.path, config.training.megatron)
     if (rate := config.training.moe_router_bias_update_rate) and not problems:
-        from cairn.engines.routing import bias_problems  # the same
+        from cairn.engines.models.routing import bias_problems  # the same
 
         problems += bias_problems(config.model.path, rate)
     if config.model.path in there:
@@ -151,7 +148,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
             model = check_model_folder(path)
             context = context_length(model)
             if sees_images(model):
-                from cairn.engines.vision import image_processor  # what few models need
+                from cairn.engines.models.vision import image_processor  # what few models need
 
                 image_processor(path)
             elif config.data.has_images:
@@ -236,7 +233,7 @@ def _image_problems(config: RunConfig) -> Iterator[str]:
 def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
     """A call that is not read would end its episode as if the model had called nothing."""
     if (config.rollout.custom_generate_function_path, config.rollout.tool_call_format) == ("tool_calls", "template"):
-        from cairn.engines.generation.call_check import unreadable_calls
+        from cairn.engines.agents.generation.call_formats import unreadable_calls
 
         why = unreadable_calls(tokenizer)
         if why is not None:

@@ -1,12 +1,101 @@
 """What a person, a schedule or a program asks for, as models and benchmarks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from cairn.configs.benchmark_files import load_benchmark
+from cairn.configs.catalogue import load_benchmark
 from cairn.configs.errors import ConfigError
-from cairn.configs.schema.benchmark import Benchmark
-from cairn.flows.evaluation.own import OwnBenchmark
+from cairn.configs.schema.evaluation import Benchmark, BenchmarkConfig, EngineOptions
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_table
+from cairn.tasks.data import PromptData
+from cairn.tasks.evaluation.evaluate import eval_shard
+from cairn.tasks.evaluation.questions import Questions, own_questions
+from cairn.tasks.evaluation.standalone import Sampled
+from cairn.tasks.grading.graders import get_grader, named_by_row, rows_name_graders
+
+# A run's own benchmarks (`eval.benchmarks`), evaluated apart from it, by the name that they have there.
+#
+# Questions, sampling and seeds are the run's, so its own evaluations and these have the same draws, and the same result
+# (`cairn.tasks.evaluation.evaluate`). Where the run left none, since a sample of it failed, what it did sample at that
+# iteration is taken over from its ledger and graded by the grader of now: nothing is sampled again.
+
+
+SINGLE_TURN = "single_turn"
+
+
+@dataclass(frozen=True)
+class OwnBenchmark:
+    """One of a run's own."""
+
+    config: RunConfig
+    benchmark: BenchmarkConfig
+
+    @property
+    def name(self) -> str:
+        """In metrics, commits and results."""
+        return self.benchmark.name
+
+    def questions(self, tokenizer: object) -> Questions:
+        """What it asks. Raises BadData and BadPlugin."""
+        own = self.benchmark
+        reward = self.config.reward.of(own.rm_type)
+        data = PromptData.open(own, own.path, tokenizer)
+        graders = [get_grader(reward)]
+        if rows_name_graders(reward) and own.metadata_key is not None:
+            named = {named_by_row(reward, data.row(index).metadata) for index in range(len(data))}
+            graders += [get_grader(reward.of(name)) for name in sorted(filter(None, named))]
+        return own_questions(
+            own,
+            data,
+            seed=self.config.seed,
+            stop_token_ids=self.config.rollout.rollout_stop_token_ids,
+            stop=self.config.rollout.rollout_stop,
+            graded_by=", ".join(f"{grader.name} {grader.version}" for grader in graders),
+            grader=reward,
+        )
+
+
+def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
+    """Those of a run by name; none where its samples go through user code, which an evaluation does not run."""
+    if config.rollout.custom_generate_function_path != SINGLE_TURN:
+        return {}
+    return {one.name: OwnBenchmark(config, one) for one in config.eval.benchmarks}
+
+
+def sampled_by_the_run(
+    ledger: Ledger, iteration: int, version: int, own: OwnBenchmark, questions: Questions, options: EngineOptions
+) -> Sampled | None:
+    """What the run itself sampled of these questions at an iteration with the weights of a version, by an engine of the
+    same kind and number format; None where it did not, or not of these very questions."""
+    if EngineOptions.of_run(own.config.rollout, {}).settings() != options.settings():
+        return None
+    commit = ledger.find(iteration, Step.EVAL, eval_shard(own.benchmark, version))
+    if commit is None:
+        return None
+    (output,) = commit.outputs
+    rows = read_table(ledger.store, commit.run, output).to_pylist()
+    texts = {row.index: row.prompt_text for row in questions.rows}
+    asked = [(one.group_id, one.index, one.seed, texts[one.group_id]) for one in questions.requests()]
+    if asked != [(row["prompt_index"], row["sample_index"], row["seed"], row["prompt_text"]) for row in rows]:
+        return None
+    if any(row["segments"] is not None for row in rows):
+        return None
+    samples = [
+        {
+            "sample_index": row["sample_index"],
+            "response_ids": row["response_ids"],
+            "log_probs": row.get("log_probs"),
+            "finish_reason": row["finish_reason"],
+            "error": row["error"] if not row["response_ids"] else None,
+            "seconds": None,
+        }
+        for row in rows
+    ]
+    return Sampled(samples, commit.environment, f"{commit.run}/{commit.name}@{commit.digest}")
 
 
 def benchmarks_of(

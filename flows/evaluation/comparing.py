@@ -7,7 +7,7 @@ same questions hard.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from cairn.storage import canonical
-from cairn.storage.evals import Evaluation, read_samples
-from cairn.storage.store import Store
-from cairn.tasks.benchmarks.statistics import Z95
+from cairn.flows.evaluation.evaluating import Found
+from cairn.storage.evals import Evaluation, read_samples, results
+from cairn.storage.store import canonical
+from cairn.storage.store.store import Store
+from cairn.tasks.evaluation.benchmarks.summary import Z95
 
 _OF_THE_ENGINE = ("engine", "dtype", "sglang", "end_tokens")
 """Settings that make another result and no other questions."""
@@ -99,3 +100,83 @@ def _by_question(rows: pa.Table) -> dict[int, float]:
     rewards = np.nan_to_num(rewards, nan=min(0.0, float(graded.min()) if len(graded) else 0.0))
     questions = rows["prompt_index"].to_numpy()
     return {int(question): float(rewards[questions == question].mean()) for question in np.unique(questions)}
+
+
+# All results of a store, those that can be compared beside each other.
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One result's place."""
+
+    rank: int
+    """Among results of equal questions, from 1."""
+    model: str
+    result: Evaluation
+    newest: bool
+    """Whether it is the last of its group that was computed, the baseline's own aside."""
+    baseline: Evaluation | None = None
+    comparison: Comparison | None = None
+    """Against the baseline; None for the baseline itself, and where there is none in its group."""
+
+
+def leaderboard(
+    store: Store, benchmark: str | None = None, baseline: str | None = None, margin: float = 0.0
+) -> list[Standing]:
+    """Every result, by benchmark and questions, the best first; held against the baseline where one is named. Raises
+    Damaged."""
+    found: list[Standing] = []
+    for group in best_first(results(store)):
+        if benchmark in (None, group[0].key.benchmark):
+            found += _ranked(store, group, baseline, margin)
+    return found
+
+
+def _ranked(store: Store, group: Sequence[Evaluation], baseline: str | None, margin: float) -> list[Standing]:
+    against = None if baseline is None else find_baseline(group, baseline)
+    others = [one for one in group if one is not against]
+    newest = max(others, key=lambda one: one.committed_at, default=None)
+    return [
+        Standing(
+            rank,
+            name_of(one),
+            one,
+            one is newest,
+            against,
+            None if against is None or one is against else compare(store, one, against, margin),
+        )
+        for rank, one in enumerate(group, 1)
+    ]
+
+
+# Results of evaluations for people: the figures of one, and a table of several in Markdown.
+
+
+def markdown(found: Sequence[Found]) -> str:
+    """A table, one result a line."""
+    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
+    names = ["model", "benchmark", *columns, "result"]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * 2 + "---:|" * len(columns) + "---|"]
+    for one in found:
+        shown = figures(one.result.metrics)
+        verdict = "computed" if one.computed else "found, nothing computed"
+        cells = [one.model, one.result.key.benchmark, *(shown.get(name, "–") for name in columns), verdict]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def figures(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What a table shows of a result, by column: of pass@k and maj@k the largest k."""
+    found = {f"avg@{metrics.get('n', 1):.0f}": f"{metrics['score']:.3f}"}
+    if "interval_low" in metrics:
+        found["95 %"] = f"{metrics['interval_low']:.3f}–{metrics['interval_high']:.3f}"
+    for kind in ("pass", "maj"):
+        largest = max((int(name.partition("@")[2]) for name in metrics if name.startswith(f"{kind}@")), default=1)
+        if largest > 1:
+            found[f"{kind}@{largest}"] = f"{metrics[f'{kind}@{largest}']:.3f}"
+    found["samples"] = f"{metrics.get('samples', 0):.0f}"
+    if "response_len_mean" in metrics:
+        found["tokens"] = f"{metrics['response_len_mean']:.1f}"
+    found["truncated"] = f"{100 * metrics.get('truncated', 0):.1f} %"
+    found["failed"] = f"{metrics.get('failed', 0):.0f}"
+    return found

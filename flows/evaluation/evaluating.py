@@ -1,25 +1,148 @@
 """From what is asked for to results: each looked up first, and computed where nobody has."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from cairn.configs.schema.benchmark import Benchmark
-from cairn.engines.models import check_model_folder
-from cairn.engines.tokenizers import tokenizer_digest
+from transformers.utils import logging as transformers_logging
+
+from cairn.configs.schema.evaluation import Benchmark, EngineOptions
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.user_code import GenerateFunction
+from cairn.engines.models.folders import check_model_folder, context_length
+from cairn.engines.models.tokenizers import tokenizer_digest
+from cairn.engines.rollout.plan import Place, kind_of, make_engine
+from cairn.engines.types.errors import BadModel
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
+from cairn.engines.types.types import SamplingParams
 from cairn.flows.driver.sources import environment
 from cairn.flows.driver.validation import load_tokenizer, unstopped_end
-from cairn.flows.evaluation.engine import own_engine, require_room
+from cairn.flows.evaluation.asking import OwnBenchmark
 from cairn.flows.evaluation.models import Evaluable
-from cairn.flows.evaluation.own import OwnBenchmark
-from cairn.flows.evaluation.questions import SEED, questions_of
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
-from cairn.storage.leases import LeaseState
-from cairn.storage.store import Store
-from cairn.tasks.evaluation import Engines, compute
-from cairn.tasks.questions import Questions
+from cairn.storage.ledger.leases import LeaseState
+from cairn.storage.store.store import Store
+from cairn.tasks.evaluation.benchmarks.rows import (
+    benchmark_digests,
+    benchmark_grader,
+    graded_part,
+    grader_config,
+    open_prompts,
+)
+from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
+from cairn.tasks.evaluation.benchmarks.summary import summary
+from cairn.tasks.evaluation.questions import Questions
+from cairn.tasks.evaluation.standalone import Engines, compute
+
+# An engine of an evaluation's own, in this process: no run's, and no cluster's.
+
+
+CALL_TIMEOUT = 120.0
+"""Seconds that an engine may take to answer anything but a request to generate."""
+START_TIMEOUT = 600.0
+"""Seconds until it must serve."""
+
+
+class OwnEngine:
+    """An engine in this process, as tasks know one."""
+
+    def __init__(self, made: Any) -> None:
+        self.name = "the engine of this evaluation"
+        self.made = made
+        self._samples = SampleEngine(made.open, made.abort)
+
+    def generate_samples(
+        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
+        return self._samples.generate(samples, params, function)
+
+    def acknowledge(self, number: int) -> None:
+        """The same."""
+        self._samples.acknowledge(number)
+
+    def abort(self) -> None:
+        """End what is being generated."""
+        self._samples.abort()
+
+
+@contextmanager
+def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) -> Iterator[Engines]:
+    """An engine that serves a model folder. `stop`: strings that end what it is asked for. Raises BadModel, EngineDied
+    and EngineTimeout."""
+    config = options.rollout(stop)
+    plans = kind_of(options.engine).plan(config, False).engines
+    if len(plans) != 1 or plans[0].nnodes != 1:
+        raise BadModel("an evaluation has one engine on one machine: leave out what asks for several")
+    with tempfile.TemporaryDirectory(prefix="cairn-eval-") as logs:
+        log = Path(logs) / "engine.log"
+        transformers_logging.set_verbosity_error()  # errors say in one sentence what the library reports
+        made = make_engine(folder, config, plans[0], Place(), log, START_TIMEOUT, CALL_TIMEOUT)
+        try:
+            yield Engines([OwnEngine(made)], made.environment)
+        finally:
+            close: Callable[[], None] | None = getattr(made, "close", None)
+            if close is not None:
+                close()
+
+
+def require_room(folder: str, longest_prompt: int) -> None:
+    """Raise BadModel unless a benchmark's longest prompt, in tokens, leaves room for a response."""
+    context = context_length(check_model_folder(folder))
+    if longest_prompt >= context:
+        raise BadModel(
+            f"the benchmark's longest prompt has {longest_prompt} tokens, and the model in {folder} a context of "
+            f"{context}: take a model with a longer one, or fewer rows with --data FILE@[A:B]"
+        )
+
+
+# What a benchmark asks of a model, from its definition and the model's tokenizer.
+
+
+SEED = 42
+"""Of all draws, unless said: as a recipe's."""
+
+
+def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Questions:
+    """The questions of a benchmark. Raises BadData where its rows are not there or do not fit, and BadPlugin."""
+    prompts = open_prompts(benchmark, tokenizer)
+    digests = benchmark_digests(benchmark, benchmark_grader(benchmark), prompts.fingerprint)
+    sampling = benchmark.sampling
+    rows = [prompts.row(index) for index in range(len(prompts))]
+    return Questions(
+        name=benchmark.name,
+        rows=rows,
+        n=sampling.n,
+        sampling=SamplingParams(
+            max_new_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        ),
+        seed=seed,
+        grader=grader_config(benchmark),
+        measure=_measure,
+        settings={
+            "version": benchmark.version,
+            "seed": seed,
+            "prompt": digests["prompt"],
+            "sampling": digests["sampling"],
+            "grader": digests["grader"],
+            "source": digests["source"],
+            **prompts.dated(rows),
+        },
+        described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
+        graded_part=lambda response: graded_part(benchmark, response),
+    )
+
+
+def _measure(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
+    found = summary(samples)
+    return {**found.metrics(), "questions": found.questions, "samples": found.samples, "n": found.n}
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,14 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from prefect.utilities.annotations import opaque
 
-from cairn.configs.schema.benchmark import Benchmark
-from cairn.flows.evaluation.asking import benchmarks_of
-from cairn.flows.evaluation.evaluating import Found, Watcher, evaluate_models
+from cairn.configs.schema.evaluation import Benchmark
+from cairn.flows.evaluation.asking import OwnBenchmark, benchmarks_of
+from cairn.flows.evaluation.comparing import markdown
+from cairn.flows.evaluation.evaluating import SEED, Found, Watcher, evaluate_models
 from cairn.flows.evaluation.models import BadPlace, Evaluable, benchmarks_of_run, weights_to_evaluate
-from cairn.flows.evaluation.own import OwnBenchmark
-from cairn.flows.evaluation.questions import SEED
 from cairn.flows.evaluation.regression import evaluated_run, regressions
-from cairn.flows.evaluation.tables import markdown
-from cairn.flows.text.markdown import slug
-from cairn.storage.store import Store
+from cairn.flows.text import slug
+from cairn.storage.store.store import Store
 
 
 def evaluated(

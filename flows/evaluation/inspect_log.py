@@ -27,9 +27,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.engines.types import FinishReason
-from cairn.storage.canonical import from_json
+from cairn.engines.types.types import FinishReason
 from cairn.storage.evals import Evaluation
+from cairn.storage.store.canonical import from_json
 
 _LOG_FORMAT = 2
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens"}

@@ -2,28 +2,85 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from cairn.configs.loader import from_manifest
-from cairn.configs.schema.engine_options import EngineOptions
+from cairn.configs.schema.evaluation import EngineOptions
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import BadModel
-from cairn.engines.model_files import folder_digest
-from cairn.engines.models import check_model_folder
-from cairn.engines.weights.folders import folder_checksum
+from cairn.engines.models.files import folder_digest
+from cairn.engines.models.folders import check_model_folder
+from cairn.engines.types.errors import BadModel
+from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.trust import recorded_config
-from cairn.flows.evaluation.keeping import kept
-from cairn.flows.evaluation.own import OwnBenchmark, own_benchmarks, sampled_by_the_run
+from cairn.flows.evaluation.asking import OwnBenchmark, own_benchmarks, sampled_by_the_run
 from cairn.flows.events import Event
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store
-from cairn.tasks.evaluation import Sampled
-from cairn.tasks.events import Message
-from cairn.tasks.questions import Questions
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.decisions import Decision, Pin
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import Store
+from cairn.storage.upkeep.retention import pin
+from cairn.tasks.durable.events import Message
+from cairn.tasks.evaluation.questions import Questions
+from cairn.tasks.evaluation.standalone import Sampled
+
+# Weights that are being copied for an evaluation stay, whatever the run's retention says meanwhile.
+
+
+WHY = "an evaluation copies its weights"
+"""Stands in the decisions. Where the evaluation is killed the pin stays, until somebody unpins the iteration."""
+_ENDED = re.compile(r"the evaluation of decision (\d+) has copied its weights")
+
+
+class _Settled(Exception):
+    """Somebody has decided about the iteration meanwhile, so there is nothing more to say."""
+
+
+@contextmanager
+def kept(ledger: Ledger, iteration: int) -> Iterator[None]:
+    """Pin an iteration where its run keeps nothing for ever, and a person has not. Of several evaluations that copy it
+    at once the one that ends last unpins it. Raises Retired if it is gone."""
+    owner = ledger.owner(iteration)
+    retention = from_manifest(owner.manifest.config).checkpoint
+    everything_stays = retention.save_retain_interval is None and retention.retain_snapshots is None
+    if everything_stays or _standing(owner.decisions.all(), iteration)[0]:
+        yield
+        return
+    ours = pin(owner, iteration, why=WHY)
+    try:
+        yield
+    finally:
+        with suppress(_Settled):
+            _end(owner, iteration, ours.number)
+
+
+def _end(ledger: Ledger, iteration: int, ours: int) -> None:
+    def release(so_far: tuple[Decision, ...]) -> Pin:
+        by_a_person, copying = _standing(so_far, iteration)
+        if by_a_person or ours not in copying:
+            raise _Settled
+        return Pin(iteration=iteration, kept=copying != {ours})
+
+    ledger.decisions.record(release, why=f"the evaluation of decision {ours} has copied its weights")
+
+
+def _standing(decisions: Iterable[Decision], iteration: int) -> tuple[bool, set[int]]:
+    """Whether a person has pinned an iteration, and the numbers of the pins of evaluations that copy it."""
+    by_a_person, copying = False, set[int]()
+    for decision in decisions:
+        if not isinstance(decision.what, Pin) or decision.what.iteration != iteration:
+            continue
+        if decision.why == WHY and decision.what.kept:
+            copying.add(decision.number)
+        elif ended := _ENDED.fullmatch(decision.why or ""):
+            copying.discard(int(ended[1]))
+        else:
+            by_a_person, copying = decision.what.kept, set()
+    return by_a_person, copying
+
 
 Say = Callable[[str], None]
 _ITERATIONS = r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?"

@@ -1,16 +1,16 @@
 """What becomes of weights that are worse than a baseline: Prefect's event `cairn.evaluation.regressed`, for its
-automations, and, where it is asked for, an approval gate of the run that they are of (`cairn.flows.driver.gates`)."""
+automations, and, where it is asked for, an approval gate of the run that they are of (`cairn.flows.reading.gates`)."""
 
 from collections.abc import Callable, Sequence
 
-from cairn.flows.driver.gates import ask
 from cairn.flows.evaluation.comparing import Comparison, compare, find_baseline, name_of, questions_digest
 from cairn.flows.evaluation.evaluating import Found
 from cairn.flows.evaluation.models import BadPlace
-from cairn.storage.decision_kinds import Gate
+from cairn.flows.reading.gates import ask
 from cairn.storage.evals import Evaluation, results
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store
+from cairn.storage.ledger.decisions import Gate
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import Store
 
 Says = Callable[[str], None]
 

@@ -26,15 +26,15 @@ import pyarrow.compute as pc
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import SampleView, iteration_samples
-from cairn.storage import canonical, layout
-from cairn.storage.canonical import from_json
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.records import Record
-from cairn.storage.retention import newest_checkpoint
-from cairn.storage.schemas import TRAJECTORIES
-from cairn.storage.signatures import signature_path
-from cairn.storage.snapshots import read_table
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import TRAJECTORIES
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store import canonical
+from cairn.storage.store.canonical import from_json
+from cairn.storage.upkeep.retention import newest_checkpoint
+from cairn.storage.upkeep.signatures import signature_path
 
 FORMAT = 1
 CONTENTS = "bundle.json"
@@ -198,7 +198,7 @@ def _add_outputs(opened: ZipFile, ledger: Ledger, commit: Commit) -> None:
 def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> dict[str, Any] | None:
     """What the sample's grader was given."""
     from cairn.flows.driver.validation import load_tokenizer
-    from cairn.tasks.reward import given_samples
+    from cairn.tasks.grading.reward import given_samples
 
     row = sample_row(ledger, rollout, view.group_id, view.sample_index)
     assert row is not None
@@ -215,7 +215,7 @@ def _grader(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView
     """Name and source of a grader of one's own, where the source at hand is the one that graded."""
     from cairn.configs.plugins import BadPlugin
     from cairn.flows.driver.trust import code_at_hand
-    from cairn.tasks.plugin_sources import source_digest, source_files
+    from cairn.tasks.durable.plugin_sources import source_digest, source_files
 
     named = config.reward.custom_rm_path
     path = None if named is None else code_at_hand(named, ledger.store)

@@ -38,19 +38,159 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import prefect
+from prefect import Flow, Task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import FlowRunCreate
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, FlowRunPolicy, StateType, TaskRun
 from prefect.context import FlowRunContext, TagsContext
+from prefect.flow_engine import FlowRunEngine
+from prefect.futures import PrefectFuture
 from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.runtime import task_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.states import Cancelled, Crashed, State
+from prefect.states import Cancelled, Crashed, Pending, Running, State, to_state_create
 from prefect.utilities.annotations import opaque
 
-from cairn.flows.orchestration.child_engine import Child
+from cairn.storage.ledger.commits import Commit
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.step import DurableStep
+
+# A flow run below the current one, made in two requests of Prefect's API and read in a third.
+#
+# Prefect's own engine sends seven before the body of a subflow begins: it asks whether the flow is there, and whether
+# the flow run, which gets its name and its first states one after the other. Here the flow is asked for once, and the
+# flow run is made with its name, running. It is always a new one. All else is left to Prefect's engine.
+
+
+class Child:
+    """A flow whose runs are made so. Threads may share it."""
+
+    def __init__(self, flow: Flow[..., Any], run_name: str) -> None:
+        """`flow`: without retries. `run_name`: a format string over its parameters."""
+        self._flow, self._run_name = flow, run_name
+        self._flow_id: UUID | None = None
+
+    def __call__(self, parameters: dict[str, Any]) -> Any:
+        """Run it within the body of another flow; returns what it returns. Raises what it raises."""
+        engine = _Engine(flow=self._flow, parameters=parameters)
+        engine.child = self
+        with engine.start():
+            while engine.is_running():
+                with engine.run_context():
+                    engine.call_flow_fn()
+        return engine.result()
+
+    def create(self, client: SyncPrefectClient, parent: UUID, parameters: dict[str, Any]) -> FlowRun:
+        """Make a flow run, with the task run that stands for it in the graph of its parent."""
+        if self._flow_id is None:
+            self._flow_id = client.create_flow_from_name(self._flow.name)
+        name, flow = self._run_name.format(**parameters), self._flow
+        stands_for_it: Task[..., Any] = Task(name=flow.name, fn=flow.fn, version=flow.version)
+        task_run = client.create_task_run(stands_for_it, parent, dynamic_key=uuid4().hex, name=name, state=Pending())
+        wanted = FlowRunCreate(
+            flow_id=self._flow_id,
+            flow_version=flow.version,
+            name=name,
+            parameters=flow.serialize_parameters(parameters),
+            tags=sorted(TagsContext.get().current_tags),
+            parent_task_run_id=task_run.id,
+            state=to_state_create(Running()),
+            empirical_policy=FlowRunPolicy(retries=0, retry_delay=0),
+        )
+        made = client.request("POST", "/flow_runs/", json=wanted.model_dump(mode="json", exclude_unset=True))
+        return FlowRun.model_validate(made.json())
+
+
+class _Engine(FlowRunEngine[..., Any]):
+    """Prefect's, but for how its flow run comes about."""
+
+    child: Child
+
+    def create_flow_run(self, client: SyncPrefectClient) -> FlowRun:
+        above = FlowRunContext.get()
+        if above is None or above.flow_run is None:
+            raise RuntimeError("there is no flow run outside of a flow's body")
+        self._flow_run_name_set = True
+        return self.child.create(client, above.flow_run.id, self.parameters or {})
+
+    def begin_run(self) -> State[Any]:
+        return self.state
+
+
+# Steps as Prefect tasks: each visible in its iteration's graph, with every new try.
+
+
+class Stopping(Exception):
+    """The driver is about to end, and begins no step."""
+
+
+class PrefectSteps:
+    """Executes the steps of a run as tasks of the flow run it is called in."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._tasks: dict[str, Task[..., Commit]] = {}
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        return self._task(step)(index, shard, *map(_closed, args), **kwargs)
+
+    def submit(
+        self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any
+    ) -> PrefectFuture[Commit]:
+        return self._task(step).submit(index, shard, *map(_closed, args), **kwargs)
+
+    def _task(self, step: DurableStep[Any]) -> "Task[..., Commit]":
+        if step.name not in self._tasks:
+            self._tasks[step.name] = step_task(self._run, step)
+        return self._tasks[step.name]
+
+
+def _closed(argument: Any) -> Any:
+    """An argument of a task, for Prefect to resolve and to draw an edge from, but not to walk through. It would do so
+    twice a task."""
+    return [_closed(item) for item in argument] if isinstance(argument, list) else opaque(argument)
+
+
+def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
+    """A Prefect task of a durable step. Whether it has happened is for the ledger to say: nothing is cached here.
+
+    Which errors are worth a new try, and after which wait, is for `cairn.tasks.durable.retries` to say.
+    """
+
+    def execute(index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        place = (index, step.name, shard)
+        if run.stopping.wait(run.retries.next_wait(place)):
+            raise Stopping(f"the driver ends: {step.name} does not begin")
+        try:
+            return step(run, index, shard, *args, **kwargs)
+        except Exception as error:
+            if run.retries.ask(place, error) and not run.stopping.is_set():
+                run.emit(Message(f"Iteration {index}: {run_name(shard)} is tried again: {error}", "warning"))
+            raise
+
+    def is_tried_again(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+        return not run.stopping.is_set() and run.retries.granted(state.result(raise_on_failure=False))
+
+    def run_name(shard: str | None) -> str:
+        return str(step.name) if shard is None else f"{step.name} {shard}"
+
+    return Task(
+        execute,
+        name=str(step.name),
+        task_run_name=lambda: run_name(task_run.parameters["shard"]),
+        description=step.body.__doc__,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=run.retries.most(step.name),
+        retry_condition_fn=is_tried_again,
+    )
+
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -196,8 +336,8 @@ def _crash(client: SyncPrefectClient, stale: list[FlowRun], require_held: Callab
         task_run_filter=TaskRunFilter.model_validate({"state": _LOOKS_ALIVE}),
     )
     require_held()
-    for task_run in unfinished:
-        client.set_task_run_state(task_run.id, crashed.fresh_copy(), force=True)
+    for run in unfinished:
+        client.set_task_run_state(run.id, crashed.fresh_copy(), force=True)
     for flow_run in stale:
         cancelling = flow_run.state is not None and flow_run.state.is_cancelling()
         client.set_flow_run_state(flow_run.id, (cancelled if cancelling else crashed).fresh_copy(), force=True)

@@ -56,8 +56,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from cairn.configs.schema.location import has_credentials, shown
-from cairn.engines.loopback import spare_loopback
+from cairn.configs.schema.base import has_credentials, shown
+from cairn.engines.processes.ports import spare_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
 
 PREFECT_HOME = Path(".cairn/prefect")

@@ -7,9 +7,9 @@ from typing import Any
 
 from cairn.configs.loader import ConfigError, inherit
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.costs.balance import Balance, Bottleneck
 from cairn.flows.plan.remedies import Change, more_ranks
-from cairn.storage.commits import Step
+from cairn.flows.reading.balance import Balance, Bottleneck
+from cairn.storage.ledger.commits import Step
 
 NOTABLE = 0.1
 """Shares of the time below this are not worth a change."""

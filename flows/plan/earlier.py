@@ -7,16 +7,15 @@ from typing import Any
 
 from cairn.configs.loader import ConfigError, from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.costs.device_time import tokens
-from cairn.flows.costs.peaks import PEAK_TFLOPS
-from cairn.flows.plan.records import StepTime
-from cairn.flows.plan.subject import Subject
+from cairn.engines.plan.rates import PEAK_TFLOPS
+from cairn.flows.plan.subject import StepTime, Subject
+from cairn.flows.reading.costs import tokens
 from cairn.flows.reading.metrics import busy_seconds
-from cairn.storage.commits import Commit, Step
-from cairn.storage.errors import BeingDeleted, Damaged, StoreError
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import list_runs, read_manifest
-from cairn.storage.store import Store
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import list_runs, read_manifest
+from cairn.storage.store.errors import BeingDeleted, Damaged, StoreError
+from cairn.storage.store.store import Store
 
 ITERATIONS = 5
 """Newest complete iterations of a run that times are taken from; the first of a run is left out where there are

@@ -6,7 +6,7 @@ from typing import Any
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.plan.records import Plan, Remedy
+from cairn.flows.plan.subject import Plan, Remedy
 
 MOST = 4
 """Remedies that are told."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.factory import kind_of
-from cairn.flows.costs.peaks import peak_tflops
-from cairn.storage.commits import Commit, Step
+from cairn.engines.plan.rates import peak_tflops
+from cairn.engines.rollout.plan import kind_of
+from cairn.storage.ledger.commits import Commit, Step
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ METRICS: tuple[Metric, ...] = (
         "train/flops",
         "FLOP",
         "train",
-        "Model FLOPs of the actor's update, 6 N + 12 L H Q T a token (PaLM, appendix B); see `engines/flops.py`.",
+        "Model FLOPs of the actor's update, 6 N + 12 L H Q T a token (PaLM, appendix B); see `engines/plan/rates.py`.",
     ),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
     Metric(
@@ -416,7 +416,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "timings",
         "Model FLOPs utilization: `perf/actor_train_tflops` of what a device can do at most, which is "
-        "`tracking.peak_tflops` or known of the GPU (`flows/costs/peaks.py`); none on CPUs without that option.",
+        "`tracking.peak_tflops` or known of the GPU (`engines/plan/rates.py`); none on CPUs without that option.",
     ),
 )
 

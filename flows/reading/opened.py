@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cairn.storage.query import open_query
-from cairn.storage.store import open_store
+from cairn.storage.store.store import open_store
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from cairn.flows.reading.lineage_records import Lineage
+    from cairn.flows.reading.lineage import Lineage
 
 
 class OpenedStore:
@@ -32,12 +32,12 @@ class OpenedStore:
         """Where a sample came from and what it went into; see `cairn.flows.reading.lineage`. Raises FileNotFoundError
         if there is no such run and LookupError if it has no such sample."""
         from cairn.flows.reading.lineage import lineage
-        from cairn.storage.ledger import Ledger
+        from cairn.storage.ledger.ledger import Ledger
 
         return lineage(Ledger.open(self.store, run), iteration, group_id, sample_index, token)
 
 
 def opened(url: str = ".") -> OpenedStore:
     """The store at a folder or `s3://bucket/prefix`, with the keys that AWS tools use. Raises
-    `cairn.storage.errors.StoreRefused` if it does not answer."""
+    `cairn.storage.store.errors.StoreRefused` if it does not answer."""
     return OpenedStore(url)

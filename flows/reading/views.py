@@ -13,23 +13,22 @@ from pydantic import Field
 
 from cairn.configs.loader import ConfigError, from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.driver.gates import holding
-from cairn.flows.reading.scores import Scores, evaluations, first_and_last_scores, generated_reward
-from cairn.storage.commits import Commit, Step
-from cairn.storage.decisions import GateStanding, GateState
-from cairn.storage.errors import BeingDeleted, Damaged
-from cairn.storage.leases import LeaseState, Outcome, newest_lease
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import Parent, list_runs
-from cairn.storage.records import Record
-from cairn.storage.self_tests import find_self_test
-from cairn.storage.store import Store
-from cairn.storage.write_ahead import waiting_groups
-from cairn.tasks.evaluate import eval_shard
+from cairn.flows.reading.gates import holding
+from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.decisions import GateStanding, GateState
+from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Parent, list_runs
+from cairn.storage.logs.write_ahead import waiting_groups
+from cairn.storage.store.errors import BeingDeleted, Damaged
+from cairn.storage.store.store import Store
+from cairn.storage.upkeep.self_tests import find_self_test
+from cairn.tasks.durable.versions import version_of
+from cairn.tasks.evaluation.evaluate import eval_shard
 from cairn.tasks.halves import learning_steps, oldest_open
-from cairn.tasks.score import needs_scores
-from cairn.tasks.self_test import fingerprint
-from cairn.tasks.versions import version_of
+from cairn.tasks.trainer.score import needs_scores
+from cairn.tasks.trainer.self_test import fingerprint
 
 _RUNS_AT_A_TIME = 8
 
@@ -94,7 +93,7 @@ class Retries(Record):
     """What was tried again in an iteration."""
 
     by_error: dict[str, int] = Field(default_factory=dict)
-    """New tries of steps, by the class of the error; `cairn.tasks.retries` names the classes."""
+    """New tries of steps, by the class of the error; `cairn.tasks.durable.retries` names the classes."""
     samples: int = 0
     """That were graded more than once."""
     waited: float = 0.0

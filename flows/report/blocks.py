@@ -18,12 +18,14 @@ Everything is little-endian, as browsers are.
 import gzip
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from cairn.flows.reading.episodes import CallView, EpisodeView, TurnView
 
 _LEVEL = 6
 _KINDS = {"f4": "f32", "f8": "f64", "i4": "i32", "u1": "u8"}
@@ -118,3 +120,124 @@ def shortened(values: pa.ChunkedArray | pa.Array, most: int) -> tuple[Any, int |
 def joined(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     """Arrays one after the other; none of them: an empty one."""
     return np.concatenate([np.asarray(v, dtype) for v in values]) if values else np.zeros(0, dtype)
+
+
+# The tokens of a few samples, as the page takes them: their ids, their texts, and what each step knew of them.
+
+
+MOST = 2_000_000
+"""Tokens of all samples together. Of longer samples the middle is left out, of all to the same length."""
+_HEAD = 0.75
+"""Of what is left of a sample stands before the gap."""
+_WHOLE = {"id": np.int32, "version": np.int32, "age": np.int32, "mask": np.uint8}
+_FLOATS = ("log_prob", "advantage", "return", "value", "log_ratio", "ref_log_ratio", "teacher_log_ratio")
+
+
+def token_blocks(
+    tokens: pa.Table, texts: Callable[[np.ndarray], list[str]] | None, most: int = MOST
+) -> tuple[Block, Block]:
+    """A row a sample, and a row a token.
+
+    Args:
+        tokens: as `read_tokens` gives them.
+        texts: gives the ids of a sample a text each; None: ids must do.
+    """
+    rows, begins, lengths = np.unique(tokens.column("row").to_numpy(), return_index=True, return_counts=True)
+    longest = _cut(lengths, most)
+    heads = np.where(lengths <= longest, lengths, int(longest * _HEAD))
+    tails = np.where(lengths <= longest, 0, longest - heads)
+    places = [
+        np.r_[begin : begin + head, begin + length - tail : begin + length]
+        for begin, length, head, tail in zip(begins, lengths, heads, tails, strict=True)
+    ]
+    kept = np.concatenate(places) if places else np.zeros(0, np.int64)
+    samples, values = Block(len(rows)), Block(len(kept))
+    for name, column in {"row": rows, "kept": heads + tails, "head": heads, "length": lengths}.items():
+        samples.numbers(name, column.astype(np.int32))
+    if texts is not None:
+        ids = tokens.column("id").to_numpy()
+        whole = [text for begin, n in zip(begins, lengths, strict=True) for text in texts(ids[begin : begin + n])]
+        values.words("text", pa.array(whole, pa.large_string()).take(pa.array(kept)))
+    few = tokens.take(pa.array(kept))
+    for name, dtype in _WHOLE.items():
+        values.numbers(name, few.column(name).fill_null(-1 if dtype is np.int32 else 0).to_numpy().astype(dtype))
+    for name in _FLOATS:
+        column = few.column(name).to_numpy(zero_copy_only=False)
+        if np.isfinite(column.astype(np.float64)).any():
+            values.scaled(name, column.astype(np.float64))
+    return samples, values
+
+
+def _cut(lengths: np.ndarray, most: int) -> int:
+    """The longest length at which all samples together have at most so many tokens."""
+    low, high = 0, int(lengths.max(initial=0))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if int(np.minimum(lengths, middle).sum()) <= most else (low, middle - 1)
+    return low
+
+
+# The turns and calls of a few samples, as the page takes them: a JSON text a sample, long results cut.
+
+
+MOST_TURNS = 2000
+"""Characters of arguments, of a result or of an error."""
+
+
+def turn_block(episodes: Mapping[int, EpisodeView]) -> Block:
+    """A row a sample that is an episode. `episodes`: by the sample's row, among all."""
+    block = Block(len(episodes))
+    block.numbers("row", np.array(list(episodes), np.int32))
+    told = [json.dumps(list(_pieces(one)), ensure_ascii=True) for one in episodes.values()]
+    block.text("pieces", pa.array(told, pa.large_string()))
+    return block
+
+
+def _pieces(episode: EpisodeView) -> Iterator[dict[str, Any]]:
+    began = episode.began_at
+    yield from (_call(call, began) for call in episode.opening)
+    for number, trajectory in enumerate(episode.trajectories):
+        about = [trajectory.role, None if trajectory.reward is None else f"reward {trajectory.reward:.3f}"]
+        if len(episode.trajectories) > 1 or any(about):
+            yield {"name": f"trajectory {number}", "facts": ", ".join(filter(None, about))}
+        for place, turn in enumerate(trajectory.turns):
+            yield from _turn(place, turn, began)
+    if episode.unused:
+        yield {"name": "answers that are in no trajectory", "facts": ""}
+        for place, turn in enumerate(episode.unused):
+            yield from _turn(place, turn, began)
+
+
+def _turn(number: int, turn: TurnView, began: float | None) -> Iterator[dict[str, Any]]:
+    if turn.world is not None:
+        yield {"name": "world", "facts": f"{len(turn.world.ids)} tokens", "text": _text(turn.world.text)}
+    if (answer := turn.answer) is not None:
+        facts = [f"call {answer.call}", f"{len(answer.ids)} tokens after {answer.given_tokens}"]
+        facts += [f"{answer.cached_tokens} cached"] if answer.cached_tokens else []
+        facts += [] if answer.finish_reason is None else [answer.finish_reason]
+        facts += [] if turn.reward is None else [f"reward {turn.reward:.3f}"]
+        facts += _timing(answer.began_at, answer.seconds, began)
+        yield {"name": f"answer {number}", "facts": ", ".join(facts), "text": _text(answer.error or answer.text)}
+    yield from (_call(call, began) for call in turn.calls)
+
+
+def _call(call: CallView, began: float | None) -> dict[str, Any]:
+    facts = [f"call {call.call}", *_timing(call.began_at, call.seconds, began)]
+    facts += ["failed"] if call.error is not None else ["not answered"] if call.order is None else []
+    digest = "" if call.result_digest is None else f"\nsha256 {call.result_digest}"
+    return {
+        "name": f"{call.kind} {call.name}".strip(),
+        "facts": ", ".join(facts),
+        "given": _text(call.arguments),
+        "text": _text(call.result if call.error is None else call.error) + digest,
+    }
+
+
+def _text(text: str | None) -> str:
+    if text is None:
+        return ""
+    return text if len(text) <= MOST_TURNS else f"{text[:MOST]}… and {len(text) - MOST:,} characters more"
+
+
+def _timing(at: float | None, seconds: float | None, began: float | None) -> list[str]:
+    return [] if at is None or began is None else [f"at {at - began:.2f} s for {seconds or 0.0:.2f} s"]

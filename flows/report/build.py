@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.costs.costs import run_costs
-from cairn.flows.reading.episodes import EpisodeView, episodes
+from cairn.flows.reading.costs import run_costs
+from cairn.flows.reading.episodes import EpisodeView, Texts, episodes, texts_of
 from cairn.flows.reading.views import run_status
-from cairn.flows.report.blocks import Block, shortened, text_blocks
-from cairn.flows.report.choice import Why, choose
-from cairn.flows.report.data import History, Progress, Samples, read_history, read_samples, read_tokens
+from cairn.flows.report.blocks import Block, shortened, text_blocks, token_blocks, turn_block
+from cairn.flows.report.data import History, Progress, Samples, Why, choose, read_history, read_samples, read_tokens
 from cairn.flows.report.facts import (
     configuration_facts,
+    cost_tables,
     evaluation_facts,
     fates_by_iteration,
     groups_of,
@@ -30,19 +30,13 @@ from cairn.flows.report.facts import (
     time_facts,
     verification_facts,
 )
-from cairn.flows.report.money import cost_tables
-from cairn.flows.report.page import write_page
-from cairn.flows.report.panels import chosen_panels, meaning
-from cairn.flows.report.tokens import token_blocks
-from cairn.flows.report.turns import turn_block
-from cairn.flows.text.tokens import Texts, texts_of
-from cairn.storage.commits import Step
-from cairn.storage.errors import Damaged, Retired
-from cairn.storage.ledger import Ledger
-from cairn.storage.records import Record
-from cairn.storage.verification import Verified, verify
-from cairn.storage.version import code_version
-from cairn.tasks.sequences import last_trajectory
+from cairn.flows.report.page import chosen_panels, meaning, write_page
+from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.terms import code_version
+from cairn.storage.store.errors import Damaged, Retired
+from cairn.storage.upkeep.verification import Verified, verify
+from cairn.tasks.batch.sequences import last_trajectory
 
 WITH_TOKENS = 500
 """Samples that are shown with their tokens."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.reading.scores import benchmark_scores, generated_reward
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
+from cairn.flows.reading.samples import benchmark_scores, generated_reward
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
 
 _REQUESTS = 8
 

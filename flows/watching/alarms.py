@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 
+from cairn.configs.schema.operations import AlarmRule, AlarmsConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.schema.tracking import AlarmRule, AlarmsConfig
-from cairn.flows.costs.balance import iteration_waits
 from cairn.flows.events import Event, IterationDone, Message
+from cairn.flows.reading.balance import iteration_waits
 from cairn.flows.reading.metrics import iteration_metrics
-from cairn.storage.commits import Commit
-from cairn.storage.ledger import Ledger
+from cairn.storage.ledger.commits import Commit
+from cairn.storage.ledger.ledger import Ledger
 
 WATCHED: Mapping[str, tuple[str, ...]] = {
     "entropy": ("train/entropy_loss",),

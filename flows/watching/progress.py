@@ -19,8 +19,8 @@ from rich.text import Text
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
 from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
-from cairn.flows.text.terminal import printable
-from cairn.storage.commits import Step
+from cairn.flows.text import printable
+from cairn.storage.ledger.commits import Step
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40

@@ -3,11 +3,11 @@
     open_query(open_store("s3://bucket/prefix")).sql("select iteration, avg(reward) from rewards group by 1")
 
 Nothing is copied: DuckDB reads the Parquet files where they lie, and of these only the files and columns that a query
-names. What is kept of commits between queries (`cairn.storage.query.index`) is disposable.
+names. What is kept of commits between queries (`cairn.storage.query.catalogue`) is disposable.
 """
 
 from cairn.storage.query.database import Query, open_query
-from cairn.storage.query.errors import BadQuery
 from cairn.storage.query.views import VIEWS, Column, View
+from cairn.storage.store.errors import BadQuery
 
 __all__ = ["VIEWS", "BadQuery", "Column", "Query", "View", "open_query"]

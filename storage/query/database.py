@@ -4,22 +4,109 @@ What a query may do is read: it is one SELECT, other files than those of the led
 and changes of these settings.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from cairn.storage import layout
+from cairn.storage.ledger import layout
 from cairn.storage.query.catalogue import Catalogue
-from cairn.storage.query.errors import BadQuery
-from cairn.storage.query.explain import plain_error
-from cairn.storage.query.files import unreadable
-from cairn.storage.query.names import names_in
-from cairn.storage.query.relations import Relations, quoted
+from cairn.storage.query.relations import Relations, quoted, unreadable
 from cairn.storage.query.views import VIEWS
-from cairn.storage.store import Store
+from cairn.storage.store.errors import BadQuery
+from cairn.storage.store.store import Store
+
+# DuckDB's errors in our words: one sentence, with the names that were perhaps meant.
+
+
+_NO_COLUMN = re.compile(r'(?:column|named) "([^"]+)"')
+_NO_TABLE = re.compile(r"Table with name (\S+) does not exist")
+
+
+def plain_error(error: Exception, views: frozenset[str] = frozenset()) -> str:
+    """What is wrong with a query. `views` are those that it names."""
+    first = str(error).strip().partition("\n")[0]
+    text = re.sub(r"^\w+(?: \w+)? Error: ", "", first).rstrip("!. ")
+    if match := _NO_TABLE.search(text):
+        return f"there is no view {match[1]!r}{_nearest(match[1], VIEWS)}; `cairn sql --schema` lists the views"
+    if match := _NO_COLUMN.search(text):
+        columns = {column for view in views or VIEWS for column in VIEWS[view].columns}
+        where = f" in {' or '.join(sorted(views))}" if views else ""
+        if match[1] not in columns:
+            return f"there is no column {match[1]!r}{where}{_nearest(match[1], columns)}; see `cairn sql --schema`"
+    return text
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+# Which views and columns a query names, so that nothing else is built and read.
+
+
+_WIDE = {"STAR", "NATURAL", "SHOW_REF", "PIVOT"}
+"""Parts of a query that may name every column there is."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Every name of a view or column that stands in a query, and perhaps more."""
+
+    views: frozenset[str]
+    words: frozenset[str]
+    """Lower-case; also those that are no columns."""
+    wide: bool
+    """Whether it may mean every column of its views."""
+
+    def columns(self, view: str) -> list[str]:
+        """Of a view, those that the query may name."""
+        return [name for name in VIEWS[view].columns if self.wide or name in self.words]
+
+
+def names_in(connection: duckdb.DuckDBPyConnection, text: str) -> Names:
+    """The names in a query. Raises BadQuery where it cannot be parsed."""
+    (answer,) = connection.execute("SELECT json_serialize_sql($1)", [text]).fetchall()[0]
+    try:
+        tree = json.loads(answer)
+        if tree["error"]:
+            raise BadQuery(tree["error_message"])
+        nodes = list(_nodes(tree["statements"]))  # what stands around them has names of its own, such as `error`
+    except RecursionError:
+        raise BadQuery("the query is nested too deeply: write parts of it as WITH name AS (…)") from None
+    words = frozenset(value.lower() for node in nodes for value in _texts(node))
+    tables = {str(node[key]).lower() for node in nodes if "table_name" in node for key in ("table_name", "alias")}
+    tables |= {str(node["alias"]).lower() for node in nodes if "subquery" in node and "alias" in node}
+    columns = [node["column_names"] for node in nodes if node.get("class") == "COLUMN_REF"]
+    rows = any(len(names) == 1 and names[0].lower() in tables for names in columns)
+    wide = rows or any(node.get(key) in _WIDE for node in nodes for key in ("class", "type", "ref_type"))
+    return Names(frozenset(words & VIEWS.keys()), words, wide)
+
+
+def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from _nodes(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _texts(node: dict[str, Any]) -> Iterator[str]:
+    for key, value in node.items():
+        yield key  # the names of ordinary tables stand as keys of maps in places
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from (item for item in value if isinstance(item, str))
+
 
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "python_enable_replacements": "false",  # a name in a query is no variable of the caller's

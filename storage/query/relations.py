@@ -5,20 +5,155 @@ A step's tables have the columns that they were written with, and before them wh
 a query leaves out.
 """
 
+import io
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile
 
-from cairn.storage import layout, schemas
-from cairn.storage.commits import Step
-from cairn.storage.local import LocalStore
+from cairn.storage import evals
+from cairn.storage.evals import Evaluation
+from cairn.storage.ledger import layout, schemas
+from cairn.storage.ledger.commits import Step
 from cairn.storage.query.catalogue import Catalogue, Tables
-from cairn.storage.query.evaluations import results_table
-from cairn.storage.query.files import SCHEME, LedgerFiles
 from cairn.storage.query.views import View
+from cairn.storage.store.errors import Damaged, StoreError
+from cairn.storage.store.local import LocalStore
+from cairn.storage.store.store import Store
+
+# The ledger's files as DuckDB opens them: local ones by itself, those of an object store through `fsspec`.
+
+
+SCHEME = "ledger"
+_WHOLE = 2**20
+"""Bytes of a file that is read by one request; of a larger one the parts that are needed are."""
+_AT_A_TIME = 2**20
+"""Bytes that a request for a part reads at least."""
+
+
+class LedgerFiles(AbstractFileSystem):
+    """`ledger://PATH` are the files of a store whose sizes are given; nothing else is there, and nothing is written."""
+
+    protocol = SCHEME
+    cachable = False
+
+    def __init__(self, store: Store):
+        super().__init__()
+        self.store = store
+        self.sizes: dict[str, int] = {}
+        """Bytes by store path."""
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        name = self._strip_protocol(path)
+        if name not in self.sizes:
+            raise FileNotFoundError(path)
+        return {"name": name, "size": self.sizes[name], "type": "file"}
+
+    def modified(self, path: str) -> datetime:
+        """Committed files never change."""
+        return datetime.fromtimestamp(0, UTC)
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        name = self._strip_protocol(path)
+        return [name] if name in self.sizes else []
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        if mode != "rb":
+            raise PermissionError(f"{path} is only read")
+        name = self._strip_protocol(path)
+        if self.info(path)["size"] <= _WHOLE:
+            return io.BytesIO(self.store.read(name))
+        return _Part(self, name, size=self.sizes[name], block_size=_AT_A_TIME, cache_type="readahead")
+
+
+class _Part(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.fs.store.read_range(self.path, start, min(end, self.size))
+
+
+def unreadable(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Those of the files that are lost or no Parquet files, with a sentence of what is wrong."""
+    found = {}
+    for path, size in sizes.items():
+        try:
+            tail = store.read_range(path, max(0, size - 8), size)
+            length = int.from_bytes(tail[:4], "little")
+            if tail[4:] != b"PAR1" or length + 8 > size:
+                raise ValueError("it ends otherwise than a Parquet file")
+            pq.read_schema(pa.BufferReader(b"PAR1" + store.read_range(path, size - 8 - length, size)))
+        except FileNotFoundError:
+            found[path] = f"{path} is committed but missing; it is left out, see `cairn verify`"
+        except (ValueError, OSError, pa.ArrowException, StoreError) as error:
+            found[path] = f"{path} cannot be read ({error!s:.100}); it is left out, see `cairn verify`"
+    return found
+
+
+# The results of evaluations as a relation: `cairn_results`, a row each. Their samples are `cairn_evaluations`.
+
+
+_RESULTS = pa.schema(
+    [
+        ("file", pa.string()),
+        ("bytes", pa.int64()),
+        ("result", pa.string()),
+        ("run", pa.string()),
+        ("iteration", pa.int64()),
+        ("weight_version", pa.int64()),
+        ("model", pa.string()),
+        ("weights", pa.string()),
+        ("tokenizer", pa.string()),
+        ("engine", pa.string()),
+        ("dtype", pa.string()),
+        ("settings", pa.string()),
+        ("score", pa.float64()),
+        ("metrics", pa.string()),
+        ("committed_at", pa.float64()),
+    ]
+)
+
+
+def results_table(catalogue: Catalogue, run: str | None) -> pa.Table:
+    """A row for each file of a result: of all, or of those whose weights were a run's when they were evaluated. What
+    cannot be read is noted."""
+    rows = []
+    for folder in evals.folders(catalogue.store):
+        path = layout.evaluation_result(folder)
+        try:
+            result = Evaluation.from_bytes(catalogue.store.read(path), path)
+        except FileNotFoundError:
+            continue  # nobody has finished it
+        except Damaged as error:
+            catalogue.notes.append(f"{error}; it is left out, see `cairn verify --evals`")
+            continue
+        if run in (None, result.origin.get("run")):
+            rows += [
+                {"file": f"{folder}/{output.path}", "bytes": output.bytes, **_row(result)} for output in result.outputs
+            ]
+    return pa.Table.from_pylist(rows, _RESULTS)
+
+
+def _row(result: Evaluation) -> dict[str, object]:
+    settings, origin = result.key.settings, result.origin
+    return {
+        "result": result.key.folder,
+        **{name: origin.get(name) for name in ("run", "iteration", "weight_version", "model")},
+        "weights": result.key.weights,
+        "tokenizer": result.key.tokenizer,
+        "engine": settings.get("engine"),
+        "dtype": settings.get("dtype"),
+        "settings": json.dumps(settings, sort_keys=True),
+        "score": result.metrics.get("score"),
+        "metrics": json.dumps(result.metrics, sort_keys=True),
+        "committed_at": result.committed_at,
+    }
+
 
 _EVALUATIONS = "evaluations"
 _BESIDE = {"calls": "calls", "long_results": "results"}

@@ -8,7 +8,62 @@ from typing import Any, Protocol
 import numpy as np
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.tokens import TrainedTokens
+
+# The trained tokens of a batch, of all samples one after the other, and sums over what follows in each sample.
+#
+# No sample is padded to the length of another: a batch takes memory for its tokens, however uneven they are, and the
+# sums of all samples are taken together, from the last token of each to the first.
+
+
+class TrainedTokens:
+    """M tokens of N samples; a sample may have none."""
+
+    def __init__(self, loss_masks: Sequence[np.ndarray]) -> None:
+        """`loss_masks`: [T_i] of each sample, 1 at trained tokens."""
+        self._lengths = np.array([len(mask) for mask in loss_masks], np.int64)
+        self._trained = np.concatenate([np.zeros(0, bool), *(mask.astype(bool) for mask in loss_masks)])
+        of_tokens = np.repeat(np.arange(len(loss_masks)), self._lengths)
+        self.samples = of_tokens[self._trained]
+        """[M]: the sample of each."""
+        self.counts = np.bincount(self.samples, minlength=len(loss_masks))
+        """[N]: how many each sample has."""
+        self.ending = np.flatnonzero(self.counts)
+        """Samples that have some …"""
+        self.last = np.cumsum(self.counts)[self.ending] - 1
+        """… and the last of each, as a place among the M."""
+
+    def of(self, fields: Sequence[np.ndarray]) -> np.ndarray:
+        """[T_i] of each sample → [M] float64."""
+        return np.concatenate([np.zeros(0), *fields])[self._trained].astype(np.float64)
+
+    def spread(self, values: np.ndarray) -> list[np.ndarray]:
+        """[M] → [T_i] float32 of each sample, 0 at tokens that are not trained on."""
+        whole = np.zeros(len(self._trained), np.float32)
+        whole[self._trained] = values
+        ends = np.cumsum(self._lengths).tolist()
+        return [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def following(self, values: np.ndarray) -> np.ndarray:
+        """[M] → [M]: that of the next trained token of the sample, 0 after its last."""
+        moved = np.append(values[1:], np.zeros(min(1, len(values))))
+        moved[self.last] = 0
+        return moved
+
+    def discounted(self, values: np.ndarray, factor: float) -> np.ndarray:
+        """[M] → [M] float64: S_t = x_t + factor · S_{t+1} within each sample, nothing after its last token."""
+        longest_first = np.argsort(-self.counts, kind="stable")
+        rank = np.empty_like(longest_first)
+        rank[longest_first] = np.arange(len(rank))
+        # Column k has the k-th token from the end of every sample that is so long, the longest samples first.
+        widths = np.searchsorted(np.sort(-self.counts), -np.arange(self.counts.max(initial=0)), side="left")
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
+        from_end = np.cumsum(self.counts)[self.samples] - 1 - np.arange(len(self.samples))
+        places = starts[from_end] + rank[self.samples]
+        columns = np.empty(len(values))
+        columns[places] = values
+        for later, start, width in zip(starts, starts[1:], widths[1:], strict=False):
+            columns[start : start + width] += factor * columns[later : later + width]
+        return columns[places]
 
 
 @dataclass(frozen=True)
@@ -25,7 +80,7 @@ class Turn:
 @dataclass(frozen=True)
 class ScoredBatch:
     """The N samples of an iteration, group after group, T_i response tokens each. Trajectories of one sample whose
-    rewards differ stand in it as samples: see `cairn.tasks.advantages.trajectories`.
+    rewards differ stand in it as samples: see `cairn.tasks.advantages.step`.
 
     Fields of tokens hold an array [T_i] for each sample. Those that are scored are None unless the estimator needs
     them.
@@ -58,7 +113,7 @@ class ScoredBatch:
     """[N] int: the same number for those that are one sample's, which count as one sample in their group together. None
     where each is a sample by itself."""
     components: Sequence[Mapping[str, Any]] | None = None
-    """[N]: what the grader said of each, by its names (`cairn.tasks.rewards.components`). None unless the estimator
+    """[N]: what the grader said of each, by its names (`cairn.tasks.grading.shaping`). None unless the estimator
     needs them; with them every sample stands here whole, since they are the sample's and not a trajectory's."""
 
     def __post_init__(self) -> None:
@@ -106,3 +161,27 @@ class Estimator(Protocol):
 
     def __call__(self, batch: ScoredBatch, config: AlgorithmConfig, /) -> Advantages:
         """The advantages and returns of a batch."""
+
+
+# Advantages of one scale, whatever the scale of rewards.
+
+
+EPSILON = 1e-8
+"""Added to the variance, as in slime."""
+
+
+def normalise(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(A - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the trained tokens of all samples; 0 at all
+    other tokens.
+
+    Args:
+        advantages: [T_i] float32 of each sample.
+        loss_masks: [T_i], 1 at trained tokens.
+    """
+    tokens = TrainedTokens(loss_masks)
+    trained = tokens.of(advantages)
+    # As for the rewards of a group: equal numbers, and one alone, must not be blown up by a rounding error.
+    if not trained.size or np.ptp(trained) == 0:
+        return tokens.spread(np.zeros_like(trained))
+    mean, scale = trained.mean(), 1 / np.sqrt(trained.var(ddof=1) + EPSILON)
+    return tokens.spread((trained - mean) * scale)

@@ -22,10 +22,9 @@ import numpy as np
 from cairn.configs.kinds import plugin
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.batch import Advantages, ScoredBatch
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch, normalise
 from cairn.tasks.advantages.grpo import standardise
-from cairn.tasks.advantages.normalization import normalise
-from cairn.tasks.rewards.components import is_number
+from cairn.tasks.grading.shaping import is_number
 
 
 @plugin(needs={"components"}, reads={"gdpo_reward_keys", "gdpo_reward_weights"})

@@ -23,8 +23,7 @@ its place, and the two added up would count it twice.
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.batch import Advantages, ScoredBatch
-from cairn.tasks.advantages.tokens import TrainedTokens
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch, TrainedTokens
 
 
 @plugin(

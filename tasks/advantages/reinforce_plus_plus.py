@@ -12,8 +12,7 @@ Tokens that are not trained on are the environment's: they take no part, discoun
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.batch import Advantages, ScoredBatch
-from cairn.tasks.advantages.tokens import TrainedTokens
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch, TrainedTokens
 
 
 @plugin(reads={"gamma", "kl_coef"})

@@ -11,9 +11,8 @@ import numpy as np
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.batch import Advantages, ScoredBatch
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch, TrainedTokens
 from cairn.tasks.advantages.grpo import centre
-from cairn.tasks.advantages.tokens import TrainedTokens
 
 
 @plugin(reads={"rewards_normalization", "kl_coef"})

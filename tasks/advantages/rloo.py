@@ -12,9 +12,8 @@ import numpy as np
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.batch import Advantages, ScoredBatch
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch, TrainedTokens
 from cairn.tasks.advantages.grpo import centre, shares
-from cairn.tasks.advantages.tokens import TrainedTokens
 
 
 @plugin(reads={"kl_coef"})

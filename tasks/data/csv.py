@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cairn.tasks.data.errors import BadData
+from cairn.configs.errors import BadData
 from cairn.tasks.data.files import open_file
 
 

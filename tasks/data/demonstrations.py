@@ -10,18 +10,301 @@ Of preferences a row holds two responses to one prompt, each as in the last two 
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
+from jinja2 import TemplateError
+
+from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.schema.data import DataConfig
-from cairn.tasks.data.chats import STEP_LOSS_MASK, Chats, Demonstrated, Messages
-from cairn.tasks.data.columns import metadata_of, prompt_of, tools_of
-from cairn.tasks.data.errors import BadData, BadPrompt
+from cairn.engines.models.tokenizers import special_ids
 from cairn.tasks.data.prompts import OverRows, Rows, require_template, require_text
-from cairn.tasks.data.rows import open_rows
-from cairn.tasks.data.turn_ends import TurnEnds
+from cairn.tasks.data.rows import metadata_of, open_rows, prompt_of, tools_of
+
+# Where an assistant's turn ends: the tokens that a model has to say to stop.
+
+
+class TurnEnds:
+    """What is learned behind the words of a turn.
+
+    | behind the words, before any other word, stands | learned |
+    |---|---|
+    | an end token of the model | through the first |
+    | none, but the chat template closes turns with special tokens | through the first special one |
+    | neither, and the chat ends there | an end token, which is put there |
+    | neither, and the chat goes on | nothing |
+    """
+
+    def __init__(self, tokenizer: Any, model_ends: Collection[int]) -> None:
+        """`model_ends`: the tokens at which engines stop (`cairn.engines.models.folders.end_tokens`)."""
+        own = tokenizer.eos_token_id
+        self.ids = frozenset(model_ends) | ({own} if own is not None else set())
+        """Tokens that end a response."""
+        self.special = special_ids(tokenizer) | self.ids
+        self.closes = True
+        """Whether the chat template closes a turn that nothing follows with a special token."""
+        self.default: int | None = own if own in model_ends or not model_ends else min(model_ends)
+        """What is put behind a turn that has no end; None where the model has none."""
+        self._tokenizer = tokenizer
+
+    def look_at(self, closing: Sequence[int], opening: Sequence[int]) -> None:
+        """Learn from the chat template: what it writes behind an answer that nothing follows, and behind one that a
+        question follows. A template that closes nothing ends a turn by beginning the next, as that of GLM-4.5 does."""
+        self.closes = any(id in self.special for id in self._gap(closing))
+        self.default = next((id for id in self._gap(opening) if id in self.ids), self.default)
+
+    def length(self, following: Sequence[int]) -> int:
+        """How many of the tokens behind a turn's words end it."""
+        gap = self._gap(following)
+        for wanted in (self.ids, self.special if self.closes else frozenset()):
+            first = next((place for place, id in enumerate(gap) if id in wanted), None)
+            if first is not None:
+                return first + 1
+        return 0
+
+    def has_ended(self, said: Sequence[int], by: Collection[int]) -> bool:
+        """Whether one of the tokens `by` stands at the end of a turn, with only special ones and space behind."""
+        return any(id in by for id in self._gap(said[::-1]))
+
+    def _gap(self, ids: Iterable[int]) -> list[int]:
+        """The tokens before the first that is a part of a word."""
+        return list(takewhile(lambda id: id in self.special or not self._tokenizer.decode([id]).strip(), ids))
+
+
+# A chat as tokens, and which of them the assistant's turns are: what a model learns of a demonstration.
+#
+# A chat is rendered once, by the tokenizer's chat template, so that a model sees in training what it is given when it
+# answers. Where the assistant's turns lie in that
+#
+# | the template | is found |
+# |---|---|
+# | marks them itself, by `{% generation %}` | where it says |
+# | does not | from its own renderings of the same chat (`Chats._span`) |
+#
+# A turn begins where the messages before it end, with the template's generation prompt; where the template writes those
+# otherwise once others follow, or begins a turn without thoughts otherwise than it asks for one, where the chat and
+# that prompt part. It ends where the rest of the chat begins, which is the same after another answer. It is learned
+# through the token that ends it (`cairn.tasks.data.demonstrations`); what the template writes after that nobody
+# samples, and nobody learns. A template that writes a turn otherwise once others follow, as one that leaves out their
+# thinking, decides what is learned of it: what stands in the whole chat.
+
+
+Messages = list[dict[str, Any]]
+
+STEP_LOSS_MASK = "step_loss_mask"
+"""Of a message: 0 leaves it out of the loss. slime has it too."""
+
+_MARK = "another message of 7261 words"
+"""Stands for a message where the template is looked at."""
+
+_ANSWER: Messages = [{"role": "assistant", "content": _MARK}]
+
+Span = tuple[int, int]
+"""Where a turn begins and ends: in characters, or in tokens."""
+
+
+@dataclass(frozen=True)
+class Demonstrated:
+    """The tokens of a prompt and of what is learned after it."""
+
+    prompt_ids: tuple[int, ...]
+    """Before the first learned token."""
+    response_ids: tuple[int, ...]
+    """From there on to the last one."""
+    loss_mask: tuple[int, ...]
+    """[R], 1 where the response's token is learned."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @classmethod
+    def of(cls, ids: Sequence[int], mask: Sequence[int], where: str) -> "Demonstrated":
+        """Of the tokens of a whole text, and which are learned. Raises BadPrompt if none is, or the first is."""
+        if 1 not in mask:
+            raise BadPrompt(f"{where} has nothing to learn: let an assistant answer in it, or remove the row")
+        start, end = mask.index(1), len(mask) - mask[::-1].index(1)
+        if not start:
+            raise BadPrompt(f"{where} begins with what is to be learned: put a prompt before it")
+        return cls(tuple(ids[:start]), tuple(ids[start:end]), tuple(mask[start:end]))
+
+    def cut(self, length: int, where: str) -> "Demonstrated":
+        """Its first `length` tokens. Raises BadPrompt if nothing is left to learn."""
+        mask = [0] * len(self.prompt_ids) + [*self.loss_mask]
+        return Demonstrated.of((self.prompt_ids + self.response_ids)[:length], mask[:length], where)
+
+
+class Chats:
+    """Renders chats with a tokenizer."""
+
+    def __init__(self, tokenizer: Any, arguments: dict[str, Any], model_ends: Collection[int] = ()) -> None:
+        """
+        Args:
+            tokenizer: a Hugging Face tokenizer with a chat template.
+            arguments: further ones of the template.
+            model_ends: the tokens at which engines stop.
+
+        Raises:
+            BadData: nothing says how a turn ends.
+        """
+        self._tokenizer = tokenizer
+        self._arguments = arguments
+        template = tokenizer.chat_template
+        self._marks_turns = isinstance(template, str) and "generation %}" in template.replace("-%}", "%}")
+        self._ends = TurnEnds(tokenizer, model_ends)
+        question: Messages = [{"role": "user", "content": "?"}]
+        closing, opening = (self._behind([*question, *_ANSWER, *rest], None) for rest in ([], question))
+        if closing is not None:
+            self._ends.look_at(self._ids(closing), self._ids(opening or ""))
+        if not self._ends.closes and self._ends.default is None:
+            raise BadData(
+                "the chat template writes no end token behind an answer, and neither the model's config nor its "
+                "tokenizer names one: add eos_token_id to its generation_config.json"
+            )
+
+    def demonstrated(
+        self, messages: Messages, learned: Sequence[int], tools: list[Any] | None, where: str
+    ) -> Demonstrated:
+        """A chat, of which the assistant's messages at the indices `learned` are. Raises BadPrompt."""
+        shown = [{name: value for name, value in m.items() if name != STEP_LOSS_MASK} for m in messages]
+        turns = [index for index, message in enumerate(shown) if message["role"] == "assistant"]
+        if self._marks_turns:
+            ids, spans = self._marked(shown, turns, learned, tools, where)
+        else:
+            ids, spans = self._located(shown, turns, learned, tools, where)
+        return Demonstrated.of(*self._with_ends(ids, spans, turns[-1:] == [len(shown) - 1] == [*learned[-1:]]), where)
+
+    def _with_ends(self, ids: list[int], spans: Sequence[Span], ends_chat: bool) -> tuple[list[int], list[int]]:
+        """The tokens of a chat and which are learned: turns, and what ends them. `ends_chat`: whether the last span is
+        the last message."""
+        mask = [0] * len(ids)
+        for place, (start, end) in enumerate(spans):
+            # Where a template marks turns it also says what ends them, if it marks that.
+            if not self._ends.has_ended(ids[start:end], self._ends.special if self._marks_turns else self._ends.ids):
+                count = self._ends.length(ids[end:])
+                if not count and ends_chat and place == len(spans) - 1 and self._ends.default is not None:
+                    ids, mask, count = [*ids[:end], self._ends.default], [*mask[:end], 0], 1
+                end += count
+            mask[start:end] = [1] * (end - start)
+        return ids, mask
+
+    def _marked(
+        self, messages: Messages, turns: Sequence[int], learned: Sequence[int], tools: list[Any] | None, where: str
+    ) -> tuple[list[int], list[Span]]:
+        found = self._template(
+            messages, tools, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = list(found["input_ids"]), [0, *found["assistant_masks"], 0]
+        changes = [place for place, (before, after) in enumerate(pairwise(mask)) if before != after]
+        spans = list(zip(changes[::2], changes[1::2], strict=True))
+        if learned and len(spans) != len(turns):
+            raise BadPrompt(
+                f"{where}: the chat template marks {len(spans)} turns of the assistant with {{% generation %}}, and "
+                f"the chat has {len(turns)}: correct the row or the template"
+            )
+        return ids, [span for turn, span in zip(turns, spans, strict=False) if turn in learned]
+
+    def _located(
+        self, messages: Messages, turns: Sequence[int], learned: Sequence[int], tools: list[Any] | None, where: str
+    ) -> tuple[list[int], list[Span]]:
+        text: str = self._template(messages, tools, where, tokenize=False)
+        cuts = [0]
+        for turn in turns:
+            if turn in learned:
+                cuts += self._span(text, messages, turn, tools, where)
+        ids: list[int] = []
+        bounds: list[int] = []
+        for piece in self._pieces(text, [*cuts, len(text)]):
+            bounds.append(len(ids))
+            ids += piece
+        return ids, list(zip(bounds[1::2], bounds[2::2], strict=True))
+
+    def _span(self, text: str, messages: Messages, turn: int, tools: list[Any] | None, where: str) -> Span:
+        """Where the assistant's message at index `turn` begins and ends in the rendered chat."""
+        start, end = self._start(text, messages, turn, tools), self._end(text, messages, turn, tools)
+        if start is None or end is None or start > end:
+            raise BadPrompt(
+                f"{where}: the chat template writes what stands around message {turn + 1} otherwise with it than "
+                "without, so that its tokens cannot be told from the others: mark the assistant's turns in the "
+                "template with {% generation %}, or remove the row"
+            )
+        return start, end
+
+    def _start(self, text: str, messages: Messages, turn: int, tools: list[Any] | None) -> int | None:
+        before = self._rendered(messages[:turn], tools, True)
+        if before is not None and text.startswith(before):
+            return len(before)
+        if not turn:
+            return None
+        marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _MARK}]
+        whole, asked, unasked, plain = (
+            self._behind([*marked, *messages[turn:]], tools),
+            self._behind(marked, tools, True),
+            self._behind(marked, tools) or "",
+            self._behind([*marked, {"role": "assistant", "content": "0"}, *messages[turn + 1 :]], tools) or "",
+        )
+        if whole is None or asked is None or not text.endswith(whole):
+            return None
+        # What is in the prompt and in the chat: no less than what says who speaks, and nothing of what is said.
+        shared = _shared(whole, asked)
+        if shared < len(asked):
+            shared = min(shared, _shared(plain, asked))
+        return len(text) - len(whole) + shared if shared > _shared(unasked, asked) else None
+
+    def _end(self, text: str, messages: Messages, turn: int, tools: list[Any] | None) -> int | None:
+        after = self._behind([*messages[:turn], *_ANSWER, *messages[turn + 1 :]], tools)
+        if after is not None and text.endswith(after):
+            return len(text) - len(after)
+        # A turn that calls tools may end otherwise than an answer: by an end token of its own.
+        through = (self._rendered(messages[: turn + 1], tools) or "").rstrip()
+        ended = through and self._ends.has_ended(self._ids(through), self._ends.ids)
+        return len(through) if ended and text.startswith(through) else None
+
+    def _pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
+        """The tokens between cuts: those of the whole text where none lies across a cut, else each piece's own, which
+        is how a model reads a prompt and writes what follows."""
+        bounds = list(pairwise(cuts))
+        if self._tokenizer.is_fast:
+            whole = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            pieces: list[list[int]] = [[] for _ in bounds]
+            place = 0
+            for id, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
+                while place + 1 < len(bounds) and start >= bounds[place][1]:
+                    place += 1
+                if end > bounds[place][1]:
+                    break
+                pieces[place].append(id)
+            else:
+                return pieces
+        return [self._ids(text[start:end]) for start, end in bounds]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _behind(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
+        """What stands behind `_MARK`; None where the template refuses the messages, or does not write it."""
+        _, found, after = (self._rendered(messages, tools, asks) or "").rpartition(_MARK)
+        return after if found else None
+
+    def _rendered(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
+        """`asks`: with the generation prompt. None where the template refuses the messages."""
+        try:
+            text: str = self._template(messages, tools, "", tokenize=False, add_generation_prompt=asks)
+        except Exception:  # a template raises what it likes
+            return None
+        return text
+
+    def _template(self, messages: Messages, tools: list[Any] | None, where: str, **how: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **how, **self._arguments)
+        except TemplateError as error:
+            raise BadPrompt(f"{where}: the chat template refuses the chat ({error}): correct the row") from error
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +370,7 @@ class DemonstrationData(OverRows):
 
         Args:
             pairs: whether a row holds two responses, of which the first is preferred.
-            model_ends: the tokens at which engines stop (`cairn.engines.models.end_tokens`).
+            model_ends: the tokens at which engines stop (`cairn.engines.models.folders.end_tokens`).
 
         Raises:
             BadData: the data, or what they are to be rendered with, cannot be used.

@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from cairn.storage.canonical import from_json
-from cairn.storage.errors import NoSpace
-from cairn.storage.space import naming_full
-from cairn.tasks.data.errors import BadData
+from cairn.configs.errors import BadData
+from cairn.storage.store.canonical import from_json
+from cairn.storage.store.errors import NoSpace, naming_full
 
 Binary = io.BufferedReader | io.BufferedRandom
 

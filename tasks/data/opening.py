@@ -1,15 +1,33 @@
 """The data that a run trains on."""
 
+from pathlib import Path
 from typing import Any
 
+from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.tasks.data.demonstrations import DemonstrationData
-from cairn.tasks.data.drawing import Prompts
-from cairn.tasks.data.given_prompts import GivenPrompts
-from cairn.tasks.data.mixture import MixedData
+from cairn.tasks.data.drawing import MixedData, Prompts
 from cairn.tasks.data.prompts import PromptData
-from cairn.tasks.data.tools import told_tools
-from cairn.tasks.rewards.rows import row_check
+from cairn.tasks.data.stream import GivenPrompts
+from cairn.tasks.grading.graders import row_check
+
+# The tools of a run, as its prompts and its steps know them.
+
+
+def told_tools(rollout: RolloutConfig) -> list[Any] | None:
+    """What chat templates are told of `rollout.tools`; None where that is nothing. Raises BadPlugin."""
+    if not rollout.tools or rollout.tool_call_format != "template":
+        return None
+    from cairn.engines.agents.tools.tool import load_tools
+
+    return [tool.schema for tool in load_tools(rollout.tools, rollout.tool_options).values()]
+
+
+def searched(rollout: RolloutConfig) -> Path | None:
+    """The corpus that the tool `search` looks into, where it is named."""
+    corpus = rollout.tool_options.search.corpus if "search" in rollout.tools else None
+    return None if corpus is None else Path(corpus).expanduser()
+
 
 Data = Prompts | DemonstrationData
 
@@ -26,7 +44,11 @@ def open_data(config: RunConfig, tokenizer: Any, is_new: bool = False) -> Data:
     if config.samples_responses:
         check = row_check(config.reward, is_new)
         return PromptData.open(data, data.path, tokenizer, check, told_tools(config.rollout), is_new)
-    from cairn.engines.models import check_model_folder, context_length, end_tokens  # PyTorch takes seconds to import
+    from cairn.engines.models.folders import (  # PyTorch takes seconds to import
+        check_model_folder,
+        context_length,
+        end_tokens,
+    )
 
     return DemonstrationData.open(
         data,

@@ -36,8 +36,8 @@ from urllib.parse import parse_qsl
 
 import yaml
 
+from cairn.configs.errors import BadData
 from cairn.configs.yaml_file import parse_yaml
-from cairn.tasks.data.errors import BadData
 from cairn.tasks.data.files import open_file
 
 ANSWERS = ("boxed", "tag", "whole")

@@ -2,10 +2,10 @@
 `multiple_choice` does.
 
 The letter is the one that the last sentence of the form `the answer is C` or `C is correct` names, else the one that
-the last clause names alone: `cairn.tasks.rewards.choices` says how. A response that names none is right if it holds the
-text of the right choice, as words, and denies nothing. Which choice is right a row says by the label, a letter or the
-text of a choice, or by `correct_letter` in its metadata; `choices` or `valid_letters` there say which letters count,
-else A to J.
+the last clause names alone: `cairn.tasks.grading.graders.choices` says how. A response that names none is right if it
+holds the text of the right choice, as words, and denies nothing. Which choice is right a row says by the label, a
+letter or the text of a choice, or by `correct_letter` in its metadata; `choices` or `valid_letters` there say which
+letters count, else A to J.
 
 | | slime's `gpqa` | here |
 |---|---|---|
@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.choices import denies, letter_of, plain
-from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

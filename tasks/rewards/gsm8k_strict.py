@@ -1,10 +1,10 @@
 """The answer to a problem of GSM8K is right if the number behind the first `####` is the label's: the filter
-`strict-match` of lm-evaluation-harness's task `gsm8k` (version 3.0). See `cairn.tasks.rewards.gsm8k`."""
+`strict-match` of lm-evaluation-harness's task `gsm8k` (version 3.0). See `cairn.tasks.grading.graders.gsm8k`."""
 
 from typing import Any
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.gsm8k import extracted
-from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

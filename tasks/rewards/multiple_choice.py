@@ -2,18 +2,17 @@ r"""The answer to a multiple-choice question is right if its letter is the label
 
 The letter is the one that the last sentence with `answer is` or `Answer:` names; else the one in the last `\boxed{…}`,
 as in `\boxed{\textbf{C}}` or `\boxed{C. water}`; else, in a response that was not cut off, the one that its last clause
-names alone: `cairn.tasks.rewards.choices` says how. Several letters, and denied ones, are none. Only the letters of
-the choices count, where the metadata has `choices`. lm-evaluation-harness's `gpqa_diamond_cot_zeroshot` (version 2.2)
-looks for the same phrase in its filter `strict-match`, and in `flexible-extract` for the last letter in parentheses,
-whatever is said of it.
-"""
+names alone: `cairn.tasks.grading.graders.choices` says how. Several letters, and denied ones, are none. Only the
+letters of the choices count, where the metadata has `choices`. lm-evaluation-harness's `gpqa_diamond_cot_zeroshot`
+(version 2.2) looks for the same phrase in its filter `strict-match`, and in `flexible-extract` for the last letter in
+parentheses, whatever is said of it."""
 
 from string import ascii_uppercase
 from typing import Any
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.choices import choice_in_box, denies_what_follows, letter_of
-from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

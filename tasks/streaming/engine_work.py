@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from cairn.engines.errors import EngineDied, EngineTimeout
-from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
-from cairn.engines.types import FinishReason
-from cairn.storage.commits import Commit
-from cairn.tasks.generation import generate_samples
-from cairn.tasks.rollout import sampling_params
-from cairn.tasks.step import StepCall
+from cairn.engines.types.errors import EngineDied, EngineTimeout
+from cairn.engines.types.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
+from cairn.engines.types.types import FinishReason
+from cairn.storage.ledger.commits import Commit
+from cairn.tasks.durable.step import StepCall
+from cairn.tasks.durable.versions import version_of
+from cairn.tasks.generation.generation import generate_samples
+from cairn.tasks.generation.rollout import sampling_params
 from cairn.tasks.streaming.state import StreamState
-from cairn.tasks.sync import serve, update
-from cairn.tasks.versions import version_of
+from cairn.tasks.trainer.sync import serve, update
 
 _AGAIN = 0.02
 """Seconds after which an engine that has not heard an interruption is told again."""

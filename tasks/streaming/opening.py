@@ -8,19 +8,17 @@ from functools import partial
 
 import pyarrow as pa
 
-from cairn.storage import layout
-from cairn.storage.commits import Commit, Step
-from cairn.storage.snapshots import AttemptFolder
-from cairn.storage.stream_calls import StreamCallLog
-from cairn.storage.stream_log import StreamLog
-from cairn.tasks.calls import call_table
-from cairn.tasks.context import RunContext
-from cairn.tasks.generation import generate_function
-from cairn.tasks.groups import Group, sample_parts, sample_schema
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.snapshots import AttemptFolder
+from cairn.storage.logs.stream_log import StreamCallLog, StreamLog
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import StepCall
+from cairn.tasks.generation.calls import call_table
+from cairn.tasks.generation.generation import generate_function
+from cairn.tasks.generation.groups import Group, sample_parts, sample_schema
 from cairn.tasks.halves import newest_sampled, newest_trained, oldest_open, weights_after
-from cairn.tasks.step import StepCall
-from cairn.tasks.streaming.admit import admission_number, admitted_groups, admitted_ids
-from cairn.tasks.streaming.stream import Stream
+from cairn.tasks.streaming.stream import Stream, admission_number, admitted_groups, admitted_ids
 from cairn.tasks.streaming.take import encode_rows, take_groups
 
 

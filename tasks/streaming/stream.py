@@ -1,13 +1,13 @@
 """The stream of a run whose `rollout.pipeline` is `streaming`: samples are generated all the time, whoever learns.
 
     admit     prompts become open groups, at most `max_age` iterations ahead of learning, as few as do
-              (`cairn.tasks.streaming.pacing`)
+              (`cairn.tasks.streaming.stream`)
     generate  each engine works on the samples of its groups with the newest weights there are: it is brought to them
               between two decoding steps, and given the samples of new groups, while it works
     take      a rollout step takes the groups of its round: those that are complete, the first ones first
 
 What happens here depends on time and is nobody's until a rollout step commits which groups it took, with their samples.
-What an engine has made is durable before (`cairn.storage.stream_log`), so that the next driver goes on from it.
+What an engine has made is durable before (`cairn.storage.logs.stream_log`), so that the next driver goes on from it.
 
 A round takes a group that it would otherwise leave to be too old for the next iteration, and waits for it if it is not
 complete: a bound on age must not starve the prompts whose answers are long.
@@ -15,21 +15,118 @@ complete: a bound on age must not starve the prompts whose answers are long.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cairn.engines.episodes.records import CallRecord
-from cairn.engines.errors import EngineError
-from cairn.storage.commits import Commit
-from cairn.storage.errors import Damaged
-from cairn.tasks.groups import Group
-from cairn.tasks.step import StepCall
-from cairn.tasks.streaming.admit import admission_number
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.trajectories import CallRecord
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.store.errors import Damaged
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import Outcome, StepCall, durable
+from cairn.tasks.durable.versions import weight_version_after
+from cairn.tasks.generation.groups import Group, fresh_group
 from cairn.tasks.streaming.engine_work import EngineWork
-from cairn.tasks.streaming.pacing import Backlog
 from cairn.tasks.streaming.state import OpenGroup, OpenLogs, StreamState, Usage
-from cairn.tasks.versions import weight_version_after
+
+# When a stream is to admit more: as late as keeps its engines at work, so that samples are young when trained on.
+#
+# | learning | the next prompts are admitted |
+# |---|---|
+# | did not wait for any of the last batches | when not even the next batch is admitted |
+# | waited for one of them, or none has been timed yet | also when engines have less than a batch to work on |
+#
+# The second holds back where `async_buffer_size` complete groups wait for learning, taken or not.
+#
+# The bound on age (`rollout.max_age`) holds besides: `cairn.flows.pipeline`.
+
+
+_LAST = 3
+"""Batches for which it counts whether learning waited: one that had a long answer is not the last of its kind."""
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """Groups that are admitted, and that no iteration has taken."""
+
+    complete: int
+    unfinished: int
+    taken: int
+    """The newest iteration that has taken some; -1 before the first."""
+
+
+class Pacing:
+    """Of the admissions of one driver. One thread at a time tells it what is learned from; any may ask."""
+
+    def __init__(self, config: RolloutConfig, first: int) -> None:
+        """`first`: all iterations before are complete."""
+        self._batch, self._buffer = config.rollout_batch_size, config.most_waiting
+        self._first = first
+        self._learning = first - 1
+        self._waited = deque[bool](maxlen=_LAST)
+
+    def learns(self, index: int, *, waited: bool) -> None:
+        """Learning from an iteration begins. `waited`: for its batch."""
+        if index > self._first:  # for which it waited in any case
+            self._waited.append(waited)
+        self._learning = index
+
+    def wants_more(self, backlog: Backlog) -> bool:
+        """Whether to admit another batch of prompts."""
+        taken = max(0, backlog.taken - self._learning) * self._batch
+        waiting = taken + backlog.complete
+        if waiting + backlog.unfinished < self._batch:
+            return True
+        is_ahead = bool(self._waited) and not any(self._waited)
+        return not is_ahead and backlog.unfinished < self._batch and waiting < self._buffer
+
+
+# `admit`: the next prompts of a run that streams are admitted: from then on samples of them are generated.
+#
+# Admissions follow each other, whichever iteration makes them: each begins where the one before has left the data, so
+# that no prompt is drawn twice or passed over in silence, whatever becomes of the driver.
+
+
+@durable(Step.ADMIT, reads=("seed", "data", "rollout.rollout_max_prompt_len"), externals=("data", "model"))
+def admit(step: StepCall, previous: Commit | None, *, count: int, without: Sequence[int] | None = None) -> Outcome:
+    """Admit the `count` prompts that follow those of the admission `previous`, and are none of `without`."""
+    begin = 0 if previous is None else previous.values["cursor"]
+    draw = step.run.draw(begin, count, without or ())
+    return Outcome(
+        values={
+            "number": 0 if previous is None else admission_number(previous) + 1,
+            "begin": begin,
+            "cursor": draw.cursor,
+            "without": list(without or ()),
+            "groups": [one.group_id for one in draw.rows],
+        },
+        metrics={"passed_over_prompts": draw.passed_over},
+    )
+
+
+def admission_number(admission: Commit) -> int:
+    """Its place among those of the run, from 0."""
+    number = admission.values["number"]
+    assert isinstance(number, int)
+    return number
+
+
+def admitted_ids(admission: Commit) -> list[int]:
+    """The ids of its groups."""
+    groups = admission.values["groups"]
+    assert isinstance(groups, list)
+    return groups  # type: ignore[return-value]
+
+
+def admitted_groups(run: RunContext, admission: Commit) -> list[Group]:
+    """Its groups, of which no sample has begun."""
+    without = admission.values["without"]
+    assert isinstance(without, list)
+    draw = run.draw(admission.values["begin"], len(admitted_ids(admission)), without)  # type: ignore[arg-type]
+    return [fresh_group(run, admission.iteration, row) for row in draw.rows]
 
 
 @dataclass(frozen=True)

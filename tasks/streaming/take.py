@@ -9,18 +9,16 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.engines.trajectories import GeneratedSample
-from cairn.storage.commits import Commit, Step
-from cairn.storage.layout import CALLS_FILE, IMAGES_FILE
-from cairn.tasks.calls import call_table, call_tables, uncertain_effects
-from cairn.tasks.context import RunContext
-from cairn.tasks.episode_metrics import episode_metrics
-from cairn.tasks.events import GroupsGenerated
-from cairn.tasks.failures import failure_metrics
-from cairn.tasks.groups import Group, image_table, sample_table, without_unused
-from cairn.tasks.rollout import READS, retold_metrics, token_count, whole_groups
-from cairn.tasks.shard_progress import INTERVAL
-from cairn.tasks.step import Outcome, StepCall, durable
+from cairn.engines.types.trajectories import GeneratedSample
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import GroupsGenerated
+from cairn.tasks.durable.step import Outcome, StepCall, durable
+from cairn.tasks.generation.calls import call_table, call_tables, uncertain_effects
+from cairn.tasks.generation.groups import Group, image_table, sample_table, without_unused
+from cairn.tasks.generation.progress import INTERVAL, episode_metrics, failure_metrics
+from cairn.tasks.generation.rollout import READS, retold_metrics, token_count, whole_groups
 
 
 @durable(

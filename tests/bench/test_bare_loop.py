@@ -4,7 +4,7 @@ import pytest
 
 from bench import bare_loop
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 pytestmark = pytest.mark.slow

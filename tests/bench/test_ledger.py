@@ -6,10 +6,10 @@ import pytest
 
 from bench.ledger import CountingStore, commits_of, config_of, find_the_place
 from cairn.flows.reading.views import RunState, run_status
-from cairn.storage import layout
-from cairn.storage.commits import Commit, Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 

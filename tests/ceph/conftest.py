@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.storage.store import Store, open_store
+from cairn.storage.store.store import Store, open_store
 from tests.ceph.rgw import gateway, prepare_packages
 from tests.s3 import S3Server, use_server
 

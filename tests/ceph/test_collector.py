@@ -1,3 +1,3 @@
-"""`tests.storage.test_collector` on Ceph."""
+"""`tests.storage.upkeep.test_collector` on Ceph."""
 
-from tests.storage.test_collector import *  # noqa: F403
+from tests.storage.upkeep.test_collector import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""`tests.storage.test_deletion` on Ceph."""
+"""`tests.storage.upkeep.test_deletion` on Ceph."""
 
-from tests.storage.test_deletion import *  # noqa: F403
+from tests.storage.upkeep.test_deletion import *  # noqa: F403

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cairn.storage.errors import StoreRefused
-from cairn.storage.store import open_store, probe
+from cairn.storage.store.errors import StoreRefused
+from cairn.storage.store.store import open_store, probe
 from tests.s3 import S3Server, use_server
 
 

@@ -1,3 +1,3 @@
-"""`tests.storage.test_leases` on Ceph."""
+"""`tests.storage.ledger.test_leases` on Ceph."""
 
-from tests.storage.test_leases import *  # noqa: F403
+from tests.storage.ledger.test_leases import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""`tests.storage.test_ledger` on Ceph."""
+"""`tests.storage.ledger.test_ledger` on Ceph."""
 
-from tests.storage.test_ledger import *  # noqa: F403
+from tests.storage.ledger.test_ledger import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""`tests.storage.test_retention` on Ceph."""
+"""`tests.storage.upkeep.test_retention` on Ceph."""
 
-from tests.storage.test_retention import *  # noqa: F403
+from tests.storage.upkeep.test_retention import *  # noqa: F403

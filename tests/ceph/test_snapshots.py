@@ -1,3 +1,3 @@
-"""`tests.storage.test_snapshots` on Ceph."""
+"""`tests.storage.ledger.test_snapshots` on Ceph."""
 
-from tests.storage.test_snapshots import *  # noqa: F403
+from tests.storage.ledger.test_snapshots import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""`tests.storage.test_store` on Ceph."""
+"""`tests.storage.store.test_store` on Ceph."""
 
-from tests.storage.test_store import *  # noqa: F403
+from tests.storage.store.test_store import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""`tests.storage.test_verification` on Ceph."""
+"""`tests.storage.upkeep.test_verification` on Ceph."""
 
-from tests.storage.test_verification import *  # noqa: F403
+from tests.storage.upkeep.test_verification import *  # noqa: F403

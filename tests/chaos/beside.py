@@ -13,15 +13,15 @@ from contextlib import redirect_stdout
 from typing import Literal, get_args
 
 from cairn.flows.cli.housekeeping import gc
-from cairn.flows.fork import fork
-from cairn.storage.commits import Step
-from cairn.storage.deletion import delete_run
-from cairn.storage.errors import LeaseHeld, Retired, SharedWithForks
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import list_runs
-from cairn.storage.retention import require_restorable
-from cairn.storage.store import Store, open_store
-from cairn.storage.verification import verify
+from cairn.flows.history.fork import fork
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import list_runs
+from cairn.storage.store.errors import LeaseHeld, Retired, SharedWithForks
+from cairn.storage.store.store import Store, open_store
+from cairn.storage.upkeep.collector import delete_run
+from cairn.storage.upkeep.retention import require_restorable
+from cairn.storage.upkeep.verification import verify
 
 Command = Literal["gc", "fork", "delete"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

@@ -14,24 +14,23 @@ from typing import Any
 
 import pyarrow as pa
 
-import cairn.tasks.rollout
+import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.records import CallKind
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import FinishReason
+from cairn.engines.types.trajectories import CallKind, GeneratedSample, SampleRequest
+from cairn.engines.types.types import FinishReason
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.events import Event, Message
 from cairn.flows.train import start
-from cairn.storage.call_log import CallLog
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_for_runs
-from cairn.storage.stream_log import StreamLog
-from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks.step import StepCall
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.logs.call_log import CallLog
+from cairn.storage.logs.stream_log import StreamLog
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.store.store import open_for_runs
+from cairn.tasks.durable.step import StepCall
 from tests.chaos.faults import Fault, Striker
 from tests.chaos.runs import STREAM
 
@@ -64,7 +63,7 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
 def note_what_is_generated(file: Path) -> None:
     """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
     after that was generated twice."""
-    generate, write = cairn.tasks.rollout.generate_samples, WriteAhead._write_part
+    generate, write = cairn.tasks.generation.rollout.generate_samples, WriteAhead._write_part
     write_stream = StreamLog._write_samples
 
     def note(iteration: int, shard: str | None, **samples: Any) -> None:
@@ -107,7 +106,7 @@ def note_what_is_generated(file: Path) -> None:
 
     StreamLog._write_samples = streaming  # type: ignore[method-assign]
     cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]
-    cairn.tasks.rollout.generate_samples = asking
+    cairn.tasks.generation.rollout.generate_samples = asking
     WriteAhead._write_part = writing  # type: ignore[method-assign]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import cairn
-from cairn.engines.episodes.context import Context
-from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
+from cairn.engines.agents.episodes.context import Context
+from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
 
 TURNS = 5
 TOKENS = 4

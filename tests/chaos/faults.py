@@ -55,13 +55,13 @@ import psutil
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks import recovery
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import StepCommitted, StepStarted
-from cairn.tasks.step import DurableStep, Outcome, StepCall
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import StepCommitted, StepStarted
+from cairn.tasks.durable.step import DurableStep, Outcome, StepCall
+from cairn.tasks.trainer import recovery
 from tests.chaos.beside import COMMANDS, Command, give
 from tests.chaos.in_flight import watch_updates
 from tests.faulty_s3 import control
@@ -274,7 +274,7 @@ def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process
         "training": lambda command, name: command[0].startswith(TRAINING),
         "rank": lambda command, name: command[0].startswith(TRAINING),
         "rollout": lambda command, name: command[0].startswith(ROLLOUT),
-        "grader": lambda command, name: any("cairn.tasks.rewards.worker" in word for word in command),
+        "grader": lambda command, name: any("cairn.tasks.grading.worker" in word for word in command),
         "ray": lambda command, name: name in ("gcs_server", "raylet"),
         "prefect": lambda command, name: "cairn.flows.orchestration.server_process" in command,
         "database": lambda command, name: "cairn.flows.orchestration.server_process" in command,

@@ -13,8 +13,8 @@ from typing import Any
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.flows import pipeline
 from cairn.flows.step_runner import StepRunner
-from cairn.storage.commits import Commit
-from cairn.tasks.context import RunContext
+from cairn.storage.ledger.commits import Commit
+from cairn.tasks.durable.context import RunContext
 from cairn.tasks.streaming import engine_work
 from cairn.tasks.streaming.stream import Stream
 

@@ -8,15 +8,15 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from cairn.flows.orchestration.steps import Stopping
+from cairn.flows.orchestration.flow_runs import Stopping
 from cairn.flows.pipeline import Pipeline
-from cairn.storage.commits import Commit, Step
-from cairn.storage.retention import retire
-from cairn.tasks.checkpoint import checkpoint_due
-from cairn.tasks.context import RunContext
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.upkeep.retention import retire
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import DurableStep
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
-from cairn.tasks.step import DurableStep
 from cairn.tasks.streaming.opening import open_stream
+from cairn.tasks.trainer.checkpoint import checkpoint_due
 from tests.chaos.runs import Disturbed
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_context

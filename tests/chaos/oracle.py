@@ -28,15 +28,16 @@ import psutil
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli.housekeeping import gc
 from cairn.flows.driver.sources import Sources, open_graders
+from cairn.flows.history.diff import diff
+from cairn.flows.history.replay import Replaying
 from cairn.flows.iteration import iteration
-from cairn.flows.reading.diff import diff
-from cairn.flows.replay import Replaying
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.retention import is_retired
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store import canonical
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.retention import is_retired
+from cairn.storage.upkeep.verification import verify
 from tests.chaos.beside import unusable_forks
 from tests.chaos.runs import Disturbed
 from tests.local_fleet import LocalFleet

@@ -3,7 +3,7 @@
 Events of a cluster (partitions, full disks, clock steps, power loss) would be plans here, with victims of their own.
 """
 
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.chaos.beside import COMMANDS
 from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, Driver, Plan, case, every_case
 

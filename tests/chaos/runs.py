@@ -18,11 +18,11 @@ import psutil
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.orchestration.server import PREFECT_HOME
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.retention import is_retired
-from cairn.storage.snapshots import read_table
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.retention import is_retired
 from tests.chaos.faults import CLUSTER, Fault, engines_of, mark_of
 from tests.chaos.forked import ForkedDriver
 from tests.machines import Machine

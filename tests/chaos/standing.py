@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from cairn.flows.fork import fork
+from cairn.flows.history.fork import fork
 from cairn.flows.orchestration.server import Server
 from tests.chaos.configurations import CONFIGURATIONS, Origin, write_config
 from tests.chaos.runs import ROOT, Disturbed

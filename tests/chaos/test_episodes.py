@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Step
-from cairn.storage.layout import CALLS_FILE
-from cairn.storage.snapshots import read_table
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.layout import CALLS_FILE
+from cairn.storage.ledger.snapshots import read_table
 from tests.chaos.episodes import TURNS, lines
 from tests.chaos.faults import AnyVictim, bear_witness, processes, strike
 from tests.chaos.oracle import recommitted

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import cairn.tasks.rollout
+import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.snapshots import Attempt
-from cairn.storage.stream_log import StreamLog
-from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks import recovery
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.logs.stream_log import StreamLog
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.tasks.trainer import recovery
 from tests.chaos.configurations import CONFIGURATIONS, write_config
 from tests.chaos.driver import note_what_is_committed, note_what_is_generated
 from tests.chaos.in_process import Killed, drive_whole, undisturbed
@@ -95,7 +95,9 @@ class Blows:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """For what tests.chaos.driver notes: put back afterwards."""
-    monkeypatch.setattr(cairn.tasks.rollout, "generate_samples", cairn.tasks.rollout.generate_samples)
+    monkeypatch.setattr(
+        cairn.tasks.generation.rollout, "generate_samples", cairn.tasks.generation.rollout.generate_samples
+    )
     monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
     monkeypatch.setattr(
         cairn.tasks.streaming.engine_work, "generate_samples", cairn.tasks.streaming.engine_work.generate_samples

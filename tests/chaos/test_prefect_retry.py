@@ -10,10 +10,10 @@ from uuid import UUID
 import httpx
 import pytest
 
-from cairn.storage.commits import Step
-from cairn.storage.leases import newest_lease
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import newest_lease
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 from tests.chaos.oracle import unequal
 from tests.chaos.runs import Disturbed
 from tests.waiting import wait_for

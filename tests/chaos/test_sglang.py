@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.chaos.matrix import Driver, Plan, case, execute
 from tests.chaos.oracle import differences
 from tests.chaos.runs import Disturbed, chaos_config

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.records import CallKind
-from cairn.storage import tables
-from cairn.storage.commits import Step
-from cairn.storage.layout import attempt_epoch
-from cairn.storage.verification import verify
-from cairn.tasks.calls import by_sample, read_calls
-from cairn.tasks.context import RunContext
-from cairn.tasks.groups import row_segments
+from cairn.engines.types.trajectories import CallKind
+from cairn.storage.ledger import snapshots as tables
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.layout import attempt_epoch
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.generation.calls import by_sample, read_calls
+from cairn.tasks.generation.groups import row_segments
 from tests.chaos.in_process import drive
 from tests.forks import FORKS
 from tests.tiny_run import tiny_config, tiny_context

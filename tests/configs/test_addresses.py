@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cairn.configs.loader import ConfigError, from_manifest, load, parse
-from cairn.configs.schema.benchmark import Benchmark
-from cairn.configs.schema.location import has_credentials
+from cairn.configs.schema.base import has_credentials
+from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver import trust
 from tests.flows.written_runs import RECIPE

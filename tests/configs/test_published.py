@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cairn.configs.published import FOLDER, published_config, published_names, published_repository
-from cairn.engines.models import read_config
+from cairn.configs.catalogue import MODELS as FOLDER
+from cairn.configs.catalogue import published_config, published_names, published_repository
+from cairn.engines.models.folders import read_config
 
 BILLIONS = {
     "DeepSeek-R1": 671,

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import load
-from cairn.configs.options import options
+from cairn.configs.loader import load, options
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import counterparts
 

@@ -7,7 +7,7 @@ import pytest
 
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cairn.configs.kinds import KINDS, TOOL, Kind
 from cairn.configs.plugins import BadPlugin
-from cairn.tasks.staleness import stale_weights
+from cairn.tasks.selecting.staleness import stale_weights
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = {

@@ -13,18 +13,18 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.view import UndeclaredRead
-from cairn.engines.errors import GenerationFailed
 from cairn.engines.training.aggregations import token_weights
-from cairn.engines.trajectories import call_seed
+from cairn.engines.types.errors import GenerationFailed
+from cairn.engines.types.trajectories import call_seed
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration, last_selection
-from cairn.storage.commits import Step
-from cairn.storage.errors import RunDiffers
-from cairn.storage.schemas import MEASURED
-from cairn.tasks.batch import arrays, train_batch, trained_shards
-from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import evaluate
-from cairn.tasks.stale_commits import stale_steps
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.schemas import MEASURED
+from cairn.storage.store.errors import RunDiffers
+from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.evaluation.evaluate import evaluate
+from cairn.tasks.steps import stale_steps
 from tests.local_fleet import LocalFleet, dying_after
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

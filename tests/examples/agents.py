@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cairn.configs.loader import load
-from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
+from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
-from cairn.tasks.context import RunContext
+from cairn.tasks.durable.context import RunContext
 from examples.quickstart.model import build_tokenizer
 from examples.quickstart.warm_start import BATCH, write_model
 from tests.examples.conftest import warm_start

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.catalogue import published_config
 from cairn.configs.loader import load
-from cairn.configs.published import published_config
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.factory import kind_of
+from cairn.engines.rollout.plan import kind_of
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.plan.planning import plan_recipe

@@ -7,7 +7,7 @@ import pytest
 from cairn.configs.loader import load
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from cairn.tasks.data.reasoning_gym import rows
 from examples.building import begin
 from examples.quarter_turns.build import WRONG_DEMONSTRATIONS, demonstrations, shown

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.configs.schema.data import RowFormat
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data import PromptData, draw
 from cairn.tasks.rewards.exact_match import grade
-from cairn.tasks.rewards.sample import Sample
 from examples.quickstart import build as builder
 from examples.quickstart.task import demonstration, is_held_out, problems
 from examples.quickstart.warm_start import RUN, config

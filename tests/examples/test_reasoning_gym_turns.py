@@ -12,7 +12,7 @@ from cairn import ResponseSegment, Sample, SampleRequest, Segment
 from cairn.configs.loader import load
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from cairn.tasks.data.reasoning_gym import rows
 from cairn.tasks.rewards.reasoning_gym import grade
 from examples.building import begin

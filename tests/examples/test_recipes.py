@@ -11,7 +11,7 @@ from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from examples.building import begin, write_rows
 from examples.calculator import build as calculator
 from examples.counting import build as counting

@@ -11,11 +11,11 @@ from mlflow.tracking import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 from tests.background import in_background
-from tests.flows.trackers.test_trackers import shown
-from tests.flows.trackers.test_wandb_mlflow import rows_in_wandb
+from tests.flows.watching.trackers.test_trackers import shown
+from tests.flows.watching.trackers.test_wandb_mlflow import rows_in_wandb
 from tests.flows.written_runs import config_of
 from tests.waiting import wait_for
 

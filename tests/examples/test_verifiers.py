@@ -7,7 +7,7 @@ import pytest
 from cairn.configs.loader import load
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from examples.verifiers.build import prepare
 from tests.tiny_run import DirectSteps, tiny_context
 

@@ -14,13 +14,13 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.trajectories import SampleKey, SampleRequest
-from cairn.engines.types import FinishReason
-from cairn.storage.commits import Commit, Step
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
-from cairn.tasks.recovery import restore_trainer
-from cairn.tasks.step import DurableStep
+from cairn.engines.types.trajectories import SampleKey, SampleRequest
+from cairn.engines.types.types import FinishReason
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import DurableStep
+from cairn.tasks.trainer.recovery import restore_trainer
 from tests.chaos.in_process import drive
 from tests.engines.fleet import simulated_machines
 from tests.flows.test_streaming import ITERATIONS, streaming

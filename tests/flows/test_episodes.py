@@ -17,15 +17,15 @@ from cairn.configs.plugins import _load_file
 from cairn.flows.cli import app
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import iteration_metrics
-from cairn.storage.calls import calls_of
-from cairn.storage.commits import Commit, Step
-from cairn.storage.layout import CALLS_FILE, RESULTS_FILE
-from cairn.storage.ledger import Ledger
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.logs.call_log import calls_of
 from cairn.storage.query import open_query
-from cairn.storage.redaction import redact
-from cairn.storage.snapshots import read_recorded_table
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.redaction import redact
+from cairn.storage.upkeep.verification import verify
 from tests.browser import visit
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -245,7 +245,7 @@ def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> No
 def test_changed_code_is_told_and_where_it_first_differs(
     here: Path, code: tuple[str, str], outcome: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.engines.episodes.offline.STUCK", 0.2)
+    monkeypatch.setattr("cairn.engines.agents.episodes.offline.STUCK", 0.2)
     change(here, *code)
     result = cairn("episode", "tiny", "0", "3", "--replay", "--json")
     assert result.exit_code == 1

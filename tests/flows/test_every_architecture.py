@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

@@ -9,19 +9,19 @@ from unittest.mock import Mock
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineError, PublicationGone, WeightsDiffer
 from cairn.engines.fleet.fleet import _object_store_memory
+from cairn.engines.types.errors import EngineError, PublicationGone, WeightsDiffer
+from cairn.flows.history.diff import diff
+from cairn.flows.history.replay import replay, replay_all
 from cairn.flows.iteration import iteration
-from cairn.flows.orchestration.steps import Stopping
+from cairn.flows.orchestration.flow_runs import Stopping
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.reading.diff import diff
-from cairn.flows.replay import replay, replay_all
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.tasks.context import RunContext
-from cairn.tasks.sample_filters import NothingLeft
-from cairn.tasks.step import DurableStep
-from cairn.tasks.sync import serve
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import DurableStep
+from cairn.tasks.selecting.sample_filters import NothingLeft
+from cairn.tasks.trainer.sync import serve
 from tests.chaos.in_process import EndingAt, Killed, drive
 from tests.tiers import led_by
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

@@ -16,34 +16,33 @@ import pyarrow as pa
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.membership import Membership
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.rollout.transformers.loop import DecodeLoop
-from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
-from cairn.engines.types import FinishReason
+from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
+from cairn.engines.types.types import FinishReason
+from cairn.flows.history.replay import Replaying, _EndOfLedger, _walk
 from cairn.flows.iteration import collect, learn
 from cairn.flows.reading.metrics import iteration_metrics
-from cairn.flows.replay import Replaying, _EndOfLedger, _walk
 from cairn.flows.streaming import admit_prompts
-from cairn.storage import layout
-from cairn.storage.commits import Commit, Step
-from cairn.storage.errors import StoreError
-from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import ROLLOUT, Status
-from cairn.storage.snapshots import AttemptFolder
-from cairn.storage.store import open_store
-from cairn.storage.stream_log import StreamLog
-from cairn.tasks.context import RunContext
-from cairn.tasks.groups import Group
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import ROLLOUT, Status
+from cairn.storage.ledger.snapshots import AttemptFolder
+from cairn.storage.logs.stream_log import StreamLog
+from cairn.storage.store.errors import StoreError
+from cairn.storage.store.store import open_store
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import is_collected
+from cairn.tasks.durable.step import DurableStep, StepCall
+from cairn.tasks.generation.groups import Group
 from cairn.tasks.halves import publish_for_open_halves, weights_after
-from cairn.tasks.recovery import restore_trainer
-from cairn.tasks.selection import is_collected
-from cairn.tasks.step import DurableStep, StepCall
-from cairn.tasks.streaming.admit import admit, admitted_groups
 from cairn.tasks.streaming.opening import open_stream
-from cairn.tasks.streaming.stream import Stream, Taken
+from cairn.tasks.streaming.stream import Stream, Taken, admit, admitted_groups
 from cairn.tasks.streaming.take import encode_rows
+from cairn.tasks.trainer.recovery import restore_trainer
 from tests.chaos.in_process import EndingAt, drive
 from tests.forks import FORKS
 from tests.local_fleet import LocalFleet

@@ -12,18 +12,18 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.streaming import _admit, admit_prompts
-from cairn.storage import layout
-from cairn.storage.admissions import claimed_numbers
-from cairn.storage.collector import garbage
-from cairn.storage.commits import Commit, Step
-from cairn.storage.decision_kinds import Quarantine
-from cairn.storage.errors import LeaseLost
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
-from cairn.tasks.quarantine import passed_over, put_in_force
-from cairn.tasks.step import DurableStep
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.decisions import Quarantine
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.logs.admissions import claimed_numbers
+from cairn.storage.store.errors import LeaseLost
+from cairn.storage.store.store import Store
+from cairn.storage.upkeep.collector import garbage
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.quarantine import passed_over, put_in_force
+from cairn.tasks.durable.step import DurableStep
 from cairn.tasks.streaming.opening import open_stream
 from cairn.tasks.streaming.stream import Stream
 from tests.flows.test_streaming import streaming

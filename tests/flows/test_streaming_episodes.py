@@ -12,16 +12,16 @@ import pyarrow.compute as pc
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.records import CallRecord
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId
-from cairn.storage import tables
-from cairn.storage.commits import Step
-from cairn.storage.layout import CALLS_FILE
-from cairn.storage.verification import verify
-from cairn.tasks.calls import call_records, read_calls
-from cairn.tasks.context import RunContext
-from cairn.tasks.groups import row_segments
-from cairn.tasks.recovery import restore_trainer
+from cairn.engines.types.trajectories import CallRecord
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId
+from cairn.storage.ledger import snapshots as tables
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.layout import CALLS_FILE
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.generation.calls import call_records, read_calls
+from cairn.tasks.generation.groups import row_segments
+from cairn.tasks.trainer.recovery import restore_trainer
 from tests.chaos.in_process import EndingAt, drive
 from tests.flows.test_streaming import streaming
 from tests.forks import FORKS

@@ -10,13 +10,13 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
+from cairn.flows.history.replay import UPDATES, newest_update, replay_all, weights_again
 from cairn.flows.reading.metrics import iteration_metrics
-from cairn.flows.replay import UPDATES, newest_update, replay_all, weights_again
-from cairn.storage.commits import Commit, Step
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
-from cairn.tasks.selection import last_selection
-from cairn.tasks.step import DurableStep
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection
+from cairn.tasks.durable.step import DurableStep
 from tests.chaos.in_process import drive
 from tests.flows.test_streaming import streaming
 from tests.tiny_run import DirectSteps, tiny_context

@@ -20,21 +20,20 @@ from cairn.flows.cli import app
 from cairn.flows.driver.sources import Sources
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.driver.validation import setup_problems
-from cairn.flows.fork import fork
+from cairn.flows.history.diff import diff
+from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.flows.reading.diff import diff
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Step
-from cairn.storage.errors import Damaged, RunDiffers, StaleCommits
-from cairn.storage.ledger import Ledger
-from cairn.storage.records import FORMAT, OLDEST_FORMAT
-from cairn.storage.schemas import KEPT, ROLLOUT, SCHEMAS
-from cairn.storage.snapshots import read_table
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
-from cairn.storage.version import CodeVersion
-from cairn.tasks.stale_commits import stale_steps
-from cairn.tasks.steps import STEPS, rules
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import FORMAT, OLDEST_FORMAT, Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import KEPT, ROLLOUT, SCHEMAS
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.ledger.terms import CodeVersion
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, RunDiffers, StaleCommits
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.steps import STEPS, rules, stale_steps
 from tests.tiny_run import DirectSteps, Events, tiny_context
 
 pytestmark = pytest.mark.proof
@@ -158,7 +157,7 @@ def test_the_first_commit_of_another_version_records_it_and_reading_does_not(
     assert "1 upgrade to another version" in cairn("verify", "parent", "--store", earlier)
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("cairn.storage.upgrades.code_version", lambda: CodeVersion(package="9", commit=None))
+    monkeypatch.setattr("cairn.storage.ledger.terms.code_version", lambda: CodeVersion(package="9", commit=None))
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1  # it had nothing left to commit
 
@@ -221,7 +220,7 @@ def test_an_added_option_a_longer_reads_and_an_added_input_make_no_commit_stale(
 def test_columns_that_its_tables_lack_are_null(earlier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wider = ROLLOUT.insert(3, pa.field("admitted_at", pa.int64()))
     monkeypatch.setitem(SCHEMAS, Step.ROLLOUT, wider)
-    for module in ("cairn.storage.write_ahead", "cairn.tasks.groups"):
+    for module in ("cairn.storage.logs.write_ahead", "cairn.tasks.generation.groups"):
         monkeypatch.setattr(f"{module}.ROLLOUT", wider)
     go_on(earlier, "parent")
     for commit in committed(earlier, "parent"):

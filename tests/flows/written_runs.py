@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Commit, Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
-from cairn.storage.store import Store, open_store
-from cairn.tasks.checkpoint import checkpoint_due
-from cairn.tasks.evaluate import eval_due, eval_shard
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
+from cairn.storage.store.store import Store, open_store
+from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
 from cairn.tasks.steps import rules
+from cairn.tasks.trainer.checkpoint import checkpoint_due
 from tests.storage.builders import commit_step
 
 SHARDS = {"00-000": (0, 1), "00-001": (2,)}

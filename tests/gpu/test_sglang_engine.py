@@ -10,10 +10,10 @@ import torch
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types.types import GenerateRequest, SamplingParams
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.schemas import MEASURED
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.schemas import MEASURED
 from tests.engines.rollout.sglang.test_partial_rollout import Dies, ServedFleet
 from tests.requests import by_id, group
 from tests.sglang_server import START_TIMEOUT, sglang_config

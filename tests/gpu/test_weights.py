@@ -13,10 +13,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.weights.buckets import in_one_storage
-from cairn.engines.weights.shared import DEVICE_ARGUMENT, share
+from cairn.engines.weights.buckets import DEVICE_ARGUMENT, in_one_storage, share
+from tests.engines.fleet.weights.test_transports import ASKED, by, train_once
 from tests.engines.training.builders import make_batch, make_engine, model_folder
-from tests.engines.weights.test_transports import ASKED, by, train_once
 from tests.fleets import send, sync, verify
 from tests.ray_fixtures import fleet_config
 from tests.sglang_server import sglang_config

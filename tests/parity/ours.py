@@ -13,15 +13,13 @@ from cairn.configs.kinds import CORRECTION, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
 from cairn.engines.training.aggregations import token_weights
 from cairn.engines.training.collate import Tokens, given
-from cairn.engines.training.corrections.normalization import mean_weight
+from cairn.engines.training.exactly_once import mean_weight
 from cairn.engines.training.losses.kl import kl_divergence
-from cairn.engines.training.losses.objective import loss_and_metrics
-from cairn.engines.training.losses.opsm import masked
+from cairn.engines.training.losses.objective import loss_and_metrics, masked
 from cairn.engines.training.losses.value import value_loss
-from cairn.engines.types import TrainBatch
-from cairn.tasks.advantages import ScoredBatch, estimate
-from cairn.tasks.advantages.distillation import distil, reverse_kl
-from cairn.tasks.advantages.normalization import normalise
+from cairn.engines.types.types import TrainBatch
+from cairn.tasks.advantages.batch import normalise
+from cairn.tasks.advantages.step import ScoredBatch, distil, estimate, reverse_kl
 from tests.parity.recording import OWN, SEVERAL
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ test is a proof, unless its mark names another tier.
 
 import pytest
 
-from cairn.storage.store import Store, open_store
+from cairn.storage.store.store import Store, open_store
 from tests.tiers import Tier, marks
 
 

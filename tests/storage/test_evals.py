@@ -7,15 +7,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Environment
-from cairn.storage.errors import Damaged
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
-from cairn.storage.evals_upkeep import collect, garbage, verify
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.ledger.schemas import EVALUATED, GENERATED_EVALUATION
+from cairn.storage.logs.write_ahead import WriteAhead
 from cairn.storage.query import open_query
-from cairn.storage.schemas import EVALUATED, GENERATED_EVALUATION
-from cairn.storage.store import Store, open_store
-from cairn.storage.write_ahead import WriteAhead
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store, open_store
+from cairn.storage.upkeep.evals import collect, garbage, verify
 
 WEIGHTS, TOKENIZER = (hashlib.sha256(name).hexdigest() for name in (b"weights", b"tokenizer"))
 KEY = EvaluationKey(weights=WEIGHTS, tokenizer=TOKENIZER, benchmark="gsm8k", settings={"dtype": "float32"})

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.types.errors import EngineError
 from tests.fleets import versions
 from tests.tasks.test_iteration import run_iterations
 from tests.tiny_run import tiny_config

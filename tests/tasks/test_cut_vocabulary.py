@@ -7,17 +7,17 @@ import pyarrow as pa
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import KeptTokens
+from cairn.engines.types.types import KeptTokens
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import KEPT, ROLLOUT, rollout_schema
-from cairn.storage.store import open_store
-from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks.batch import kept_column, kept_tokens, train_batch
-from cairn.tasks.selection import last_selection
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import KEPT, ROLLOUT, rollout_schema
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.store.store import open_store
+from cairn.tasks.batch.batch import kept_column, kept_tokens, train_batch
+from cairn.tasks.durable.selection import last_selection
 from tests.storage.builders import rollout_table
-from tests.tasks.test_partial_rollout import PARTIAL
+from tests.tasks.generation.test_partial_rollout import PARTIAL
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 CUT = {"rollout_top_p": 0.7, "rollout_top_k": 40, "rollout_temperature": 0.8}

@@ -8,15 +8,15 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.errors import Damaged
-from cairn.storage.schemas import Disposition
-from cairn.tasks.batch import arrays
-from cairn.tasks.context import RunContext
-from cairn.tasks.filter import BatchNotFilled
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.schemas import Disposition
+from cairn.storage.store.errors import Damaged
+from cairn.tasks.batch.batch import arrays
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection, trained_groups
 from cairn.tasks.halves import learning_steps
-from cairn.tasks.recovery import ReplayDiverged, restore_trainer
-from cairn.tasks.selection import last_selection, trained_groups
+from cairn.tasks.selecting.filter import BatchNotFilled
+from cairn.tasks.trainer.recovery import ReplayDiverged, restore_trainer
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

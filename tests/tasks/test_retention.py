@@ -7,11 +7,11 @@ import pytest
 
 from cairn.flows.iteration import collect, iteration, learn
 from cairn.flows.train import remove_old_files
-from cairn.storage.retention import newest_checkpoint, retire
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
+from cairn.storage.upkeep.retention import newest_checkpoint, retire
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection, trained_groups
 from cairn.tasks.halves import publish_for_open_halves
-from cairn.tasks.selection import last_selection, trained_groups
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 7

@@ -1,13 +1,147 @@
 """From SGLang's replies to completions."""
 
-from collections.abc import Callable
+import base64
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
-from cairn.engines.errors import EngineError, GenerationFailed
-from cairn.engines.rollout.sglang.kept import drawn_from
-from cairn.engines.types import Completion, FinishReason, RequestId
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.models.routing import ExpertLayers, compact
+from cairn.engines.rollout.sglang.installation import Installation
+from cairn.engines.types.errors import EngineError, GenerationFailed
+from cairn.engines.types.types import Completion, FinishReason, KeptTokens, RequestId
+
+# What an SGLang server says of the part of the vocabulary that top-k and top-p left it to draw from.
+#
+# Asked for by `return_sampling_mask`, it reports for each token the ids that were left and the log-prob of the one
+# drawn among them; for a limited top-k alone, and no more ids than the option `sampling_mask_max_tokens` says.
+
+
+LIMIT = "sampling_mask_max_tokens"
+_LIMIT_BY_DEFAULT = 4096
+
+
+def kept_problems(config: RolloutConfig) -> Iterator[str]:
+    """Sentences on why the trainer would not know what tokens were drawn from, asked of the configuration alone."""
+    if not config.cuts_vocabulary:
+        return
+    cut = f"rollout.rollout_top_p is {config.rollout_top_p:g} and rollout.rollout_top_k is {config.rollout_top_k}"
+    otherwise = "or set rollout.engine to transformers, or draw from the whole vocabulary (top_p 1, top_k -1)"
+    servers = [{**config.sglang, **group.overrides} for group in config.server_groups] or [config.sglang]
+    limit = min(options.get(LIMIT) or _LIMIT_BY_DEFAULT for options in servers)
+    if not 0 < config.rollout_top_k <= limit:
+        yield (
+            f"{cut}, but SGLang reports what is left of the vocabulary, within which the trainer has to score, for a "
+            f"top-k of at most rollout.sglang.{LIMIT} ({limit}) alone: set rollout_top_k to some number up to it, "
+            f"{otherwise}"
+        )
+    if any(options.get("speculative_algorithm") for options in servers):
+        yield (
+            f"{cut}, but SGLang does not report what is left of the vocabulary while it decodes speculatively: leave "
+            f"speculative_algorithm out, {otherwise}"
+        )
+    if any(group.worker_type != "regular" for group in config.server_groups):
+        yield (
+            f"{cut}, but prefill and decode servers do not report what is left of the vocabulary: use regular ones, "
+            f"{otherwise}"
+        )
+
+
+def version_problems(config: RolloutConfig, installation: Installation) -> Iterator[str]:
+    """The same, asked of the SGLang that is installed."""
+    if config.cuts_vocabulary and LIMIT not in installation.options:
+        yield (
+            f"rollout.engine: SGLang {installation.version} does not report what top-p and top-k leave of the "
+            "vocabulary, within which the trainer has to score: run `make sglang-env` for a version that does"
+        )
+
+
+def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, KeptTokens]:
+    """[T] float32 log-probs of a reply's tokens among those that were left, and these.
+
+    Args:
+        meta: the reply's `meta_info`, to a request with `return_sampling_mask`.
+
+    Raises:
+        EngineError: it does not say.
+    """
+    left, log_probs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if left is None or log_probs is None:
+        if meta.get("completion_tokens"):
+            raise EngineError("the server does not say what it drew tokens from: it may be another version of SGLang")
+        left = log_probs = []
+    return np.asarray(log_probs, np.float32), KeptTokens.of(left)
+
+
+# The experts that an SGLang server's model chose for each token.
+#
+# Asked for by `return_routed_experts`, a server that was started with `enable_return_routed_experts` reports them for
+# all tokens of a request but the last generated one, of every layer, dense ones too, as int32 in base64.
+
+
+OPTION = "enable_return_routed_experts"
+
+
+def routes_problems(config: RolloutConfig) -> Iterator[str]:
+    """Sentences on why servers would not report them, asked of the configuration alone."""
+    servers = [{**config.sglang, **group.overrides} for group in config.server_groups] or [config.sglang]
+    if not config.external_urls and not all(options.get(OPTION) for options in servers):
+        yield (
+            "algorithm.use_rollout_routing_replay is true, and SGLang reports the experts of a token only where it is "
+            f"told to when it starts: set rollout.sglang.{OPTION}: true"
+        )
+    if any(group.worker_type != "regular" for group in config.server_groups):
+        yield (
+            "algorithm.use_rollout_routing_replay is true, and the experts of a token are known to two servers where "
+            "one does the prefill and another decodes: use regular servers, or leave it out"
+        )
+
+
+class Routes:
+    """Of servers of a model."""
+
+    def __init__(self, model: PretrainedConfig) -> None:
+        self._model = model.get_text_config()
+
+    @cached_property
+    def _layers(self) -> ExpertLayers:
+        return ExpertLayers.of(self._model)
+
+    def read(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
+        """[tokens, layers with experts, top-k] of a reply; None where it says nothing, as of an aborted request.
+
+        Args:
+            meta: the reply's `meta_info`.
+            tokens: those of which the experts are to be known.
+
+        Raises:
+            EngineError: it says something else.
+        """
+        told = meta.get("routed_experts")
+        if told is None:
+            return None
+        shape = (-1, self._model.num_hidden_layers, self._model.num_experts_per_tok)
+        try:
+            experts = np.frombuffer(base64.b64decode(told), np.int32).reshape(shape)[:tokens, list(self._layers.places)]
+        except ValueError as error:
+            raise EngineError(f"the server reports experts that are not of this model: {error}") from error
+        if len(experts) < tokens:
+            raise EngineError(f"the server reports the experts of {len(experts)} tokens, where it read {tokens}")
+        if ((experts < 0) | (experts >= self._layers.num_experts)).any():
+            raise EngineError(
+                f"the server reports experts from {experts.min()} to {experts.max()}, and the model's are 0 to "
+                f"{self._layers.num_experts - 1}"
+            )
+        if (np.diff(np.sort(experts[:1], -1)) == 0).any():
+            raise EngineError(
+                "the server reports that one expert was chosen twice for a token, as it does where its kernels choose "
+                "and do not say: set rollout.sglang.moe_runner_backend to one that routes apart"
+            )
+        return compact(experts, self._layers.num_experts)
+
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 

@@ -1,8 +1,10 @@
 """SGLang behind the interface of a rollout engine."""
 
+import queue
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -11,26 +13,74 @@ from typing import Any
 import torch
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.errors import EngineDied, EngineError
-from cairn.engines.models import check_model_folder, context_length, parameter_names
-from cairn.engines.rollout.occupancy import Occupancy
+from cairn.engines.models.folders import check_model_folder, context_length, parameter_names
+from cairn.engines.rollout.admission import Occupancy
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.requests import validate_requests
-from cairn.engines.rollout.sglang.client import Control
-from cairn.engines.rollout.sglang.generation import Generation
+from cairn.engines.rollout.sglang.completions import Routes
+from cairn.engines.rollout.sglang.generation import Generation, Loads, Route
 from cairn.engines.rollout.sglang.launch import FurtherRank, launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.rollout.sglang.loads import Loads
-from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.rollout.sglang.routes import Routes
-from cairn.engines.rollout.sglang.stream import ServerStream
-from cairn.engines.rollout.sglang.watch import Watch
+from cairn.engines.rollout.sglang.server import Control, Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
-from cairn.engines.rollout.streams import Stream
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types.errors import EngineDied, EngineError, RequestRefused
+from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from cairn.storage.commits import Environment
+from cairn.storage.ledger.commits import Environment
+
+# A stream of requests to SGLang's servers.
+
+
+class ServerStream:
+    """A `Stream`.
+
+    Args:
+        check: raises where requests cannot be served.
+    """
+
+    def __init__(
+        self, generation: Generation, check: Callable[[Sequence[GenerateRequest]], None] = lambda requests: None
+    ) -> None:
+        self._generation = generation
+        self._check = check
+        self._lock = threading.Lock()
+        self._asked = self._taken = 0
+        """Requests, and those of which is known what became of them."""
+        self._ended: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._check(requests)
+        with self._lock:
+            for future in self._generation.submit(requests):
+                self._asked += 1
+                future.add_done_callback(self._ended.put)
+
+    def __iter__(self) -> "ServerStream":
+        return self
+
+    def __next__(self) -> list[Completion]:
+        if self._taken >= self._asked:
+            raise StopIteration
+        future = self._ended.get()
+        self._taken += 1
+        error = future.exception()
+        if error is None:
+            return [future.result()]
+        if not isinstance(error, RequestRefused):
+            self.close()
+        raise error
+
+    def abort(self) -> None:
+        self._generation.abort()
+
+    def close(self) -> None:
+        self._generation.close()
+        with self._lock:
+            self._taken = self._asked
+
+    def __del__(self) -> None:
+        self._generation.close()
 
 
 class SGLangEngine:

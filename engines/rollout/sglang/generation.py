@@ -20,22 +20,71 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
-from cairn.engines.rollout.occupancy import Occupancy
-from cairn.engines.rollout.sglang.completions import completion
-from cairn.engines.rollout.sglang.loads import Loads
-from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.rollout.sglang.routes import Routes
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId
+from cairn.engines.rollout.admission import Occupancy
+from cairn.engines.rollout.sglang.completions import Routes, completion
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId
+
+# How busy a server was while it generated.
+
+
+_INTERVAL = 0.25
+_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+class Loads:
+    """The most requests that a server ran, and had waiting, at any of the moments it was asked."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self.running = 0
+        self.queued = 0
+
+    async def watch(self, http: aiohttp.ClientSession) -> None:
+        """Ask again and again, until cancelled. A server that does not answer is not this one's to judge."""
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with http.get(f"{self._server}/v1/loads", timeout=_TIMEOUT) as reply:
+                    ranks = (await reply.json())["loads"] if reply.status == 200 else []
+                self.running = max(self.running, sum(rank["num_running_reqs"] for rank in ranks))
+                self.queued = max(self.queued, sum(rank["num_waiting_reqs"] for rank in ranks))
+            await asyncio.sleep(_INTERVAL)
+
+
+# Where the requests of an engine's client go: to its own server, or through a router to any server of the fleet.
+
+
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""Header by which the router's policies `consistent_hashing` and `manual` keep requests together."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of `/generate`, and every server that it may end at."""
+
+    url: str
+    """Takes `/generate`."""
+    servers: tuple[str, ...]
+    """Take everything else, such as `/abort_request`: the router passes on generation alone."""
+
+    @classmethod
+    def to(cls, server: str) -> "Route":
+        """Straight to one server."""
+        return cls(server, (server,))
+
+    def headers(self, request_id: RequestId) -> Mapping[str, str]:
+        """Of a `/generate`: the samples of a group share a prompt, and so a cache."""
+        return {ROUTING_KEY: str(request_id[0])}
+
 
 ATTEMPTS = 3
 """Times that a sample is asked for behind a router."""

@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cairn.engines.errors import EngineError
-from cairn.engines.fleet.syntax import parsed
+from cairn.engines.processes.syntax import parsed
+from cairn.engines.types.errors import EngineError
 
 TESTED_VERSION = "0.5.21"
 """The version that `cpu/` stands in for; other versions are refused without a GPU."""

@@ -1,20 +1,52 @@
 """Launches what a `ServerPlan` says: one server, or one machine's part of it."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.errors import EngineDied, EngineError
-from cairn.engines.fingerprint import SGLANG, server_environment
-from cairn.engines.ports import free_port
+from cairn.engines.processes.fingerprint import SGLANG, server_environment
+from cairn.engines.processes.ports import free_port
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import CPU_OPTIONS, Installation
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan, Worker, takes_no_weights
-from cairn.engines.rollout.sglang.model_code import code_problem
 from cairn.engines.rollout.sglang.server import ExternalServer, Server
-from cairn.storage.commits import Environment
+from cairn.engines.types.errors import BadModel, EngineDied, EngineError
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.store.canonical import from_json
+
+# Code that a model folder brings along. SGLang runs it wherever it does not know the model's architecture, whatever it
+# was told with `trust_remote_code`; so a folder that names any is not given to it unasked.
+
+
+def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:
+    """A sentence if the config.json of a model folder names code (`auto_map`) that none of the servers' options trust.
+
+    Raises:
+        BadModel: the file is missing or broken.
+    """
+    if any(of_server.get("trust_remote_code") for of_server in options):
+        return None
+    file = Path(path) / "config.json"
+    try:
+        found = _names_code(from_json(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise BadModel(f"{file} cannot be read: {error}") from error
+    if not found:
+        return None
+    return (
+        f"{file} names code of its own (auto_map), which SGLang may run: take auto_map out, or set "
+        "rollout.sglang.trust_remote_code=true"
+    )
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "auto_map" in value or any(map(_names_code, value.values()))
+    return isinstance(value, list) and any(map(_names_code, value))
+
 
 POLLED = ("/v1/loads", "/server_info", "/get_model_info", "/health")
 """Questions that Cairn asks so often that a server's log would hold little else."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cairn.configs.engines import ENGINES
-from cairn.configs.schema.rollout import RolloutConfig
-from cairn.configs.schema.servers import ServerGroup
+from cairn.configs.schema.rollout import RolloutConfig, ServerGroup
 from cairn.configs.view import Reader, view
 from cairn.engines.rollout.plan import EnginePlan, LaunchPlan
 

@@ -1,18 +1,82 @@
 """What can be known of servers before anything starts: sentences on what SGLang cannot do, or does otherwise."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder, sees_images
-from cairn.engines.rollout.sglang.cpu_path import UNSERVED
+from cairn.engines.models.folders import check_model_folder, sees_images
+from cairn.engines.models.quantized import BlockFp8, quantization_of
+from cairn.engines.rollout.sglang.completions import kept_problems, routes_problems, version_problems
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
-from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
+from cairn.engines.rollout.sglang.launch import code_problem
 from cairn.engines.rollout.sglang.launch_plan import plan_problems, without_gpu
-from cairn.engines.rollout.sglang.model_code import code_problem
-from cairn.engines.rollout.sglang.quantized import quantized_problems
-from cairn.engines.rollout.sglang.routes import routes_problems
+from cairn.engines.types.errors import BadModel
+
+# Which models SGLang's servers do not serve without a GPU, and why: found by `python -m tests.sglang_architectures`,
+# of the version that `cpu/` stands in for.
+
+
+_LATENT = "its attention for CPUs looks for whole keys and values in a cache of latents"
+_GATED = "its model needs sgl_kernel's fused_sigmoid_mul_cpu"
+
+UNSERVED = {
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": "its sparse attention asks for the properties of a CUDA device",
+    "qwen2_moe": "its shared experts need a Triton kernel, fused_gate_sigmoid_mul_add",
+    "qwen3_next": "its linear attention needs sgl_kernel.mamba",
+    "qwen3_5_text": _GATED,
+    "qwen3_5_moe_text": _GATED,
+    "minimax_m2": "the norm of its queries and keys is a kernel for CUDA",
+    "gpt_oss": "it has attention with sinks for GPUs and CPUs with AMX only",
+}
+"""Model type -> what is missing."""
+
+
+# What can be known, before anything starts, of servers that hold quantised weights: sentences on what cannot work.
+
+
+def quantized_problems(config: RunConfig) -> Iterator[str]:
+    """Of servers that read `model.path`, and are sent new weights as it holds them (`cairn.engines.weights.fp8`)."""
+    rollout, fleet, path = config.rollout, config.fleet, config.model.path
+    servers = [{**rollout.sglang, **group.overrides} for group in rollout.server_groups] or [rollout.sglang]
+    try:
+        scheme = quantization_of(Path(path))
+    except (BadModel, OSError, ValueError):  # told of by _model_problems
+        return
+    if any(options.get("quantization") for options in servers):
+        yield (
+            "rollout.sglang.quantization rounds weights when a server starts, and new ones would be taken as they are: "
+            "leave it out, and for rollouts in FP8 give a model.path whose config.json says fp8 in blocks"
+        )
+    if scheme is None:
+        return
+    if not isinstance(scheme, BlockFp8):
+        yield (
+            f"servers of rollout.engine=sglang would hold {path} in four bits, in which no weights are sent, since "
+            "training knows nothing of such rounding: give a folder in bfloat16 or FP8, or set rollout.engine to "
+            "transformers, which computes with what the four bits stand for"
+        )
+        return
+    if not rollout.num_gpus_per_engine and not rollout.external_urls:
+        yield (
+            f"{path} is in FP8, for which SGLang has no kernels without a GPU: set rollout.num_gpus_per_engine, or "
+            "rollout.engine to transformers, which computes with what the FP8 stands for"
+        )
+    if rollout.dtype != "bfloat16":
+        yield f"{path} is in FP8, with which SGLang computes in bfloat16 alone: set rollout.dtype to bfloat16"
+    if fleet.update_weight_transport == "disk":
+        yield (
+            f"fleet.update_weight_transport is disk, by which servers that hold {path} in FP8 would read plain "
+            "weights: set it to tensor or distributed"
+        )
+    if fleet.check_weight_update_equal:
+        yield (
+            "fleet.check_weight_update_equal compares log-probs with the trainer's to what rounding to bfloat16 "
+            f"explains, and servers hold {path} in FP8: leave it out"
+        )
+
 
 MOST_STOP_STRINGS = 32
 """Of a request (`MAX_STOP_COUNT` in SGLang's sampling parameters)."""

@@ -14,12 +14,11 @@ from typing import Any
 import httpx
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
-from cairn.engines.ports import free_port
+from cairn.engines.processes.ports import free_port
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.rollout.sglang.launch_plan import Worker
-from cairn.engines.rollout.sglang.server import Server
-from cairn.engines.rollout.sglang.watch import Watch
+from cairn.engines.rollout.sglang.server import Server, Watch
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 
 PROGRAM = Path(__file__).with_name("start_router.py")
 

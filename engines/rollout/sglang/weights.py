@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
-from cairn.engines.rollout.sglang.client import POLICY, Control
+from cairn.engines.rollout.sglang.server import POLICY, Control
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.weights.buckets import share
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from cairn.engines.weights.shared import share
 
 IDLE_TIMEOUT = 60.0
 """Seconds in which a server must have ended the requests that an update aborts."""

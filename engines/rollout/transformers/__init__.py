@@ -1,0 +1,1 @@
+"""The rollout engine that runs any Hugging Face causal language model in its own process."""

@@ -4,16 +4,182 @@ Rows stay dense, so that a step runs over the first ones of everything.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from cairn.engines.errors import GenerationFailed
-from cairn.engines.rollout.transformers.sampling import sample, uniforms
-from cairn.engines.rollout.transformers.stop_strings import StopWatch
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, KeptTokens
+from cairn.engines.models.tokenizers import read_tokenizer
+from cairn.engines.types.errors import BadModel, GenerationFailed
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, KeptTokens
+
+# How the next token is drawn: one uniform number a token, from the sample's seed and the token's position alone.
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[B] float32 in (0, 1], multiples of 2^-24: output `positions[b]` of the generator SplitMix64 seeded `seeds[b]`.
+
+    A counter-based generator: any output without those before it, in integers only, so equal everywhere and in every
+    batch. Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+
+    Args:
+        seeds: [B] uint64.
+        positions: [B] uint64, of the token within its response, from 0.
+    """
+    z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return ((z >> np.uint64(40)) + np.uint64(1)).astype(np.float32) * np.float32(2**-24)
+
+
+def sample(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    truncated: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw a token a row by inverting the cumulative distribution, with its log-prob under what it was drawn from.
+
+    Each row's result depends on that row alone.
+
+    Args:
+        logits: [B, V] float32.
+        uniform: [B] in (0, 1].
+        temperature: [B], positive; None where all are 1.
+        greedy: [B] bool, rows that take the most probable token; None where none does.
+        truncated: (rows [R], top_p [R], top_k [R]) of the rows, none of them greedy, that draw from a part of the
+            vocabulary only; a top_k of V keeps all.
+
+    Returns:
+        tokens [B] int64; log-probs [B] float32 under softmax(logits / temperature), over the part alone in truncated
+        rows; and the part [R, V] bool, the tokens that these rows could have drawn.
+    """
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    probs = torch.softmax(logits, dim=-1)
+    candidates = probs
+    if truncated is not None:
+        rows, top_p, top_k = truncated
+        part = _truncate(probs[rows], top_p, top_k)
+        candidates = probs.index_copy(0, rows, part)
+    cumulative = candidates.cumsum(-1)
+    # A target in (0, total] is first reached at a token of positive probability.
+    target = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[-1] - 1)  # beyond the end if not finite
+    if greedy is not None:
+        tokens = torch.where(greedy[:, None], probs.argmax(-1, keepdim=True), tokens)
+    chosen = probs.gather(1, tokens)[:, 0]
+    if truncated is None:
+        return tokens[:, 0], chosen.log(), None
+    chosen = chosen.index_copy(0, rows, chosen[rows] / cumulative[rows, -1])
+    return tokens[:, 0], chosen.log(), part > 0
+
+
+def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Zero all but the `top_k` most probable tokens, and of the full distribution all but the smallest set of the most
+    probable tokens that holds `top_p` of the mass (Holtzman et al. 2020, "The curious case of neural text
+    degeneration", section 3.1)."""
+    descending, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = descending.cumsum(-1) - descending
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    keep = (before < top_p[:, None]) & (rank < top_k[:, None])
+    return torch.zeros_like(probs).scatter_(1, order, descending * keep)
+
+
+# Strings that end a response as soon as its text holds one.
+#
+# The text is what the model folder's tokenizer makes of all tokens, special ones kept, as SGLang has it. A string may
+# begin and end in the middle of tokens, and a character may take several. Only the end of a response is decoded: each
+# token that has a text has a byte of it at least, so a string that the last token completes lies in as many of the last
+# tokens as it has bytes. What is found depends on the response alone.
+
+
+_CHARACTER = 4
+"""Most bytes of a character in UTF-8, so most tokens."""
+_PART = "\ufffd"
+"""What a part of a character is decoded to."""
+
+
+class StopStrings:
+    """Those of an engine's requests. The tokenizer is loaded where a request has some.
+
+    Args:
+        folder: of the model.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._texts: dict[int, bool] = {}
+
+    def watch(self, request: GenerateRequest) -> "StopWatch | None":
+        """A look-out for the request's strings, None where it has none. Raises BadModel."""
+        strings = request.sampling_params.stop
+        if not strings:
+            return None
+        _ = self._tokenizer  # what it lacks concerns this request, and not those that are decoded with it
+        watch = StopWatch(self, strings)
+        drawn = len(request.input_ids) - request.position
+        for token in request.input_ids[drawn:][-watch.reach :]:
+            watch.extend(int(token))
+        return watch
+
+    def text(self, tokens: list[int]) -> str:
+        """Of some tokens."""
+        return str(self._tokenizer.decode(tokens))
+
+    def has_text(self, token: int) -> bool:
+        """Whether a token has any, in whatever company: an id that the tokenizer lacks has none. Some tokenizers drop a
+        space before the first token, so it is asked of two."""
+        if token not in self._texts:
+            self._texts[token] = bool(self.text([token, token]))
+        return self._texts[token]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            tokenizer = read_tokenizer(self._folder)
+        # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
+        except Exception as error:
+            raise BadModel(f"{self._folder} has no tokenizer that can be loaded, for stop strings: {error}") from error
+        if not tokenizer("0")["input_ids"]:  # the library makes one up where there is none
+            raise BadModel(f"{self._folder} has no tokenizer, which stop strings need: put the model's own there")
+        return tokenizer
+
+
+class StopWatch:
+    """The end of one response."""
+
+    def __init__(self, vocabulary: StopStrings, strings: tuple[str, ...]) -> None:
+        self._vocabulary = vocabulary
+        self._strings = strings
+        self.reach = _CHARACTER + max(len(string.encode()) for string in strings)
+        """Tokens that are decoded: more than a string can lie in, since the first may lose a space, and may begin in
+        the middle of a character, which some tokenizers give up with all the bytes after it."""
+        self._last: deque[int] = deque(maxlen=self.reach)
+        self.found = False
+        """Whether the last token has completed a string."""
+
+    def extend(self, token: int) -> None:
+        """Go on by a token."""
+        if self._vocabulary.has_text(token):
+            self._last.append(token)
+
+    def completes(self, token: int) -> bool:
+        """Go on by a token; whether it completes a string."""
+        self.extend(token)
+        tokens = [*self._last]
+        for start in range(_CHARACTER):
+            text = self._vocabulary.text(tokens[start:])
+            self.found = any(string in text for string in self._strings)
+            if self.found or not text.startswith(_PART):
+                break
+        return self.found
 
 
 @dataclass(eq=False)

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from cairn.engines.rollout.transformers.batch import samples_of
-from cairn.engines.rollout.transformers.decoder import Decoder
+from cairn.engines.rollout.transformers.decoder import Decoder, trial_inputs
 from cairn.engines.rollout.transformers.decoding import Decoding
-from cairn.engines.rollout.transformers.decoding_step import trial_inputs
 from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT
-from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
+from cairn.engines.types.types import Completion, GenerateRequest, RequestId, SamplingParams
 
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_REDUCED_PRECISION = 0.5
@@ -112,7 +111,7 @@ def _group(
 
 def _with_image(request: GenerateRequest, rows: int, columns: int, decoder: Decoder) -> GenerateRequest:
     """The same with an image of so many places before its last token, under another id."""
-    from cairn.engines.vision import trial_image  # what few models need
+    from cairn.engines.models.vision import trial_image  # what few models need
 
     image, token = trial_image(decoder.model, rows, columns, seed=rows), decoder.model.config.image_token_id
     text = [(id + 1) % decoder.vocab_size if id == token else id for id in request.input_ids]
@@ -151,7 +150,7 @@ def _full_log_probs(decoder: Decoder, request: GenerateRequest, completion: Comp
 def _seeing(decoder: Decoder, ids: np.ndarray, request: GenerateRequest) -> AbstractContextManager[dict[str, Any]]:
     if not request.images:
         return nullcontext({})
-    from cairn.engines.vision import seeing
+    from cairn.engines.models.vision import seeing
 
     return seeing(decoder.model, [ids], [request.images])
 

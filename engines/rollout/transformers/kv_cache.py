@@ -6,14 +6,155 @@ but finite, and masked, so it adds exact zeros; with lengths cut at multiples of
 them in the same order whatever the cut.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from cairn.engines.rollout.transformers.layer_states import LayerKind, Slots
+# What the layers of a model keep of a sample's tokens, by kind of layer: how it is read off a prefilled prompt, and
+# how the model's forward pass meets it when each slot takes one new token.
+#
+# | kind of layer | keeps |
+# |---|---|
+# | full or sliding attention | keys and values of every position |
+# | sparse attention | the same, and the indexer's keys |
+# | linear attention (gated delta networks) | a state: the convolution's last inputs, and the recurrent one |
+#
+# Of what is kept of every position, a slot still holds what its sample began with, and padding on the right never
+# enters it. A state is all that came before: it cannot be taken back, so prompts are prefilled without padding for it.
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of a step, as its layers see them."""
+
+    rows: int
+    """The first ones, which take a token each."""
+    length: int
+    """Positions to attend to."""
+    offsets: dict[int, torch.Tensor]
+    """For each number of heads, [rows * heads]: where the new positions are in a store that is seen as [slots * heads *
+    capacity, size]."""
+
+
+class _AttentionStep(CacheLayerMixin):
+    """Keys and values of slots, which attention extends."""
+
+    def __init__(self, stores: Sequence[torch.Tensor], heads: Sequence[int | None], slots: Slots) -> None:
+        super().__init__()
+        self._stores, self._heads, self._slots = stores, heads, slots
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new states [B, heads, 1, size]; return [B, heads, length, size] of keys and of values."""
+        return self._extend(0, key_states), self._extend(1, value_states)
+
+    def _extend(self, index: int, states: torch.Tensor) -> torch.Tensor:
+        store, size = self._stores[index], self._stores[index].shape[3]
+        offsets = self._slots.offsets[cast(int, self._heads[index])]
+        store.view(-1, size).index_copy_(0, offsets, states.reshape(-1, size))
+        return store[: self._slots.rows, :, : self._slots.length]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError("the stores exist before the first step")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._slots.length, 0
+
+    def get_seq_length(self) -> int:
+        return self._slots.length
+
+    def get_max_cache_shape(self) -> int:
+        return self._stores[0].shape[2]
+
+
+class _IndexedStep(_AttentionStep):
+    """The same with the indexer's keys, which have one head."""
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the new keys [B, 1, size]; return [B, length, size]."""
+        return self._extend(2, indexer_key_states.unsqueeze(1)).squeeze(1)
+
+
+class _LinearStep(LinearAttentionCacheLayerMixin):
+    """The states of slots, which the layer replaces."""
+
+    def __init__(self, stores: Sequence[torch.Tensor], heads: Sequence[int | None], slots: Slots) -> None:
+        super().__init__()
+        self.conv_states, self.recurrent_states = (store[: slots.rows] for store in stores)
+        self.has_previous_state = True  # before the first token it is zeros
+
+    def update_conv_state(self, conv_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("a step of one token replaces the convolution's inputs in place")
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return cast(torch.Tensor, self.recurrent_states).copy_(recurrent_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the stores exist before the first step")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers of one kind have in common."""
+
+    prefilled: type
+    """The library's cache of such a layer, for prompts."""
+    read: Callable[[Any], tuple[torch.Tensor, ...]]
+    """What a prefilled one keeps: each [P, heads, S, size] with every position, or [P, …] if it is a state."""
+    of_positions: bool
+    """Whether it keeps every position, rather than states."""
+    step: Callable[
+        [Sequence[torch.Tensor], Sequence[int | None], Slots], CacheLayerMixin | LinearAttentionCacheLayerMixin
+    ]
+    """What the forward pass meets in a step, made of the layer's stores, their heads, and the slots."""
+
+
+def _keys_and_values(layer: DynamicLayer) -> tuple[torch.Tensor, ...]:
+    """None where the layer attends to those of another one."""
+    return () if layer.keys is None or layer.values is None else (layer.keys, layer.values)
+
+
+def _with_indexer(layer: DynamicIndexedLayer) -> tuple[torch.Tensor, ...]:
+    """Layers that take the selection of another one have no indexer."""
+    keys = layer.indexer_keys
+    return _keys_and_values(layer) + (() if keys is None else (keys.unsqueeze(1),))
+
+
+def _states(layer: Any) -> tuple[torch.Tensor, ...]:
+    return layer.conv_states, layer.recurrent_states
+
+
+_ATTENTION = LayerKind(DynamicLayer, _keys_and_values, True, _AttentionStep)
+KINDS = {
+    "full_attention": _ATTENTION,
+    "sliding_attention": _ATTENTION,
+    "deepseek_sparse_attention": LayerKind(DynamicIndexedLayer, _with_indexer, True, _IndexedStep),
+    "linear_attention": LayerKind(LinearAttentionLayer, _states, False, _LinearStep),
+}
+"""By the names of `config.layer_types`."""
+
+
+def prompt_cache(kinds: Sequence[LayerKind]) -> Cache:
+    """An empty cache of the library for a model with such layers, which keeps all positions of sliding ones too."""
+    return Cache(layers=[kind.prefilled() for kind in kinds])
+
 
 ALIGNMENT = 16
 """Lengths seen by kernels are multiples of this: the float32 lanes of the widest vector unit, AVX-512."""
@@ -137,3 +278,94 @@ def _growth(shape: Sequence[int], larger: Sequence[int]) -> list[int]:
     return [
         places for size, other in zip(reversed(shape), reversed(larger), strict=True) for places in (0, other - size)
     ]
+
+
+# Attention over the slots of a `KVCache`, as an attention function of transformers.
+#
+# The library's own SDPA function copies keys and values once per query head as soon as a mask is given; here grouped
+# queries read them in place. Without a GPU rows of different lengths are attended to in segments
+# (`cairn.engines.rollout.transformers.decoding`).
+
+
+SLOT_ATTENTION = "cairn_slots"
+"""Its name in transformers, for `model.set_attn_implementation`."""
+
+
+_given = threading.local()
+
+
+@contextmanager
+def segmented(segments: torch.Tensor) -> Iterator[None]:
+    """Steps of this thread run over rows in these segments [K, 2]."""
+    _given.segments = segments
+    try:
+        yield
+    finally:
+        del _given.segments
+
+
+@torch.jit.script_if_tracing
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    segments: torch.Tensor,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    """As `F.scaled_dot_product_attention`, each segment over as many positions as it needs."""
+    found: list[torch.Tensor] = []
+    begin = 0
+    for i in range(segments.shape[0]):
+        end, length = int(segments[i, 0]), int(segments[i, 1])
+        found.append(
+            F.scaled_dot_product_attention(
+                query[begin:end],
+                key[begin:end, :, :length],
+                value[begin:end, :, :length],
+                attn_mask=mask[begin:end, :, :, :length],
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+        begin = end
+    return torch.cat(found)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend with queries [B, H, S, D] to keys and values [B, G, L, D] under a mask [B, 1, S, L] to be added to scores.
+
+    Without a mask, for prompts, this is the library's own function.
+
+    Returns:
+        [B, S, H, D], and no attention weights.
+    """
+    if attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+    group_size = int(getattr(module, "num_key_value_groups", 1))
+    if group_size > 1 and query.is_cuda:
+        # CUDA's fused kernels take a mask or grouped heads, not both: a group's heads become queries of one head.
+        grouped = query.unflatten(1, (-1, group_size)).flatten(2, 3)
+        mask = attention_mask.unsqueeze(2).expand(-1, -1, group_size, -1, -1).flatten(2, 3)
+        mask = mask.expand(-1, grouped.shape[1], -1, -1)
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        output = output.unflatten(2, (group_size, -1)).flatten(1, 2)
+    else:
+        segments: torch.Tensor | None = getattr(_given, "segments", None)
+        if segments is None:  # a prompt, under the mask of a window
+            segments = torch.tensor([(query.shape[0], key.shape[2])])
+        output = _attend(query, key, value, attention_mask, segments, scaling, group_size > 1)
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)

@@ -12,14 +12,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from cairn.engines.errors import EngineError
-from cairn.engines.rollout.occupancy import Occupancy
+from cairn.engines.rollout.admission import Occupancy
 from cairn.engines.rollout.requests import validate_requests
-from cairn.engines.rollout.transformers.batch import Sample, samples_of
+from cairn.engines.rollout.transformers.batch import Sample, StopStrings, samples_of
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.decoding import Decoding
-from cairn.engines.rollout.transformers.stop_strings import StopStrings
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import Completion, GenerateRequest
 
 Result = Completion | Exception
 

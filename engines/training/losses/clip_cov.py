@@ -21,7 +21,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.losses import policy_loss
 from cairn.engines.training.losses.kl_cov import covariances
-from cairn.engines.training.losses.protocol import TokenLosses
+from cairn.engines.training.protocol import TokenLosses
 
 
 def drawn(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig) -> np.ndarray:

@@ -1,5 +1,5 @@
 """Direct preference optimization, of which the estimator of that name has made advantages and returns
-(`cairn.tasks.advantages.dpo`).
+(`cairn.tasks.advantages.step.dpo`).
 
 With A the advantage and L the return of a sample's c trained tokens, every token's loss is
 
@@ -14,7 +14,7 @@ import torch
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
-from cairn.engines.training.losses.protocol import TokenLosses
+from cairn.engines.training.protocol import TokenLosses
 
 
 @plugin(needs={"advantages", "returns"})

@@ -13,7 +13,7 @@ from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.losses.dppo_tv import within_a_divergence
-from cairn.engines.training.losses.protocol import TokenLosses
+from cairn.engines.training.protocol import TokenLosses
 
 
 @plugin(needs={"advantages", "rollout_log_probs"}, reads={"eps_clip", "eps_clip_high"}, defaults={"eps_clip": 0.05})

@@ -19,7 +19,7 @@ from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.losses.policy_loss import policy_loss
-from cairn.engines.training.losses.protocol import TokenLosses
+from cairn.engines.training.protocol import TokenLosses
 
 
 @plugin(

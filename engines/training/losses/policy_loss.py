@@ -5,8 +5,7 @@ import torch
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.losses.limits import bounded
-from cairn.engines.training.losses.protocol import TokenLosses
+from cairn.engines.training.protocol import TokenLosses, bounded
 
 
 @plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high", "eps_clip_c"})

@@ -4,7 +4,7 @@ import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.losses.protocol import TokenLosses
+from cairn.engines.training.protocol import TokenLosses
 
 
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:

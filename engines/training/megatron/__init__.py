@@ -1,0 +1,1 @@
+"""The production training engine, on megatron-core."""

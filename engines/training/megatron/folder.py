@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from cairn.engines.models import INDEX, WEIGHTS, read_config, save_config
+from cairn.engines.models.folders import INDEX, WEIGHTS, read_config, save_config
 from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.mtp import keep_mtp
 
@@ -18,8 +18,8 @@ FILE_BYTES = 4 << 30
 def write_model_folder(
     source: Path, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype, write: bool
 ) -> None:
-    """Write weights with the config, and the layers that are not trained (see `cairn.engines.mtp`), of the folder they
-    came from; no more than one file's of them are held at a time.
+    """Write weights with the config, and the layers that are not trained (see `cairn.engines.models.published`), of the
+    folder they came from; no more than one file's of them are held at a time.
 
     Args:
         source: the folder with config.json and, where there is one, generation_config.json.

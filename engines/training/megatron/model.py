@@ -15,6 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -22,21 +27,119 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers import PretrainedConfig
 
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.models import check_model_folder
+from cairn.engines.models.folders import check_model_folder
 from cairn.engines.training.megatron.backend import Backend
 from cairn.engines.training.megatron.delta_net import delta_net_spec
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.families.base import Family
-from cairn.engines.training.megatron.freezing import frozen_tensors
-from cairn.engines.training.megatron.options import options_of
-from cairn.engines.training.megatron.post_norm import PostNorm
-from cairn.engines.training.megatron.value_head import ValueHead, source_in_critic
+from cairn.engines.training.megatron.families.base import Family, Layout, Source
+from cairn.engines.training.megatron.options import frozen_tensors, options_of
 from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
-from cairn.engines.training.megatron.whole_norm import WholeNorm
 from cairn.engines.training.value_model import value_head
+
+# Norms after a layer's attention and feed-forward part, which Megatron's own layers do not have.
+
+
+class PostNorm(torch.nn.Module):
+    """Stands where Megatron adds a part's output to the residual stream, and normalises the output first."""
+
+    def __init__(self, config: Any, norm: type[torch.nn.Module]) -> None:
+        """`norm`: the backend's."""
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Megatron asks for the function that adds; there is neither bias nor dropout."""
+
+        def add(output_and_bias: tuple[torch.Tensor, None], residual: torch.Tensor, _: float) -> torch.Tensor:
+            return residual + self.norm(output_and_bias[0])
+
+        return add
+
+
+# A norm of all query heads, or all key heads, together, where Megatron's own are of each head by itself.
+
+
+class WholeNorm(torch.nn.Module):
+    """Each tensor-parallel rank has the weight of its own heads; the sum of squares is that of all ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
+        """
+        Args:
+            hidden_size: of one head.
+            heads: on all ranks.
+        """
+        super().__init__()
+        self._width, self._eps = heads * hidden_size, eps
+        local = self._width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype))
+        cut: Any = self.weight
+        cut.tensor_model_parallel, cut.partition_dim, cut.partition_stride = True, 0, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, batch, heads, head_dim] from the same, as far as this rank has the heads."""
+        squares = x.float().square().sum((-2, -1), keepdim=True)
+        # Every rank's output depends on the sum, so both it and its gradient are added up.
+        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        return (x * torch.rsqrt(squares / self._width + self._eps)).type_as(x) * self.weight.view(x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As Megatron asks each module for what a checkpoint holds of it."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+        )
+
+
+# The critic's head on Megatron: linear from the hidden size to 1, where a policy has its output layer.
+
+
+SOURCES = {
+    "output_layer.weight": Source(Layout.REPLICATED, ("lm_head.weight",)),
+    "output_layer.bias": Source(Layout.REPLICATED, ("lm_head.bias",)),
+}
+"""The names that the state gives them are those of the torch engine's."""
+
+
+class ValueHead(torch.nn.Linear):
+    """Stands on the last pipeline stage, whole on every tensor-parallel rank, and is called as Megatron's output layer.
+
+    With sequence parallelism each rank values its own tokens: the values are gathered, and Megatron adds up the
+    gradients of parameters that are marked so."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, dtype=config.params_dtype)
+        self._tokens_are_cut = config.sequence_parallel
+        marked: list[Any] = [self.weight, self.bias]
+        for parameter in marked:
+            parameter.sequence_parallel = self._tokens_are_cut
+
+    def forward(
+        self, input: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> Any:
+        """[tokens, batch, hidden size] → ([all tokens, batch, 1], no bias); the other arguments are not for it."""
+        values = super().forward(input)
+        if self._tokens_are_cut:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def source_in_critic(family: Family, name: str) -> Source:
+    """As `Family.parameter`, of a model with this head."""
+    return SOURCES[name] if name in SOURCES else family.parameter(name)
+
+
+def read_values(outputs: torch.Tensor, _: object) -> torch.Tensor:
+    """[N] values of [N, 1] outputs."""
+    return outputs.squeeze(-1)
+
 
 _GROUP_SIZES = (
     "tensor_model_parallel_size",

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from cairn.engines.routing import FREE
+from cairn.engines.models.routing import FREE
 from cairn.engines.training.collate import Tokens
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.types import TrainBatch
 
 
 @dataclass(frozen=True)

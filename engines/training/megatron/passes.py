@@ -13,13 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
-from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
-from cairn.engines.training.losses.metrics import merge, merge_over_ranks, numbers
-from cairn.engines.training.megatron.balance import Balance
+from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
 from cairn.engines.training.megatron.packing import Packed, pack
-from cairn.engines.training.megatron.replay import Replay
-from cairn.engines.training.routes import MISMATCH, routed_choices
-from cairn.engines.types import TrainBatch
+from cairn.engines.training.megatron.routers import Balance, Replay
+from cairn.engines.training.protocol import merge, merge_over_ranks, numbers
+from cairn.engines.types.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """([N, outputs / ranks] float32 of the output layer at the trained tokens, the tokens) → this micro-batch's share of

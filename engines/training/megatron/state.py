@@ -1,18 +1,187 @@
 """The training state of a rank: parameters and moments, wherever Megatron's optimizer keeps them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.nn import functional
 
-from cairn.engines.training.megatron.fingerprints import Fingerprints, Piece, sharded_fingerprints
 from cairn.engines.training.megatron.model import replicas
-from cairn.engines.training.megatron.offload import Memory
 from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, gather
 from cairn.engines.training.optimizer import MOMENTS
-from cairn.engines.weights.checksum import digest
+from cairn.engines.weights.checksum import digest, fingerprint
+
+# Fingerprints of a training state that Megatron has cut into pieces, equal on every layout of ranks: what each rank
+# reads of the Hugging Face tensors where it holds them adds up to `cairn.engines.weights.checksum.fingerprint` of the
+# whole.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a parameter's flattened local value, or of a tensor of its shape, that count here."""
+
+    kind: str
+    values: torch.Tensor
+    """[end - start]."""
+    start: int
+    blocks: list[Block]
+
+
+Fingerprints = tuple[list[tuple[str, tuple[int, ...], str]], torch.Tensor]
+"""Name, shape and dtype of n tensors, and their fingerprints [n, 2] int64."""
+
+
+def sharded_fingerprints(
+    pieces: Iterable[Piece],
+    kinds: Mapping[str, Collection[str]],
+    ownership: Ownership,
+    dtype: str,
+    device: torch.device,
+) -> Fingerprints:
+    """Of every whole tensor of every kind; all ranks take part.
+
+    Args:
+        kinds: prefixes of the tensors' names, such as "exp_avg.", and the names that each goes with; every piece is of
+            one of them.
+        dtype: that all tensors count as.
+        device: over which ranks add up.
+    """
+    tensors = ownership.tensors()
+    entries = [
+        (f"{kind}{name}", parts[0][1].whole_shape, dtype)
+        for kind, names in kinds.items()
+        for name, parts in tensors.items()
+        if name in names
+    ]
+    index = {name: place for place, (name, _, _) in enumerate(entries)}
+    sums = torch.zeros(len(entries), 2, dtype=torch.int64, device=device)
+    for piece in pieces:
+        for name, values, offset in _runs(piece):
+            sums[index[piece.kind + name]] += fingerprint(values, offset)
+    dist.all_reduce(sums)
+    return entries, sums
+
+
+def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """What a piece holds, as runs of consecutive elements of whole tensors: name, elements, place of the first.
+
+    Blocks that follow each other in the whole tensor, as those of a query projection do, are one run."""
+    run: list[torch.Tensor] = []
+    name, first, end = "", 0, 0
+    for block in sorted(piece.blocks, key=lambda block: (block.name, block.row, block.column)):
+        values, offset = _part(piece, block)
+        if run and (name, end) == (block.name, offset):
+            run.append(values)
+        else:
+            if run:
+                yield name, torch.cat(run), first
+            run, name, first = [values], block.name, offset
+        end = offset + len(values)
+    if run:
+        yield name, torch.cat(run), first
+
+
+def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
+    """What a piece holds of a block, and its place in the whole tensor. Of a block that is narrower than the tensor it
+    is whole rows, zero where other ranks hold them: zeros add nothing to a fingerprint."""
+    width = block.height if block.transposed else block.width  # of the local parameter
+    first = block.local_row * width
+    start = max(piece.start, first)
+    end = max(start, min(piece.start + len(piece.values), first + block.height * block.width))
+    values = piece.values[start - piece.start : end - piece.start]
+    if block.transposed:
+        return _spread(values, start - first, block), block.row * block.columns
+    row, column = divmod(start - first, block.width)
+    if block.width == block.columns:
+        return values, (block.row + row) * block.columns + column
+    rows = functional.pad(values, (column, -(column + len(values)) % block.width)).view(-1, block.width)
+    whole = functional.pad(rows, (block.column, block.columns - block.column - block.width))
+    return whole.flatten(), (block.row + row) * block.columns
+
+
+def _spread(values: torch.Tensor, start: int, block: Block) -> torch.Tensor:
+    """Whole rows of the tensor, zero but for what these elements of a transposed block are of them.
+
+    Args:
+        start: elements of the block before them, as the local parameter has it.
+    """
+    size = block.height * block.width
+    held = functional.pad(values, (start, size - start - len(values))).view(block.width, block.height)
+    whole = values.new_zeros(block.height, block.columns)
+    whole[:, block.columns_held] = held.T
+    return whole.flatten()
+
+
+# Memory of a training state that is given away for a while, and comes back bit for bit.
+
+
+@dataclass(frozen=True)
+class _Away:
+    """Memory that was given away."""
+
+    storage: torch.UntypedStorage
+    size: int
+    host: torch.Tensor | None
+    """[size] bytes of the host that hold what was in it; None where that is not kept."""
+
+
+class Memory:
+    """Gives the memory below tensors away and takes it back.
+
+    The tensors themselves stay what they are: Megatron's parameters, master weights and gradients are views into large
+    buffers, known to buckets, shards and hooks, and all of them are valid again once the memory is back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._away: dict[int, _Away] = {}
+
+    def give(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
+        """Give away the memory of all tensors on the device.
+
+        Args:
+            kept: what they hold is copied to the host, pinned where a GPU will fetch it.
+            dropped: what they hold is not needed again.
+        """
+        for tensor in kept:
+            self._give(tensor, keep=True)
+        for tensor in dropped:
+            self._give(tensor, keep=False)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def take(self) -> None:
+        """Take it back; what was dropped is zero."""
+        for away in self._away.values():
+            away.storage.resize_(away.size)
+            if away.host is None:
+                torch.empty(0, dtype=torch.uint8, device=self._device).set_(away.storage).zero_()
+            else:
+                away.storage.copy_(away.host.untyped_storage())
+        self._away.clear()
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor that is kept holds: itself, or its copy on the host."""
+        away = self._away.get(tensor.untyped_storage()._cdata)
+        if away is None or away.host is None:
+            return tensor
+        on_host = torch.empty(0, dtype=tensor.dtype)
+        return on_host.set_(away.host.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _give(self, tensor: torch.Tensor, *, keep: bool) -> None:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if tensor.device.type != self._device.type or not size:
+            return
+        host = None
+        if keep:
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            host.untyped_storage().copy_(storage)
+        self._away[storage._cdata] = _Away(storage, size, host)
+        storage.resize_(0)
 
 
 class State:
@@ -44,7 +213,7 @@ class State:
         return [parameter.value.detach() for parameter in self._parameters]
 
     def fingerprints(self) -> Fingerprints:
-        """Of all whole tensors, as `cairn.engines.training.digest.state_digest` names them; all ranks take part."""
+        """Of all whole tensors, as `cairn.engines.training.sharding.state_digest` names them; all ranks take part."""
         tensors = self._ownership.tensors().keys()
         trained = tensors - self.frozen
         kinds = {kind: tensors if name == "param" else trained for name, kind in self._kinds.items()}

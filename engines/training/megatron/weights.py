@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from cairn.engines.errors import BadModel
-from cairn.engines.models import open_weights
-from cairn.engines.quantized import Slice
+from cairn.engines.models.folders import open_weights
+from cairn.engines.models.quantized import Slice
 from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
+from cairn.engines.types.errors import BadModel
 
 
 @dataclass(frozen=True)

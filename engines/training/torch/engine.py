@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.biases import biases_of
-from cairn.engines.models import load_causal_lm
-from cairn.engines.routing import RouteReplay
+from cairn.engines.models.folders import load_causal_lm
+from cairn.engines.models.published import biases_of
+from cairn.engines.models.routing import RouteReplay
 from cairn.engines.training.batching import MicroBatch, plan_micro_batches
 from cairn.engines.training.checkpoint import (
     REFERENCE,
@@ -29,23 +29,21 @@ from cairn.engines.training.checkpoint import (
     read_state,
     write_state,
 )
-from cairn.engines.training.digest import state_digest
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
+from cairn.engines.training.freezing import freeze
+from cairn.engines.training.log_probs import row_shape
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import prepare_process
-from cairn.engines.training.sharding import copy_part, raise_together, shard_model, whole
-from cairn.engines.training.top_k import row_shape
+from cairn.engines.training.sharding import copy_part, raise_together, shard_model, state_digest, whole
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
-from cairn.engines.training.torch.freezing import freeze
-from cairn.engines.training.torch.learner import TorchLearner
+from cairn.engines.training.torch.learner import TorchLearner, offload, onload
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters
-from cairn.engines.training.torch.offload import offload, onload
 from cairn.engines.training.torch.passes import Reading, read_log_probs, read_values, score_responses
 from cairn.engines.training.value_model import load_value_model
-from cairn.engines.types import TrainBatch
-from cairn.storage.store import Store, StoredFile
+from cairn.engines.types.types import TrainBatch
+from cairn.storage.store.store import Store, StoredFile
 
 
 class TorchEngine(ExactlyOnceEngine):

@@ -11,12 +11,14 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
-from cairn.engines.models import save_config
-from cairn.engines.published import Part, published_parts, saved_buffers
-from cairn.engines.training.digest import Piece, sharded_weights_checksum
+from cairn.configs.schema.training import LoraConfig
+from cairn.engines.models.folders import load_causal_lm, save_config
+from cairn.engines.models.published import Part, biases_of, published_parts, saved_buffers
+from cairn.engines.training.checkpoint import actors_parameters, read_description, read_state
 from cairn.engines.training.mtp import keep_mtp
-from cairn.engines.training.sharding import local_part, whole
-from cairn.engines.training.torch.lora import base_parameters, merged_parameters
+from cairn.engines.training.sharding import Piece, local_part, sharded_weights_checksum, whole
+from cairn.engines.training.torch.lora import add_adapters, base_parameters, merged_parameters, save_adapters
+from cairn.storage.store.store import Store
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
@@ -62,7 +64,7 @@ def _pieces(parts: Iterable[Part], local: torch.Tensor, offset: int) -> Iterator
 
 def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, source: Path) -> None:
     """Write config and `weights` (whole, on the CPU) so that `from_pretrained` loads them; of `source` the generation
-    config and the layers that are not trained (see `cairn.engines.mtp`).
+    config and the layers that are not trained (see `cairn.engines.models.published`).
 
     The library does the writing, which also undoes the renaming that it does on loading. It reads generation configs
     that it refuses to write: that of `source` is copied.
@@ -84,3 +86,45 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     config.dtype = next(iter(weights.values())).dtype  # the library notes that of the model's own parameters
     save_config(config, source, folder)
     keep_mtp(source, folder, config.dtype)
+
+
+# A model folder or an adapter of a checkpoint: the actor's weights, without optimizer or critic, by one process.
+
+
+CPU = torch.device("cpu")
+
+
+def export_checkpoint(
+    store: Store,
+    checkpoint: str,
+    model: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    adapter: bool = False,
+) -> None:
+    """Write the weights of a checkpoint, of any layout of ranks, in Hugging Face format; adapters merged, or, for
+    `adapter`, these alone in peft's.
+
+    Args:
+        model: the folder that its run began with.
+        target: the folder to write.
+        dtype: of the weights. Adapters are float32.
+
+    Raises:
+        BadModel: the folder `model` cannot be used, or lacks a layer that an adapter belongs to.
+        Damaged: a file of the checkpoint is missing or altered.
+    """
+    actor = load_causal_lm(model, dtype if lora.r else torch.float32)
+    if lora.r:
+        add_adapters(actor, lora)
+    trained = [(name, parameter.detach()) for name, parameter in actor.named_parameters() if parameter.requires_grad]
+    state = read_description(store, checkpoint)
+    saved = {name for file in state.files for name in file.tensors}
+    trained += [(name, bias) for name, bias in biases_of(actor) if name in saved]  # which steps have moved
+    read_state(store, checkpoint, state, {"parameters": trained}, actors_parameters)
+    if adapter:
+        save_adapters(actor, dict(trained), target)
+    else:
+        save_model_folder(actor, dict(whole_weights(actor, CPU, dtype)), target, model)

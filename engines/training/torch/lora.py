@@ -15,10 +15,10 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from cairn.configs.schema.lora import LoraConfig
-from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder, model_class, ties_embeddings
+from cairn.configs.schema.training import LoraConfig
+from cairn.engines.models.folders import check_model_folder, model_class, ties_embeddings
 from cairn.engines.training.sharding import add_to_part, whole
+from cairn.engines.types.errors import BadModel
 
 ADAPTER = "default"
 """peft's name for the only adapter of a layer."""

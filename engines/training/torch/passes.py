@@ -1,22 +1,69 @@
 """Passes of micro-batches through a model: with gradients to train, without to score."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from cairn.engines.routing import RouteReplay
+from cairn.engines.models.published import biases_of, rebalanced
+from cairn.engines.models.routing import RouteReplay, chosen_experts, mixtures
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
-from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
-from cairn.engines.training.kept import within
-from cairn.engines.training.log_probs import response_logits, token_log_probs, top_rows
-from cairn.engines.training.losses.metrics import merge, numbers
-from cairn.engines.training.routes import MISMATCH, routed_choices
-from cairn.engines.training.torch.biases import Balance
-from cairn.engines.types import TrainBatch
+from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
+from cairn.engines.training.log_probs import response_logits, token_log_probs, top_rows, within
+from cairn.engines.training.protocol import merge, numbers
+from cairn.engines.types.types import TrainBatch
+
+# The biases that balance the experts of a model that is trained: what they are moved by
+# (`cairn.engines.models.published`).
+
+
+class Balance:
+    """Counts the tokens of each expert over an optimizer step, and moves the biases by them."""
+
+    def __init__(self, model: torch.nn.Module, rate: float) -> None:
+        self._rate = rate
+        self._real: torch.Tensor | None = None
+        self._model = model
+        self._counts: list[torch.Tensor] = []
+        for block in mixtures(model).values():
+            for _, bias in biases_of(block):
+                see = partial(self._see, len(self._counts))
+                block.experts.register_forward_pre_hook(see, with_kwargs=True)
+                self._counts.append(torch.zeros_like(bias, dtype=torch.int64))
+
+    @contextmanager
+    def counting(self, real: torch.Tensor | None) -> Iterator[None]:
+        """Of a first pass. `real`: [T] bool, which of its tokens count; None: none do."""
+        self._real = real
+        try:
+            yield
+        finally:
+            self._real = None
+
+    def forget(self) -> None:
+        """Begin to count."""
+        self._counts = [torch.zeros_like(count) for count in self._counts]
+
+    @torch.no_grad()
+    def update(self, world_size: int) -> None:
+        """Move the biases by what all ranks have counted."""
+        # Asked for anew: buffers that went to the host and back are other objects than before.
+        for (_, bias), count in zip(biases_of(self._model), self._counts, strict=True):
+            if world_size > 1:
+                dist.all_reduce(count)
+            bias.copy_(rebalanced(bias, count, self._rate))
+
+    def _see(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._real is not None:
+            chosen = chosen_experts(args, kwargs)[self._real].flatten()
+            self._counts[layer] += torch.bincount(chosen, minlength=len(self._counts[layer]))
+
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(what the output layer gives at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
@@ -29,7 +76,7 @@ token."""
 
 def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top_k: int = 0) -> torch.Tensor:
     """[N] log-probs of the tokens under softmax(logits / temperature), over what they were drawn from; with `top_k`,
-    rows with the most probable tokens too (`cairn.engines.training.top_k`)."""
+    rows with the most probable tokens too (`cairn.engines.training.log_probs`)."""
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     logits = within(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
@@ -119,7 +166,7 @@ def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, 
     """[N, outputs] of the output layer at the chosen tokens."""
     if batch.images is None:
         return response_logits(model, tokens.input_ids, tokens.positions)
-    from cairn.engines.vision import seeing  # what few models need
+    from cairn.engines.models.vision import seeing  # what few models need
 
     sequences = [batch.input_ids[i] for i in micro_batch.samples]
     with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as beside:

@@ -15,15 +15,15 @@ import ray
 
 import cairn.engines.fleet.fleet
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.address import FULL
 from cairn.engines.fleet.cluster import ray_folder
-from cairn.engines.fleet.object_store import FULL
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.events import Event
 from cairn.flows.train import start
-from cairn.storage.commits import Step
-from cairn.storage.store import open_for_runs
-from cairn.tasks.events import StepStarted
-from cairn.tasks.retries import Place, RetryTally, error_class
+from cairn.storage.ledger.commits import Step
+from cairn.storage.store.store import open_for_runs
+from cairn.tasks.durable.events import StepStarted
+from cairn.tasks.durable.retries import Place, RetryTally, error_class
 from tests.small_disk import fill
 
 OBJECT_STORE = 80 * 2**20

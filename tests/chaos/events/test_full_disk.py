@@ -7,15 +7,15 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
-from cairn.storage import layout
-from cairn.storage.collector import garbage
-from cairn.storage.commits import Step
-from cairn.storage.errors import NoSpace
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import NoSpace
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.collector import garbage
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 from tests.local_fleet import LocalFleet
 from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import DirectSteps, Events, tiny_config, tiny_context, train_digests

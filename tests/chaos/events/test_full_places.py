@@ -12,8 +12,8 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.verification import verify
+from cairn.storage.ledger.commits import Step
+from cairn.storage.upkeep.verification import verify
 from tests.chaos.events.crowded import OBJECT_STORE
 from tests.chaos.oracle import strays_after_gc
 from tests.chaos.runs import DEADLINE, Disturbed

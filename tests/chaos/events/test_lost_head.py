@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.chaos.faults import Fault, engines_of
 from tests.chaos.oracle import differences, survivors
 from tests.chaos.runs import ROOT, Disturbed

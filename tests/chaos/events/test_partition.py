@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.errors import LeaseLost
-from cairn.storage.leases import Lease, Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import LeaseLost
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 from tests.network import Host, host, why_not
 from tests.s3 import S3Server, moto_server, use_server
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 
 from cairn.flows.iteration import iteration
-from cairn.storage.errors import StoreError
-from cairn.storage.findings import Finding
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
-from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks.context import RunContext
-from cairn.tasks.events import StepCommitted
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import Finding
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.store.errors import StoreError
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import StepCommitted
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.volatile_disk import VolatileDisk, volatile_disk, why_not

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.chaos.faults import Fault, engines_of
 from tests.chaos.oracle import differences, survivors
 from tests.chaos.runs import Disturbed, Driver
@@ -34,8 +34,8 @@ import sys, threading, time
 import ray
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster
-from cairn.engines.fleet.watching import draining
-from cairn.engines.errors import ClusterLost
+from cairn.engines.fleet.cluster import draining
+from cairn.engines.types.errors import ClusterLost
 
 @ray.remote
 def work():

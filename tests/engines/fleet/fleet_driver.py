@@ -20,11 +20,11 @@ from threading import Event
 import numpy as np
 import ray
 
-from cairn.engines.errors import ClusterLost
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.types import TrainBatch
-from cairn.storage.errors import LeaseLost
+from cairn.engines.types.errors import ClusterLost
+from cairn.engines.types.types import TrainBatch
+from cairn.storage.store.errors import LeaseLost
 from tests.fleets import sync, versions
 from tests.ray_fixtures import fleet_config
 

@@ -18,8 +18,8 @@ from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import roles_of
 from cairn.engines.fleet.lean import only_what_runs_actors
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.slots import Slot
-from cairn.engines.rollout.factory import kind_of
+from cairn.engines.fleet.roles import Slot
+from cairn.engines.rollout.plan import kind_of
 from tests import ray_fixtures
 from tests.ray_fixtures import fleet_config
 

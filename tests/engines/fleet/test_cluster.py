@@ -20,9 +20,8 @@ import psutil
 import pytest
 
 from cairn.engines.fleet import cluster
-from cairn.engines.fleet.cluster import Cluster, ClusterError
+from cairn.engines.fleet.cluster import HEAD, Cluster, ClusterError
 from cairn.engines.fleet.reaper import end_processes_writing_in, processes_writing_in
-from cairn.engines.fleet.watching import HEAD
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import ray_head
 from tests.shared_memory import segments, watched_segments

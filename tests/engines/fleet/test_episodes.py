@@ -13,18 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from cairn.engines.episodes.records import Recorded
-from cairn.engines.episodes.samples import SampleEngine
-from cairn.engines.episodes.user_code import GenerateFunction
-from cairn.engines.errors import EngineDied, GenerationFailed
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.episodes import EpisodeWorkerHandle
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
-from cairn.engines.types import FinishReason, SamplingParams
-from tests.engines.episodes.test_samples import all_of, bits
+from cairn.engines.types.errors import EngineDied, GenerationFailed
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest
+from cairn.engines.types.types import FinishReason, SamplingParams
+from tests.engines.agents.episodes.test_samples import all_of, bits
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import fleet_config
 from tests.waiting import wait_for
@@ -38,7 +37,7 @@ WORKERS = 2
 
 
 def users(name: str, **deadlines: float) -> GenerateFunction:
-    return GenerateFunction(f"tests.engines.episodes.agents.{name}", SEARCH, **deadlines)
+    return GenerateFunction(f"tests.engines.agents.episodes.agents.{name}", SEARCH, **deadlines)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(model: Path, ray_cluster: Cluster) -> Iterator[Fleet]:
     options = {
-        "custom_generate_function_path": "tests.engines.episodes.agents.turns",
+        "custom_generate_function_path": "tests.engines.agents.episodes.agents.turns",
         "num_episode_workers": WORKERS,
         "max_tokens_in_flight": IN_FLIGHT,
     }

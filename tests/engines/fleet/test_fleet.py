@@ -14,8 +14,16 @@ import psutil
 import pytest
 import ray
 
-from cairn.engines.episodes.user_code import SINGLE_TURN, GenerateFunction
-from cairn.engines.errors import (
+from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
+from cairn.engines.fleet.calls import Deadline, at_the_same_time
+from cairn.engines.fleet.cluster import Cluster, ClusterError
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.models.files import folder_digest
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types.errors import (
     BadModel,
     EngineDied,
     EngineError,
@@ -25,17 +33,9 @@ from cairn.engines.errors import (
     WeightsDiffer,
     WrongVersion,
 )
-from cairn.engines.fleet.calls import Deadline, at_the_same_time
-from cairn.engines.fleet.cluster import Cluster, ClusterError
-from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.model_files import folder_digest
-from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, Publication, SamplingParams
-from cairn.storage.errors import NoSpace
+from cairn.engines.types.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, Publication, SamplingParams
+from cairn.storage.store.errors import NoSpace
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.fleets import serve_all, sync, versions
 from tests.ray_fixtures import fleet_config

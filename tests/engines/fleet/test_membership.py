@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.errors import EngineError
 from cairn.engines.fleet.membership import Elastic
+from cairn.engines.types.errors import EngineError
 from tests.waiting import wait_for
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.errors import EngineDied
 from cairn.engines.fleet.membership import Elastic
+from cairn.engines.types.errors import EngineDied
 
 NUMBERS = st.integers(0, 2)
 MACHINES = st.sampled_from(["a", "b", "c", None])

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import ray
 
-from cairn.engines.errors import EngineDied
 from cairn.engines.fleet.calls import Deadline, result
-from cairn.engines.fleet.cluster import Cluster, ClusterError
+from cairn.engines.fleet.cluster import Cluster, ClusterError, seconds_until_drained
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.roles import ActorRole, Bundle
-from cairn.engines.fleet.slots import Slot, Where, arrange
-from cairn.engines.fleet.watching import seconds_until_drained
+from cairn.engines.fleet.roles import ActorRole, Bundle, Slot, Where, arrange
+from cairn.engines.types.errors import EngineDied
 from tests.engines.fleet.simulated_machines import Machines, add, drain, lose, simulated_machines, slots
 from tests.engines.fleet.tiny_actor import Tiny
 from tests.waiting import wait_for

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cairn.configs.schema.graders import RewardModelConfig
-from cairn.engines.errors import BadModel
+from cairn.configs.schema.reward import RewardModelConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.scoring.reward_model import Answered, RewardModel
+from cairn.engines.types.errors import BadModel
 from tests.ray_fixtures import fleet_config
 from tests.reward_models import write_reward_model
 from tests.waiting import wait_for

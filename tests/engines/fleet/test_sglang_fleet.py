@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cairn.engines.errors import EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from tests.engines.training.builders import make_batch
 from tests.fleets import sync, versions
 from tests.ray_fixtures import fleet_config

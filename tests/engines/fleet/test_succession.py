@@ -9,7 +9,6 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from cairn.engines.errors import EngineDied, Superseded
 from cairn.engines.fleet.actors import RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster
@@ -17,12 +16,13 @@ from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.roles import ActorRole, Bundle
-from cairn.engines.types import Completion, SamplingParams
-from cairn.storage.errors import LeaseLost
-from cairn.storage.leases import Lease, Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from tests.engines.episodes.test_samples import all_of
+from cairn.engines.types.errors import EngineDied, Superseded
+from cairn.engines.types.types import Completion, SamplingParams
+from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import LeaseLost
+from cairn.storage.store.store import open_store
+from tests.engines.agents.episodes.test_samples import all_of
 from tests.engines.fleet.test_episodes import PARAMS, asked, users
 from tests.engines.training.builders import make_batch, model_folder
 from tests.fleets import sync
@@ -38,7 +38,7 @@ class Run:
     """A run in a store, and its drivers' fleets."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        own = {"custom_generate_function_path": "tests.engines.episodes.agents.turns", "num_episode_workers": 2}
+        own = {"custom_generate_function_path": "tests.engines.agents.episodes.agents.turns", "num_episode_workers": 2}
         self.config = fleet_config(model, rollout=own)
         self.folder = folder
 

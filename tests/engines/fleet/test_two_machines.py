@@ -10,13 +10,13 @@ import pytest
 
 import cairn.engines.rollout.sglang.kind
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.rollout.plan import LaunchPlan
 from cairn.engines.rollout.sglang.kind import KIND
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.types import SamplingParams
+from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.types import SamplingParams
 from tests.engines.training.builders import make_batch
 from tests.fleets import send, verify
 from tests.ray_fixtures import fleet_config

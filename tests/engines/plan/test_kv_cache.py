@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cairn.engines.plan.kv_cache import cache_need
+from cairn.engines.plan.rates import cache_need
 from cairn.engines.plan.serving import Serving, serving_problems, usual_static_fraction
 from cairn.engines.plan.tensors import model_of
 from tests.architectures import architecture

@@ -2,12 +2,11 @@
 
 import pytest
 
-from cairn.configs.published import published_config
-from cairn.configs.schema.lora import LoraConfig
-from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.errors import BadModel
+from cairn.configs.catalogue import published_config
+from cairn.configs.schema.training import LoraConfig, TrainingConfig
 from cairn.engines.plan.ranks import adapter_size, held_by_stage, stages
 from cairn.engines.plan.tensors import Model, Part, config_of, model_of
+from cairn.engines.types.errors import BadModel
 from tests.architectures import architecture
 
 

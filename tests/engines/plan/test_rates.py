@@ -2,10 +2,9 @@
 
 import pytest
 
-from cairn.configs.hardware import gpu_names, hardware
-from cairn.engines.plan.rates import Decoding, bubble, model_size
+from cairn.configs.catalogue import gpu_names, hardware
+from cairn.engines.plan.rates import Decoding, bubble, model_size, peak_tflops
 from cairn.engines.plan.serving import Serving
-from cairn.flows.costs.peaks import peak_tflops
 from tests.engines.plan.test_parameters import published
 
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
+from cairn.engines.types.types import Completion, GenerateRequest, RequestId, SamplingParams
 from tests.requests import by_id, group
 
 VOCAB_SIZE = 320

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from cairn.engines.errors import EngineError, RequestRefused
 from cairn.engines.rollout.admission import Admission
-from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import FinishReason, GenerateRequest, RequestId, SamplingParams
+from cairn.engines.types.errors import EngineError, RequestRefused
+from cairn.engines.types.types import FinishReason, GenerateRequest, RequestId, SamplingParams, Stream
 from tests.requests import by_id
 
 TOKENS = 3 + 20

@@ -9,11 +9,10 @@ import pytest
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines import rollout
-from cairn.engines.rollout.factory import kind_of, make_engine
-from cairn.engines.rollout.plan import EnginePlan, Place
+from cairn.engines.rollout.plan import EnginePlan, Place, kind_of, make_engine
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 from tenacity import wait_none
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
 from cairn.engines.scoring import client
 from cairn.engines.scoring.client import ATTEMPTS, ServedModel
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
+from cairn.engines.types.types import TrainBatch
 
 Answer = Callable[[int, dict[str, Any]], Any]
 """(how often it was asked before, what is posted) → JSON, or an HTTP status."""

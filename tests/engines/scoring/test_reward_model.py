@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from cairn.configs.schema.graders import RewardModelConfig
-from cairn.engines.errors import BadModel
+from cairn.configs.schema.reward import RewardModelConfig
 from cairn.engines.scoring.reward_model import Answered, RewardModel, load_reward_tokenizer
+from cairn.engines.types.errors import BadModel
 from tests.reward_models import write_reward_model
 from tests.tomorrow import Tomorrow
 

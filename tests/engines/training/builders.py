@@ -29,7 +29,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import Completion, KeptTokens, TrainBatch
+from cairn.engines.types.types import Completion, KeptTokens, TrainBatch
 
 VOCABULARY = 321  # odd: it does not divide evenly over ranks
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.aggregations import token_weights
 from cairn.engines.training.collate import Tokens, collate_trained
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.types import TrainBatch
 
 CPU = torch.device("cpu")
 Response = list[tuple[bool, float, float]]

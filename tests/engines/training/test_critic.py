@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.errors import BadModel
-from cairn.engines.training.errors import NotFinite
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.training.value_model import load_value_model
-from cairn.engines.types import TrainBatch
-from cairn.storage.errors import Damaged
-from cairn.storage.store import open_store
+from cairn.engines.types.errors import BadModel, NotFinite
+from cairn.engines.types.types import TrainBatch
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 PPO = AlgorithmConfig(advantage_estimator="ppo")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cairn.engines.models import load_causal_lm
+from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of

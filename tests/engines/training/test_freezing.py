@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.errors import BadModel, EngineError
-from cairn.engines.models import check_model_folder, load_causal_lm
+from cairn.engines.models.folders import check_model_folder, load_causal_lm
+from cairn.engines.training.freezing import freezing_problems
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.freezing import freezing_problems as freezing_problems_of_megatron
-from cairn.engines.training.megatron.freezing import frozen_tensors
-from cairn.engines.training.torch.convert import export_checkpoint
-from cairn.engines.training.torch.freezing import freezing_problems
-from cairn.storage.store import Store, open_store
+from cairn.engines.training.megatron.options import freezing_problems as freezing_problems_of_megatron
+from cairn.engines.training.megatron.options import frozen_tensors
+from cairn.engines.training.torch.export import export_checkpoint
+from cairn.engines.types.errors import BadModel, EngineError
+from cairn.storage.store.store import Store, open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 BATCH = make_batch(old=True)

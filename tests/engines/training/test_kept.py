@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.rollout.transformers.batch import sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.rollout.transformers.sampling import sample
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.kept import Kept, within
-from cairn.engines.training.log_probs import entropy
+from cairn.engines.training.log_probs import Kept, entropy, within
 from cairn.engines.training.losses.objective import objective
-from cairn.engines.types import KeptTokens, SamplingParams, TrainBatch
+from cairn.engines.types.types import KeptTokens, SamplingParams, TrainBatch
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, sampled_tokens
 from tests.requests import group

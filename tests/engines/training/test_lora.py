@@ -13,15 +13,15 @@ import torch.distributed as dist
 from safetensors.torch import load as load_safetensors
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.lora import LoraConfig
-from cairn.engines.errors import EngineError
-from cairn.engines.models import load_causal_lm
+from cairn.configs.schema.training import LoraConfig
+from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.checkpoint import read_description
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.training.torch.lora import lora_problems
+from cairn.engines.types.errors import EngineError
 from cairn.engines.weights.checksum import weights_checksum
-from cairn.storage.store import Store, open_store
+from cairn.storage.store.store import Store, open_store
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 from tests.engines.training.ranks import run_ranks

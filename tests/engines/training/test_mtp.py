@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cairn.configs.schema.lora import LoraConfig
-from cairn.engines.models import load_causal_lm, open_weights, parameter_names, weight_files
-from cairn.engines.training.torch.convert import export_checkpoint
-from cairn.engines.weights.folders import checksums_as, folder_checksum
-from cairn.storage.store import open_store
+from cairn.configs.schema.training import LoraConfig
+from cairn.engines.models.folders import load_causal_lm, open_weights, parameter_names, weight_files
+from cairn.engines.training.torch.export import export_checkpoint
+from cairn.engines.weights.checksum import checksums_as, folder_checksum
+from cairn.storage.store.store import open_store
 from tests.architectures import architecture
 from tests.engines.training.builders import make_engine
 from tests.mtp_models import NAMES, mtp_folder, mtp_tensors

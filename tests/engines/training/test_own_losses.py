@@ -13,7 +13,7 @@ from cairn.engines.training.aggregations import token_weights
 from cairn.engines.training.collate import collate_trained
 from cairn.engines.training.losses.objective import loss_and_metrics
 from cairn.engines.training.needs import is_policy_gradient, loss_needs, scores_needed
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.types import TrainBatch
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 CPU = torch.device("cpu")

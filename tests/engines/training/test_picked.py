@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cairn.configs.kinds import plugin
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.exactly_once import with_picked
 from cairn.engines.training.losses import clip_cov, kl_cov
 from cairn.engines.training.needs import scores_needed
-from cairn.engines.training.picked import with_picked
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 numbers = st.lists(st.tuples(*[st.integers(-40, 40).map(lambda n: n / 8)] * 2), min_size=1, max_size=60)

@@ -10,7 +10,7 @@ import torch
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import Completion, SamplingParams, TrainBatch
+from cairn.engines.types.types import Completion, SamplingParams, TrainBatch
 from tests.architectures import VOCABULARY, architecture
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_engine, part_of, sampled_tokens

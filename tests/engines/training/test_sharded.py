@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cairn.engines.models import load_causal_lm
+from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.weights.checksum import weights_checksum
-from cairn.storage.store import open_store
+from cairn.storage.store.store import open_store
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.ranks import run_ranks

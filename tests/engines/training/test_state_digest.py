@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cairn.engines.training.digest import state_digest
+from cairn.engines.training.sharding import state_digest
 
 State = dict[str, torch.Tensor]
 

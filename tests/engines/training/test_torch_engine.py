@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.errors import BadModel, EngineError, WrongVersion
-from cairn.engines.models import load_causal_lm
-from cairn.engines.training.errors import NotFinite
+from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.errors import BadModel, EngineError, NotFinite, WrongVersion
+from cairn.engines.types.types import TrainBatch
 from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, part_of, weights_of
 
 EPS = 1e-5  # of Adam, large enough for a gradient near zero not to turn its rounding into a step of full size

@@ -12,13 +12,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.models import open_weights, parameter_names
-from cairn.engines.quantized import BlockFp8
-from cairn.engines.rollout.factory import kind_of
+from cairn.engines.models.folders import open_weights, parameter_names
+from cairn.engines.models.quantized import BlockFp8
+from cairn.engines.rollout.plan import kind_of
 from cairn.engines.training.rank import TrainingRank
+from cairn.engines.training.weight_source import flatten
 from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.fp8 import Fp8Weights, quantize
-from cairn.engines.weights.group import flatten
 from tests.architectures import architecture
 from tests.mtp_models import mtp_tensors
 from tests.quantized_models import BLOCK, dequantized, fp8_folder

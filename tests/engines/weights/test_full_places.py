@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.engines.weights.source import WeightSource
-from cairn.storage.errors import NoSpace
+from cairn.engines.training.weight_source import WeightSource
+from cairn.storage.store.errors import NoSpace
 from tests.engines.training.builders import make_engine, model_folder
 from tests.small_disk import on_small_disks, small_disk, why_not
 
@@ -35,7 +35,7 @@ def test_a_model_folder_that_does_not_fit_is_named(tmp_path: Path) -> None:
 
 SHARING = """
 import torch
-from cairn.engines.weights.shared import share
+from cairn.engines.weights.buckets import share
 share({"weight": torch.ones(2**20)})
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cairn.configs.benchmark_files import benchmark_names
+from cairn.configs.catalogue import benchmark_names
 from cairn.flows.cli import app
 
 

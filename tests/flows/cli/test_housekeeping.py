@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
-from cairn.storage import layout
-from cairn.storage.commits import Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import Parent
-from cairn.storage.store import open_store
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Parent
+from cairn.storage.store.store import open_store
 from tests.flows import written_runs
 from tests.flows.written_runs import SHARDS, new_run, write_run
 
@@ -140,7 +140,7 @@ def test_delete_is_refused_with_a_sentence(ledger: Ledger) -> None:
 
 
 def test_a_half_deleted_run_is_shown_as_such_and_nothing_goes_on_with_it(ledger: Ledger) -> None:
-    from cairn.storage import canonical
+    from cairn.storage.store import canonical
 
     note = canonical.seal({"run": "toy", "being_deleted_since": 1.0})
     ledger.store.write(layout.run_manifest("toy"), note)

@@ -9,8 +9,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
-from cairn.flows.costs.device_time import tokens
-from cairn.storage.commits import Step
+from cairn.flows.reading.costs import tokens
+from cairn.storage.ledger.commits import Step
 from tests.architectures import architecture
 from tests.flows.plan.layouts import LAYOUTS
 from tests.flows.written_runs import new_run, write_run

@@ -19,9 +19,9 @@ from cairn.flows.cli import app
 from cairn.flows.driver.sources import input_digests
 from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import collect, iteration
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 from cairn.tasks.data import PromptData
 from tests.background import in_background
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context

@@ -9,8 +9,7 @@ import pytest
 import yaml
 from prefect.utilities.callables import parameter_schema
 
-from cairn.configs.loader import load
-from cairn.configs.options import options
+from cairn.configs.loader import load, options
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.deployments.flows import FLOWS, fork, train
 from cairn.flows.deployments.forms import Options, recipe_path, recipes

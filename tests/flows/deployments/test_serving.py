@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from cairn.flows.deployments.serving import deployments
 from cairn.flows.deployments.up import start
 from cairn.flows.orchestration.server import ServerFailed
-from cairn.storage.errors import StoreRefused
+from cairn.storage.store.errors import StoreRefused
 
 
 def deploy(store: str) -> DeploymentResponse:

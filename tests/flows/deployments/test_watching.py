@@ -20,8 +20,8 @@ from cairn.flows.orchestration.flow_runs import run_tags
 
 DRIVER = """
 import sys, time
-from cairn.storage.leases import Lease
-from cairn.storage.store import open_store
+from cairn.storage.ledger.leases import Lease
+from cairn.storage.store.store import open_store
 Lease.acquire(open_store(sys.argv[1]), sys.argv[2])
 print("owned", flush=True)
 time.sleep(600)
@@ -30,7 +30,7 @@ time.sleep(600)
 EXECUTES = """
 import os, sys, time, uuid
 os.environ["PREFECT_API_URL"] = sys.argv[2]
-from cairn.flows.deployments.processes import say_who_executes
+from cairn.flows.deployments.watching import say_who_executes
 say_who_executes(uuid.UUID(sys.argv[1]))
 print("said", flush=True)
 time.sleep(600)

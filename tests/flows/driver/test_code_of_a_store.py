@@ -20,15 +20,16 @@ from cairn.flows.driver.session import open_run
 from cairn.flows.driver.trust import is_at_hand, require_trusted
 from cairn.flows.export.bundle import bundle
 from cairn.flows.export.model import export
-from cairn.flows.fork import fork
+from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import run_status
-from cairn.storage import canonical, layout
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.local import LocalStore
-from cairn.storage.store import Store
-from cairn.tasks.recovery import replay
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store import canonical
+from cairn.storage.store.local import LocalStore
+from cairn.storage.store.store import Store
+from cairn.tasks.trainer.recovery import replay
 from tests.tables import cases
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

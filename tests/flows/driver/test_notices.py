@@ -21,10 +21,10 @@ from cairn.flows.iteration import iteration
 from cairn.flows.orchestration.flow_runs import run_tags
 from cairn.flows.orchestration.server import PREFECT_HOME, Server
 from cairn.flows.reading.views import RunState, run_status
-from cairn.storage.commits import Step
-from cairn.storage.leases import newest_lease
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import newest_lease
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 from tests.background import Background, in_background
 from tests.ray_fixtures import drain, ray_head, ray_machine
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

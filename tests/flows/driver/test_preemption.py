@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types.types import Completion, GenerateRequest
 from cairn.flows.driver.preemption import SAME_KEY, Ending, Preempted, ending_in_order, save
 from cairn.flows.driver.session import _releasing
 from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import run_status
-from cairn.storage.commits import Step
-from cairn.storage.errors import StoreError
-from cairn.storage.leases import Lease, Outcome, newest_lease
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
-from cairn.tasks.events import Message
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Lease, Outcome, newest_lease
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import StoreError
+from cairn.storage.store.store import open_store
+from cairn.tasks.durable.events import Message
 from tests.forks import FORKS
 from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

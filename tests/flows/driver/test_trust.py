@@ -11,13 +11,14 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.schema.base import RECORDED, Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import Installation
-from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED
+from cairn.engines.rollout.sglang.kind import PERMITTED, ROUTER_PERMITTED
 from cairn.flows.driver import session, trust
-from cairn.flows.fork import fork
+from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.storage import canonical, layout
-from cairn.storage.ledger import Ledger
-from cairn.storage.local import LocalStore
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store import canonical
+from cairn.storage.store.local import LocalStore
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 
@@ -196,7 +197,7 @@ def test_an_ancestor_is_trusted_no_more_than_its_fork(
     recipe, store = forked
     forge(store, "tiny", change)
     started: list[RunConfig] = []
-    monkeypatch.setattr("cairn.flows.driver.restore_point.starting_fleet", lambda config, *_: started.append(config))
+    monkeypatch.setattr("cairn.flows.driver.session.starting_fleet", lambda config, *_: started.append(config))
     with (
         pytest.raises(ConfigError, match=rf"{option} is .* in the ledger of tiny, and a store may"),
         session.open_run(store, "forked", recipe if with_recipe else None),
@@ -216,7 +217,7 @@ def test_weights_of_an_ancestor_are_brought_back_in_the_clusters_of_the_fork(
         started.append(config)
         raise InterruptedError
 
-    monkeypatch.setattr("cairn.flows.driver.restore_point.starting_fleet", start)
+    monkeypatch.setattr("cairn.flows.driver.session.starting_fleet", start)
     with pytest.raises(InterruptedError), session.open_run(store, "forked", recipe):
         pass
     assert [config.fleet.ray_address for config in started] == [None]

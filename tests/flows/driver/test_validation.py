@@ -13,7 +13,7 @@ from cairn.configs.loader import ConfigError, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
 from cairn.flows.driver.validation import data_problems, setup_problems
-from cairn.storage.records import FORMAT
+from cairn.storage.ledger.commits import FORMAT
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder

@@ -9,12 +9,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
-from cairn.flows.evaluation.comparing import best_first, compare, find_baseline
-from cairn.flows.evaluation.leaderboard import leaderboard
-from cairn.storage.commits import Environment
-from cairn.storage.decision_kinds import Gate
+from cairn.flows.evaluation.comparing import best_first, compare, find_baseline, leaderboard
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
-from cairn.storage.store import Store, open_store
+from cairn.storage.ledger.commits import Environment
+from cairn.storage.ledger.decisions import Gate
+from cairn.storage.store.store import Store, open_store
 from tests.flows.written_runs import new_run, write_run
 
 

@@ -13,16 +13,15 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from cairn.configs.schema.benchmark import Benchmark
-from cairn.configs.schema.engine_options import EngineOptions
+from cairn.configs.schema.evaluation import Benchmark, EngineOptions
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
 from cairn.storage.evals import folders, read_samples
-from cairn.storage.schemas import EVALUATED
-from cairn.storage.store import Store, open_store
+from cairn.storage.ledger.schemas import EVALUATED
+from cairn.storage.store.store import Store, open_store
 from tests.waiting import wait_for
 
 BENCHMARK = """
@@ -146,7 +145,7 @@ def test_another_number_format_has_a_result_of_its_own(
 def test_samples_that_were_finished_before_a_failure_are_not_sampled_again(
     tiny_assets: Path, benchmark_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Any
 ) -> None:
-    from cairn.flows.evaluation import engine as engines
+    from cairn.flows.evaluation import evaluating as engines
 
     store, asked = open_store(str(tmp_path)), []
     generate = engines.OwnEngine.generate_samples

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from cairn.flows.evaluation.keeping import WHY, kept
-from cairn.flows.evaluation.models import models_of
+from cairn.flows.evaluation.models import WHY, kept, models_of
 from cairn.flows.export import model as exporting
 from cairn.flows.iteration import iteration
-from cairn.storage.decisions import pinned
-from cairn.storage.pins import pin
-from cairn.storage.retention import retire
+from cairn.storage.ledger.decisions import pinned
+from cairn.storage.upkeep.retention import pin, retire
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 

@@ -12,20 +12,18 @@ from typer.testing import CliRunner
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
-from cairn.flows.evaluation.asking import benchmarks_of
+from cairn.flows.evaluation.asking import benchmarks_of, own_benchmarks
 from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import benchmarks_of_run, models_of
-from cairn.flows.evaluation.own import own_benchmarks
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Commit, Step
 from cairn.storage.evals import claimant, folders, read_samples
-from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import EVALUATED, MEASURED
-from cairn.storage.store import Store, open_store
-from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import evaluate
-from cairn.tasks.evaluation_sharing import engines_environment
-from cairn.tasks.events import Message
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import EVALUATED, MEASURED
+from cairn.storage.store.store import Store, open_store
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.evaluation.evaluate import engines_environment, evaluate
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from cairn.flows.cli import app
 from cairn.flows.export.bundle import CONTENTS
 from cairn.flows.iteration import iteration
-from cairn.storage import canonical
+from cairn.storage.store import canonical
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ROLLOUT = "/rollout/"

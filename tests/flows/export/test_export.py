@@ -15,18 +15,18 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from cairn.engines.errors import BadModel
-from cairn.engines.models import load_causal_lm
-from cairn.engines.tokenizers import read_tokenizer, tokenizer_digest
+from cairn.engines.models.folders import load_causal_lm
+from cairn.engines.models.tokenizers import read_tokenizer, tokenizer_digest
 from cairn.engines.training.torch.export import save_model_folder
+from cairn.engines.types.errors import BadModel
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.flows.cli import app
 from cairn.flows.export.model import CannotExport, copy_tokenizer, export
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.errors import Damaged
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import StoredFile, open_store
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import StoredFile, open_store
 from tests.engines.training.builders import model_folder
 from tests.flows.written_runs import new_run, write_iteration
 from tests.storage.builders import ENVIRONMENT

@@ -8,10 +8,9 @@ from zipfile import ZIP_BZIP2, ZIP_DEFLATED, ZipFile, ZipInfo
 
 import pytest
 
-from cairn.flows.export import unpacking
-from cairn.flows.export.unbundle import BadBundle, check
-from cairn.flows.export.unpacking import unpack
-from cairn.storage.store import LONGEST_RECORD
+from cairn.flows.export import unbundle as unpacking
+from cairn.flows.export.unbundle import BadBundle, check, unpack
+from cairn.storage.store.store import LONGEST_RECORD
 from tests.tables import cases
 
 FIRST = "bundle.json"

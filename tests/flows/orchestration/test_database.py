@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine.url import make_url
 
-from cairn.flows.orchestration.database import FILE, create, migrated
-from cairn.flows.orchestration.server_process import database_url_in
+from cairn.flows.orchestration.server_process import FILE, create, database_url_in, migrated
 
 
 def dumped(database: Path) -> str:
@@ -42,7 +41,7 @@ def test_the_file_is_of_the_prefect_that_is_installed() -> None:
     migrations = Path(prefect.server.database.__file__).with_name("_migrations")
     newest = ScriptDirectory(migrations, version_locations=[migrations / "versions" / "sqlite"]).get_current_head()
     assert f"INSERT INTO \"alembic_version\" VALUES('{newest}')" in FILE.read_text(), (
-        "run python -m cairn.flows.orchestration.database"
+        "run python -m cairn.flows.orchestration.server_process"
     )
 
 

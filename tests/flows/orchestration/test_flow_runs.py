@@ -29,9 +29,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed, State
 
 from cairn.configs.schema.operations import RetryConfig
-from cairn.engines.errors import EngineDied
+from cairn.engines.types.errors import EngineDied
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.orchestration.flow_runs import (
+    PrefectSteps,
     confirm_cancel,
     current_flow_run,
     driving,
@@ -39,12 +40,11 @@ from cairn.flows.orchestration.flow_runs import (
     subflow,
     wait_for_cancel,
 )
-from cairn.flows.orchestration.steps import PrefectSteps
-from cairn.storage.commits import Step
-from cairn.storage.errors import LeaseLost, NoSpace, StoreError, StoreRefused
-from cairn.tasks.events import Message
-from cairn.tasks.retries import RetryTally
-from cairn.tasks.rewards.pool import GraderUnavailable
+from cairn.storage.ledger.commits import Step
+from cairn.storage.store.errors import LeaseLost, NoSpace, StoreError, StoreRefused
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.retries import RetryTally
+from cairn.tasks.grading.pool import GraderUnavailable
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cairn.flows.orchestration.own_pages import HOSTS, OwnPages, refusal
 from cairn.flows.orchestration.server import Server, ServerFailed, require_answer
+from cairn.flows.orchestration.server_process import HOSTS, OwnPages, refusal
 from tests.browser import REBOUND, visit
 
 if TYPE_CHECKING:

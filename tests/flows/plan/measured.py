@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import TrainBatch
+from cairn.engines.types.types import TrainBatch
 from tests.architectures import Architecture, architecture
 from tests.engines.training.ranks import fork_ranks
 from tests.tiers import Tier

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cairn.flows.plan.memory import rank_memory
 from cairn.flows.plan.subject import subject_of
-from cairn.flows.plan.training import rank_memory
 from tests.engines.training.ranks import run_with_megatron
 from tests.flows.plan.measured import CASES, Case, launched
 from tests.tiers import marks, selected

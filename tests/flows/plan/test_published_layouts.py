@@ -3,8 +3,7 @@
 import pytest
 
 from cairn.flows.plan.planning import plan_of
-from cairn.flows.plan.records import Plan
-from cairn.flows.plan.subject import subject_of
+from cairn.flows.plan.subject import Plan, subject_of
 from tests.flows.plan.layouts import LAYOUTS, NEED_OFFLOADING, Published
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.catalogue import published_config
 from cairn.configs.loader import load
-from cairn.configs.published import published_config
+from cairn.flows.plan.memory import weight_bytes
 from cairn.flows.plan.planning import plan_of
-from cairn.flows.plan.rollout import weight_bytes
 from cairn.flows.plan.subject import subject_of
 from tests.architectures import architecture
 

@@ -8,20 +8,19 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.driver.restore_point import needs_restore_point
-from cairn.flows.driver.starting import total_steps
-from cairn.flows.fork import CannotFork, fork
+from cairn.flows.driver.session import needs_restore_point, total_steps
+from cairn.flows.history.diff import diff
+from cairn.flows.history.fork import CannotFork, fork
+from cairn.flows.history.replay import Replaying
 from cairn.flows.iteration import iteration
-from cairn.flows.reading.diff import diff
-from cairn.flows.reading.scores import benchmark_scores
+from cairn.flows.reading.samples import benchmark_scores
 from cairn.flows.reading.views import run_status
-from cairn.flows.replay import Replaying
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import Parent
-from cairn.storage.store import open_store
-from cairn.storage.verification import verify
-from cairn.storage.version import CodeVersion
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Parent
+from cairn.storage.ledger.terms import CodeVersion
+from cairn.storage.store.store import open_store
+from cairn.storage.upkeep.verification import verify
 from tests.flows.written_runs import new_run, write_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
@@ -239,9 +238,9 @@ def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
     config = tiny_config(tiny_assets, rollout={"num_rollout": 2, "rollout_batch_size": 2}, reward=reward)
     with tiny_context(store, config) as (run, _):
         iteration(run, DirectSteps(run), 0)
-    for version_of in ("cairn.storage.upgrades.code_version", "cairn.engines.fingerprint.code_version"):
+    for version_of in ("cairn.storage.ledger.terms.code_version", "cairn.engines.processes.fingerprint.code_version"):
         monkeypatch.setattr(version_of, lambda: CodeVersion(package="9", commit=None))
-    monkeypatch.setattr("cairn.tasks.rewards._version_of_built_in", lambda name: "another")
+    monkeypatch.setattr("cairn.tasks.grading.graders._version_of_built_in", lambda name: "another")
     with tiny_context(store, config) as (run, events):
         for index in range(2):
             iteration(run, DirectSteps(run), index)

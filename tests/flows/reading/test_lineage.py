@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 import cairn
 from cairn.flows.cli import app
 from cairn.flows.reading.lineage import lineage
-from cairn.storage import layout
-from cairn.storage.commits import Step
-from cairn.storage.errors import Damaged, Retired
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import Parent
-from cairn.storage.schemas import SCORE
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Parent
+from cairn.storage.ledger.schemas import SCORE
+from cairn.storage.store.errors import Damaged, Retired
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.storage.builders import ENVIRONMENT
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from cairn.configs.loader import parse
-from cairn.flows.costs.peaks import peak_tflops
+from cairn.engines.plan.rates import peak_tflops
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
-from cairn.storage.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from tests.flows.written_runs import RECIPE, config_of, new_run, write_iteration
 from tests.storage.builders import ENVIRONMENT
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -189,7 +189,7 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
     streams = {f"rollout/{name}" for name in ("engines", "open_groups", "interrupted_samples", "recomputed_tokens")}
     streams |= {"perf/update_stall_time", "age/stale_tokens", "age/down_weighted_tokens"}
-    asked_for |= {metric.name for metric in METRICS if metric.source == "waits"}  # tests.flows.costs.test_balance
+    asked_for |= {metric.name for metric in METRICS if metric.source == "waits"}  # tests.flows.reading.test_balance
     others = families | servers | experts | workers | demonstrations | episodes | failures | streams
     assert {metric.name for metric in METRICS} - written - asked_for - others == set()
 

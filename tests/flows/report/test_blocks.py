@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.flows.report.blocks import Block, shortened, text_blocks
-from cairn.flows.report.choice import Why, choose
+from cairn.flows.report.data import Why, choose
 
 
 def unpacked(block: Block) -> dict[str, Any]:

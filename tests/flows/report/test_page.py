@@ -13,8 +13,8 @@ from playwright.sync_api import Browser, Page, expect
 from cairn.flows.iteration import iteration
 from cairn.flows.report.build import Report, write_report
 from cairn.flows.report.page import seen
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.store import open_store
 from tests.browser import Visit, visit
 from tests.flows import written_runs
 from tests.flows.written_runs import new_run, write_iteration

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
+from cairn.flows.reading.episodes import Texts
+from cairn.flows.report.blocks import token_blocks
 from cairn.flows.report.data import read_history, read_samples, read_tokens
-from cairn.flows.report.tokens import token_blocks
-from cairn.flows.text.tokens import Texts
-from cairn.storage import layout
-from cairn.storage.commits import Step
-from cairn.storage.leases import Outcome
-from cairn.storage.ledger import Ledger
-from cairn.storage.manifest import Parent
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Parent
 from cairn.tasks.steps import rules
 from examples.quickstart.model import build_tokenizer
 from tests.flows.report.test_blocks import unpacked

@@ -9,12 +9,12 @@ from prefect.events.clients import AssertingEventsClient
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cairn.configs.schema.tracking import AlarmRule, AlarmsConfig
+from cairn.configs.schema.operations import AlarmRule, AlarmsConfig
 from cairn.flows.events import IterationDone, Message
 from cairn.flows.watching import alarms as module
 from cairn.flows.watching.alarms import Alarms, MetricHistory, alarms, raised
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_run
 from tests.waiting import wait_for
 

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
 from cairn.flows.watching.progress import Progress, sparkline
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_iteration
 
 

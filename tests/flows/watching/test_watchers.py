@@ -9,7 +9,7 @@ import pytest
 from cairn.flows.events import Event, Message, RunStarted, StepStarted
 from cairn.flows.watching import watchers
 from cairn.flows.watching.watchers import Watchers
-from cairn.storage.commits import Step
+from cairn.storage.ledger.commits import Step
 
 STARTED = RunStarted("toy", 1, 0, 3)
 BLOCKED = 20.0

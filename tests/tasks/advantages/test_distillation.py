@@ -1,6 +1,6 @@
 import numpy as np
 
-from cairn.tasks.advantages.distillation import distil, reverse_kl
+from cairn.tasks.advantages.step import distil, reverse_kl
 
 
 def floats(*values: float) -> np.ndarray:

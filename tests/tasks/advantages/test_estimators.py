@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cairn.configs.kinds import ESTIMATOR, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.tasks import advantages as estimators
-from cairn.tasks.advantages import ScoredBatch
-from cairn.tasks.advantages.normalization import normalise
+from cairn.tasks.advantages import step as estimators
+from cairn.tasks.advantages.batch import normalise
+from cairn.tasks.advantages.step import ScoredBatch
 
 WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline")

@@ -14,12 +14,12 @@ from cairn.configs.loader import ConfigError, parse
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.tasks import advantages as estimators
-from cairn.tasks.advantages import ScoredBatch
-from cairn.tasks.batch import arrays
-from cairn.tasks.rewards.components import with_rewards
-from cairn.tasks.rewards.pool import Graded
+from cairn.storage.ledger.commits import Step
+from cairn.tasks.advantages import step as estimators
+from cairn.tasks.advantages.step import ScoredBatch
+from cairn.tasks.batch.batch import arrays
+from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.shaping import with_rewards
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 Groups = list[list[dict[str, float]]]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks import advantages as estimators
+from cairn.tasks.advantages import step as estimators
 
 GRPO = AlgorithmConfig()
 DR_GRPO = AlgorithmConfig(grpo_std_normalization=False)

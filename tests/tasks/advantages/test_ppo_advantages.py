@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks import advantages as estimators
-from cairn.tasks.advantages.normalization import normalise
+from cairn.tasks.advantages import step as estimators
+from cairn.tasks.advantages.batch import normalise
 
 
 @dataclasses.dataclass

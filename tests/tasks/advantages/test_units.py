@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages import ScoredBatch, estimate
-from cairn.tasks.advantages.trajectories import Episodes, compared
+from cairn.tasks.advantages.step import Episodes, ScoredBatch, compared, estimate
 from tests.tables import cases
 from tests.tasks.advantages.test_estimators import WHITENED
 

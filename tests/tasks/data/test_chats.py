@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from cairn.tasks.data.chats import Chats
-from cairn.tasks.data.errors import BadData, BadPrompt
+from cairn.configs.errors import BadData, BadPrompt
+from cairn.tasks.data.demonstrations import Chats
 from tests.chat_templates import TEMPLATES, byte_tokenizer, tokenizer_of
 from tests.tables import cases
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cairn.configs.schema.data import MixedSource
 from cairn.tasks.data import BadData
-from cairn.tasks.data.mixture import MixedData, draw_mixed
+from cairn.tasks.data.drawing import MixedData, draw_mixed
 
 SIZES = {"ten": 10, "three": 3, "twenty": 20}
 

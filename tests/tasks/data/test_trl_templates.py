@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cairn.tasks.data.chats import Chats
+from cairn.tasks.data.demonstrations import Chats
 from tests.chat_templates import TEMPLATES, byte_tokenizer, tokenizer_of
 from tests.tasks.data.test_chats import CHATS, LEARNED, learned
 

@@ -1,12 +1,13 @@
-"""What counts as following an instruction, where tests/tasks/benchmarks/parity asks no other implementation."""
+"""What counts as following an instruction, where tests/tasks/evaluation/benchmarks/parity asks no other
+implementation."""
 
 import sys
 
 import pytest
 
+from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import ifeval
-from cairn.tasks.rewards.instructions import CHECKS, CannotCheck, follows
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.ifeval import CHECKS, CannotCheck, follows
 
 
 def row(*given: tuple[str, dict]) -> dict:

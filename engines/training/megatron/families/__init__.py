@@ -2,7 +2,6 @@
 
 from transformers import PretrainedConfig
 
-from cairn.engines.errors import BadModel
 from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.families.deepseek_v3 import DeepseekV3, Glm4MoeLite
 from cairn.engines.training.megatron.families.glm4 import Glm4
@@ -18,6 +17,7 @@ from cairn.engines.training.megatron.families.qwen3_5 import Qwen35, Qwen35Moe
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 from cairn.engines.training.megatron.families.qwen3_next import Qwen3Next
 from cairn.engines.training.megatron.families.seed_oss import SeedOss
+from cairn.engines.types.errors import BadModel
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

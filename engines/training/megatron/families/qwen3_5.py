@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
-from cairn.engines.training.megatron.families.gated_delta import GatedDelta, convolved
-from cairn.engines.training.megatron.families.qwen3_next import Qwen3Next
+from cairn.engines.training.megatron.families.qwen3_next import GatedDelta, Qwen3Next, convolved
 
 
 def _input_projection(config: Any) -> Sequence[Stretch]:

@@ -5,10 +5,83 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
-from cairn.engines.training.megatron.families.gated_delta import GatedDelta
+from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
 from cairn.engines.training.megatron.families.qwen2_moe import GATED_EXPERT, gated_expert
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+
+# What Qwen3-Next and Qwen3.5 have in common: gated delta networks in most layers and gated attention in the others,
+# norms whose weights deviate from 1, and a rotary embedding of a part of the head.
+
+
+def _gated_attention(config: Any) -> Sequence[Stretch]:
+    """For every key-value head its query heads' rows, then those of their gates, then its own two; the query projection
+    has each gate behind its query head."""
+    width, groups = config.kv_channels, config.num_query_groups
+    heads = config.num_attention_heads // groups
+    of_queries = {"part": 0, "rows": 2 * groups * heads * width, "heads": groups, "every": 2 * heads * width}
+    return [
+        *(Stretch(**of_queries, height=width, first=2 * head * width) for head in range(heads)),
+        *(Stretch(**of_queries, height=width, first=(2 * head + 1) * width) for head in range(heads)),
+        *(Stretch(part, groups * width, groups, width) for part in (1, 2)),
+    ]
+
+
+def convolved(config: Any) -> Sequence[Stretch]:
+    """Queries, keys and values of a gated delta network."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    width = config.linear_key_head_dim
+    rows = 2 * keys * width + values * config.linear_value_head_dim
+    return [
+        Stretch(0, rows, keys, width),
+        Stretch(0, rows, keys, width, first=keys * width),
+        Stretch(0, rows, values, config.linear_value_head_dim, first=2 * keys * width),
+    ]
+
+
+def value_heads(config: Any) -> Sequence[Stretch]:
+    """A number for every value head."""
+    return [Stretch(0, config.linear_num_value_heads, config.linear_num_value_heads, 1)]
+
+
+_GATED_LAYER: Mapping[str, Source] = {
+    **Family.layer,
+    "self_attention.linear_qkv.weight": Source(
+        Layout.GROUPS, tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), _gated_attention
+    ),
+    "self_attention.in_proj.layer_norm_weight": Source(Layout.REPLICATED, ("input_layernorm.weight",)),
+    "self_attention.conv1d.weight": Source(Layout.HEADS, ("linear_attn.conv1d.weight",), convolved),
+    "self_attention.dt_bias": Source(Layout.HEADS, ("linear_attn.dt_bias",), value_heads),
+    "self_attention.A_log": Source(Layout.HEADS, ("linear_attn.A_log",), value_heads),
+    "self_attention.out_norm.weight": Source(Layout.REPLICATED, ("linear_attn.norm.weight",)),
+    "self_attention.out_proj.weight": Source(Layout.ROW, ("linear_attn.out_proj.weight",)),
+}
+
+
+class GatedDelta(Family):
+    """The families add how the input projection of their delta networks is stored."""
+
+    layer = _GATED_LAYER
+
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {
+            **super().transformer(hf),
+            "qk_layernorm": True,
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in hf.layer_types],
+            "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+            "linear_key_head_dim": hf.linear_key_head_dim,
+            "linear_value_head_dim": hf.linear_value_head_dim,
+            "linear_num_key_heads": hf.linear_num_key_heads,
+            "linear_num_value_heads": hf.linear_num_value_heads,
+        }
+
+    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {**super().model(hf), "rotary_percent": hf.rope_parameters["partial_rotary_factor"]}
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        biases = ["its attention has biases"] if hf.attention_bias else []
+        return [*Family.problems(self, hf), *biases]
 
 
 def _input_projection(config: Any) -> Sequence[Stretch]:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.engines.rollout.sglang.cpu_path import UNSERVED
+from cairn.engines.rollout.sglang.problems import UNSERVED
 from tests.architectures import ARCHITECTURES, Architecture, architecture
-from tests.engines.test_iteration import batch_of, requests
+from tests.engines.models.test_iteration import batch_of, requests
 from tests.engines.training.builders import make_engine
 from tests.model_table import Check, record
 from tests.requests import by_id

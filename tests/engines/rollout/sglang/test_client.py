@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from cairn.engines.errors import EngineDied, EngineTimeout
-from cairn.engines.rollout.sglang.client import Control
+from cairn.engines.rollout.sglang.server import Control
+from cairn.engines.types.errors import EngineDied, EngineTimeout
 
 
 def test_a_connection_that_is_reset_means_that_the_server_is_gone() -> None:

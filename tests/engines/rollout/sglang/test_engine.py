@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from cairn.engines.errors import EngineError, RequestRefused
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.types.errors import EngineError, RequestRefused
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.engines.rollout.models import full_log_probs
 from tests.requests import group, ids
 from tests.sglang_server import once_decoding

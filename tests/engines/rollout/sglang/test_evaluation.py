@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from cairn.configs.schema.engine_options import EngineOptions
+from cairn.configs.schema.evaluation import EngineOptions
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.weights.folders import folder_checksum
+from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.sources import environment
 from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.evaluation.asking import benchmarks_of
-from cairn.flows.evaluation.engine import OwnEngine
-from cairn.flows.evaluation.questions import questions_of
+from cairn.flows.evaluation.evaluating import OwnEngine, questions_of
 from cairn.storage.evals import Claim, find_or_claim, read_samples
-from cairn.storage.store import open_store
-from cairn.tasks.evaluation import Engines, compute
+from cairn.storage.store.store import open_store
+from cairn.tasks.evaluation.standalone import Engines, compute
 
 pytestmark = pytest.mark.proof
 

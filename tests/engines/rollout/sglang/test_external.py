@@ -9,10 +9,10 @@ import httpx
 import pytest
 from transformers import PreTrainedModel
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.types import SamplingParams
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.types.types import SamplingParams
 from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for

@@ -18,15 +18,12 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
-from cairn.engines.rollout.occupancy import Occupancy
-from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.rollout.sglang.generation import ATTEMPTS, Generation
-from cairn.engines.rollout.sglang.loads import Loads
-from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.admission import Occupancy
+from cairn.engines.rollout.sglang.engine import ServerStream, SGLangEngine
+from cairn.engines.rollout.sglang.generation import ATTEMPTS, Generation, Loads, Route
 from cairn.engines.rollout.sglang.router import Router
-from cairn.engines.rollout.sglang.stream import ServerStream
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 from tests.requests import by_id, group, ids
 from tests.sglang_server import once_decoding, running
 from tests.waiting import wait_for

@@ -7,12 +7,12 @@ import pytest
 from pydantic import ValidationError
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.errors import EngineError
 from cairn.engines.rollout.plan import LaunchPlan, Place
-from cairn.engines.rollout.sglang.kept import kept_problems
+from cairn.engines.rollout.sglang.completions import kept_problems
 from cairn.engines.rollout.sglang.launch import launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan, launch_plan, plan_problems
 from cairn.engines.rollout.sglang.server import ExternalServer
+from cairn.engines.types.errors import EngineError
 
 PREFILL = {"disaggregation_mode": "prefill"}
 DECODE = {"disaggregation_mode": "decode"}

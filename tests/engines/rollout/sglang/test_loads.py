@@ -3,7 +3,7 @@
 import pytest
 
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import SamplingParams
+from cairn.engines.types.types import SamplingParams
 from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for

@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.storage.verification import verify
-from cairn.tasks.recovery import restore_trainer
-from cairn.tasks.selection import last_selection, unfinished_groups
+from cairn.storage.ledger.commits import Step
+from cairn.storage.upkeep.verification import verify
+from cairn.tasks.durable.selection import last_selection, unfinished_groups
+from cairn.tasks.trainer.recovery import restore_trainer
 from tests.local_fleet import LocalFleet, LocalRollout, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

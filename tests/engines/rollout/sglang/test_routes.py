@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.configs.schema.rollout import RolloutConfig
-from cairn.configs.schema.servers import ServerGroup
-from cairn.engines.errors import EngineError
+from cairn.configs.schema.rollout import RolloutConfig, ServerGroup
+from cairn.engines.rollout.sglang.completions import OPTION, Routes, routes_problems
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.rollout.sglang.routes import OPTION, Routes, routes_problems
-from cairn.engines.types import SamplingParams
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import SamplingParams
 from tests.architectures import architecture
 from tests.requests import group
 from tests.sglang_server import START_TIMEOUT, sglang_config

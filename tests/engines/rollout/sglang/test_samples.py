@@ -2,10 +2,10 @@
 
 import pytest
 
-from cairn.engines.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import FinishReason, SamplingParams
-from tests.engines.episodes.test_samples import all_of, asked, users
+from cairn.engines.types.types import FinishReason, SamplingParams
+from tests.engines.agents.episodes.test_samples import all_of, asked, users
 from tests.engines.rollout.transformers.test_cut_samples import LENGTH, differences, generating, in_their_rounds
 from tests.engines.rollout.transformers.test_cut_samples import asked as asked_in_pairs
 

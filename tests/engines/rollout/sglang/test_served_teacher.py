@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.engines.errors import TeacherUnusable
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.scoring.client import ServedModel
-from cairn.engines.training.top_k import row_shape
-from cairn.engines.types import TrainBatch
+from cairn.engines.training.log_probs import row_shape
+from cairn.engines.types.errors import TeacherUnusable
+from cairn.engines.types.types import TrainBatch
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Step
-from cairn.tasks import score as step
-from cairn.tasks.batch import arrays
+from cairn.storage.ledger.commits import Step
+from cairn.tasks.batch.batch import arrays
+from cairn.tasks.trainer import score as step
 from examples.quickstart.model import build_model
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

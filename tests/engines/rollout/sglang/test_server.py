@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import (
     STAND_INS,
@@ -19,10 +18,10 @@ from cairn.engines.rollout.sglang.installation import (
     option_problems,
     router_problems,
 )
-from cairn.engines.rollout.sglang.launch import launch
+from cairn.engines.rollout.sglang.launch import code_problem, launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.rollout.sglang.model_code import code_problem
 from cairn.engines.rollout.sglang.server import Server
+from cairn.engines.types.errors import EngineDied, EngineError
 from tests.waiting import wait_for
 
 SERVER = """

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import Completion, FinishReason, SamplingParams
+from cairn.engines.types.types import Completion, FinishReason, SamplingParams
 from tests.engines.rollout.sglang.test_partial_rollout import hf_log_probs
 from tests.requests import by_id, group
 from tests.sglang_server import is_decoding, once_decoding

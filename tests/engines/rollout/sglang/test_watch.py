@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cairn.engines.rollout.sglang.watch import QUESTION, Watch
+from cairn.engines.rollout.sglang.server import QUESTION, Watch
 from tests.waiting import wait_for
 
 

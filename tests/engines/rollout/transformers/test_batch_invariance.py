@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.rollout.transformers import segments
+from cairn.engines.rollout.transformers import decoding as segments
 from cairn.engines.rollout.transformers.batch import Batch, Sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import Samples, collect, configs, random_requests, rollout_config, same

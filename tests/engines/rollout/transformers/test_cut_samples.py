@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from cairn.engines.episodes.samples import SampleEngine
-from cairn.engines.episodes.user_code import GenerateFunction
+from cairn.engines.agents.episodes.samples import SampleEngine
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
-from cairn.engines.types import FinishReason, SamplingParams
-from cairn.tasks.cutting import in_rounds, rounds_of
+from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleRequest
+from cairn.engines.types.types import FinishReason, SamplingParams
+from cairn.tasks.generation.rollout import in_rounds, rounds_of
 from tests.engines.rollout.models import END_TOKEN, rollout_config
 
 LENGTH, GROUPS = 16, 12

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 
-from cairn.engines.errors import BadModel, EngineError, RequestRefused
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import FinishReason, GenerateRequest
+from cairn.engines.types.errors import BadModel, EngineError, RequestRefused
+from cairn.engines.types.types import FinishReason, GenerateRequest
 from tests.engines.rollout.models import (
     CONTEXT_LENGTH,
     END_TOKEN,

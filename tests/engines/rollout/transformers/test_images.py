@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.episodes.beside import beside
-from cairn.engines.episodes.context import Context
-from cairn.engines.errors import RequestRefused
+from cairn.engines.agents.episodes.beside import beside
+from cairn.engines.agents.episodes.context import Context
+from cairn.engines.models.vision import image_processor
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
-from cairn.engines.vision import image_processor
+from cairn.engines.types.errors import RequestRefused
+from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.engines.rollout.models import collect, configs, rollout_config, same, save_model
 from tests.vision import asked, dots, noise, seen
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.rollout.transformers.sampling import sample, uniforms
+from cairn.engines.rollout.transformers.batch import sample, uniforms
 
 
 def splitmix64(seed: int, count: int) -> list[int]:

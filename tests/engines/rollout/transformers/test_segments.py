@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.engines.rollout.transformers.segments import WORTH, RowOrder, positions_read, segments_of, whole
+from cairn.engines.rollout.transformers.decoding import WORTH, RowOrder, positions_read, segments_of, whole
 
 rows_of = st.lists(st.integers(0, 4000), min_size=1, max_size=300).map(np.array)
 

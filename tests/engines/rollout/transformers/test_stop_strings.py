@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cairn.engines.errors import BadModel, RequestRefused
+from cairn.engines.rollout.transformers.batch import StopStrings, StopWatch
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.rollout.transformers.stop_strings import StopStrings, StopWatch
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.types.errors import BadModel, RequestRefused
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from examples.quickstart.model import VOCABULARY
 from tests.engines.rollout.models import collect, request, rollout_config, same
 from tests.requests import group

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.errors import EngineError, GenerationFailed, RequestRefused
-from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import FinishReason, GenerateRequest
+from cairn.engines.types.errors import EngineError, GenerationFailed, RequestRefused
+from cairn.engines.types.types import FinishReason, GenerateRequest, Stream
 from tests.engines.rollout.models import Samples, collect, random_requests, request, rollout_config, same
 from tests.requests import by_id
 from tests.waiting import wait_for

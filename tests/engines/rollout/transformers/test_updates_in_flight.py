@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cairn.engines.errors import EngineError
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import Completion, FinishReason, GenerateRequest
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest
 from tests.engines.rollout.models import (
     Samples,
     collect,

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.errors import EngineError
-from cairn.engines.types import TrainBatch
-from cairn.storage.errors import StoreRefused
-from cairn.storage.store import Store, open_store
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.types import TrainBatch
+from cairn.storage.store.errors import StoreRefused
+from cairn.storage.store.store import Store, open_store
 from tests.engines.training.megatron.cases import (
     ALGORITHM,
     BATCH,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.errors import BadModel
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.megatron.families import UNMAPPED, family_of
-from cairn.engines.weights.folders import folder_checksum
+from cairn.engines.types.errors import BadModel
+from cairn.engines.weights.checksum import folder_checksum
 from tests.architectures import ARCHITECTURES, Architecture, architecture
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.megatron.architecture_cases import (

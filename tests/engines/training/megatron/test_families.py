@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cairn.configs.published import published_config, published_names
-from cairn.engines.errors import BadModel
-from cairn.engines.models import read_config
+from cairn.configs.catalogue import published_config, published_names
+from cairn.engines.models.folders import read_config
 from cairn.engines.training.megatron.families import family_of
+from cairn.engines.types.errors import BadModel
 from tests.architectures import YARN, architecture
 
 

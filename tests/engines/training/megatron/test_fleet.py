@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import CONTROL
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.types import SamplingParams, TrainBatch
+from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.types import SamplingParams, TrainBatch
 from tests.engines.training.builders import make_batch, model_folder
 from tests.engines.training.megatron.cases import EP
 from tests.fleets import sync

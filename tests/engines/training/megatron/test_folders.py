@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cairn.engines.models import open_weights
+from cairn.engines.models.folders import open_weights
 from tests.engines.training.megatron.folder_cases import LAYOUTS, launched
 from tests.engines.training.ranks import run_with_megatron
 from tests.mtp_models import mtp_folder

@@ -2,7 +2,7 @@
 
 import torch
 
-from cairn.engines.training.megatron.offload import Memory
+from cairn.engines.training.megatron.state import Memory
 
 
 def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back() -> None:

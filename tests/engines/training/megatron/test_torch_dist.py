@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cairn.engines.models import open_weights
+from cairn.engines.models.folders import open_weights
 from tests.architectures import architecture
 from tests.engines.training.megatron.torch_dist_cases import FORGERIES, WRITTEN, Written, launched
 from tests.engines.training.ranks import run_with_megatron

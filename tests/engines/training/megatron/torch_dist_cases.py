@@ -143,8 +143,7 @@ def padded(folder: Path, value: Any) -> Any:
 
 
 def convert(rank: int, work: Path) -> None:
-    from cairn.engines.training.megatron.convert import export_torch_dist
-    from cairn.engines.training.megatron.torch_dist import find_torch_dist
+    from cairn.engines.training.megatron.convert import export_torch_dist, find_torch_dist
 
     def export(source: Path, architecture: str, target: Path) -> None:
         found = find_torch_dist(source)

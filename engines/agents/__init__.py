@@ -1,0 +1,1 @@
+"""What a sample's code is given: episodes, tools, capture, environments, generation."""

@@ -1,0 +1,1 @@
+"""Agents that speak to an HTTP endpoint, captured as trajectories."""

@@ -1,0 +1,153 @@
+"""Anthropic's Messages."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from cairn.engines.agents.capture.openai import text_of
+from cairn.engines.agents.capture.protocol import (
+    Answer,
+    Asked,
+    BadRequest,
+    Message,
+    refuse_other_sampling,
+    strings,
+    whole_number,
+)
+from cairn.engines.types.types import SamplingParams
+
+
+class Messages:
+    """`POST /v1/messages`."""
+
+    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
+        """See `Dialect`."""
+        refuse_other_sampling(body, params, ignored)
+        choice = (body.get("tool_choice") or {}).get("type", "auto")
+        if choice not in ("auto", "none") and "tool_choice" not in ignored:
+            raise BadRequest(
+                f"tool_choice={choice!r} is not to be had, since tokens are drawn as the run says: auto or none"
+            )
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise BadRequest("messages has to be a list with a message")
+        system = text_of(body.get("system"), "system")
+        found: list[Message] = [{"role": "system", "content": system}] if system else []
+        for number, one in enumerate(messages):
+            found += _messages(one, f"message {number}")
+        return Asked(
+            messages=tuple(found),
+            tools=() if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
+            max_new_tokens=whole_number(body, "max_tokens"),
+            stop=strings(body, "stop_sequences"),
+            model=str(body.get("model") or "policy"),
+            stream=bool(body.get("stream")),
+        )
+
+    def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+        """See `Dialect`."""
+        return {
+            **_head(asked, answer),
+            "content": _blocks(answer),
+            "stop_reason": _reason(answer),
+            "stop_sequence": answer.stopped_by,
+            "usage": _usage(answer),
+        }
+
+    def events(self, asked: Asked, answer: Answer) -> list[str]:
+        """See `Dialect`."""
+        usage, told = _usage(answer), list[tuple[str, dict[str, Any]]]()
+        begun = {**_head(asked, answer), "content": [], "stop_reason": None, "stop_sequence": None}
+        told.append(("message_start", {"message": {**begun, "usage": {**usage, "output_tokens": 0}}}))
+        for index, block in enumerate(_blocks(answer)):
+            empty, delta = _begun(block)
+            told.append(("content_block_start", {"index": index, "content_block": empty}))
+            told.append(("content_block_delta", {"index": index, "delta": delta}))
+            told.append(("content_block_stop", {"index": index}))
+        ended = {"stop_reason": _reason(answer), "stop_sequence": answer.stopped_by}
+        told.append(("message_delta", {"delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}))
+        told.append(("message_stop", {}))
+        return [f"event: {kind}\ndata: {json.dumps({'type': kind, **what})}\n\n" for kind, what in told]
+
+    def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
+        """See `Dialect`."""
+        kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+        return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": told}}
+
+
+def _messages(given: Any, where: str) -> list[Message]:
+    """As OpenAI's API has them: results of tools are messages of their own, before what else a user says."""
+    if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
+        raise BadRequest(f"{where} has to be an object whose role is user or assistant")
+    content = given.get("content")
+    if isinstance(content, str):
+        return [{"role": given["role"], "content": content}]
+    if not isinstance(content, Sequence) or not all(isinstance(block, Mapping) for block in content):
+        raise BadRequest(f"the content of {where} has to be a string or a list of blocks")
+    own: Message = {"role": given["role"], "content": ""}
+    results, texts, calls = list[Message](), list[Any](), list[dict[str, Any]]()
+    for block in content:
+        kind = block.get("type")
+        if kind == "tool_result" and given["role"] == "user":
+            text = text_of(block.get("content"), f"a tool_result of {where}")
+            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+        elif kind == "tool_use" and given["role"] == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking":
+            own["reasoning_content"] = block.get("thinking") or ""
+        elif kind != "redacted_thinking":
+            texts.append(block)
+    own["content"] = text_of(texts, where)
+    if calls:
+        own["tool_calls"] = calls
+    return [*results, *([own] if texts or calls or not results else [])]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or "input_schema" not in tool or "name" not in tool:
+        raise BadRequest(
+            "tools has to be a list of objects with name and input_schema: tools of the service are not had"
+        )
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _head(asked: Asked, answer: Answer) -> dict[str, Any]:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": asked.model}
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    reply, blocks = answer.reply, list[dict[str, Any]]()
+    if reply.thoughts is not None:
+        blocks.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for number, call in enumerate(reply.tool_calls):
+        blocks.append({"type": "tool_use", "id": answer.call_id(number), "name": call.name, "input": call.arguments})
+    return blocks
+
+
+def _begun(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A block before anything is in it, and all that is."""
+    if block["type"] == "thinking":
+        return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+    if block["type"] == "text":
+        return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+    return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+
+
+def _reason(answer: Answer) -> str:
+    if answer.is_cut:
+        return "max_tokens"
+    return "tool_use" if answer.reply.tool_calls else "end_turn" if answer.stopped_by is None else "stop_sequence"
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    given, cached = len(answer.exchange.prompt_ids), answer.exchange.segment.cached_tokens
+    return {
+        "input_tokens": given - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(answer.exchange.segment),
+    }

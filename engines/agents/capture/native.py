@@ -1,0 +1,104 @@
+"""SGLang's own API: tokens, or text, in, and tokens out."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cairn.engines.agents.capture.protocol import BadRequest, Exchange, refuse_other_sampling, strings, whole_number
+from cairn.engines.types.types import FinishReason
+
+if TYPE_CHECKING:
+    from cairn.engines.agents.capture.session import Session
+
+
+async def generate(session: "Session", body: Mapping[str, Any]) -> tuple[dict[str, Any], Exchange]:
+    """`POST /generate`, of one request. Text goes on from the tokens of what was sampled before, where it begins with
+    their text. Raises BadRequest."""
+    how = body.get("sampling_params") or {}
+    if not isinstance(how, Mapping):
+        raise BadRequest("sampling_params has to be an object: give one request at a time")
+    params = session.sampling
+    refuse_other_sampling(how, params, session.ignored)
+    ends = how.get("stop_token_ids") or ()
+    if {*ends} - {*params.stop_token_ids} and "stop_token_ids" not in session.ignored:
+        raise BadRequest(f"stop_token_ids={ends!r} has to be what rollout.rollout_stop_token_ids says")
+    prompt_ids = _prompt(session, body)
+    stop = tuple(one for one in strings(how, "stop") if one not in params.stop)
+    exchange, id = await session.sample(prompt_ids, whole_number(how, "max_new_tokens"), stop)
+    segment, template = exchange.segment, session.template
+    assert segment.log_probs is not None
+    assert segment.weight_versions is not None
+    is_cut = segment.finish_reason == FinishReason.LENGTH
+    reason = {"type": "length", "length": len(segment)} if is_cut else {"type": "stop", "matched": None}
+    ids = segment.ids.tolist()
+    about: dict[str, Any] = {
+        "id": id,
+        "finish_reason": reason,
+        "prompt_tokens": len(prompt_ids),
+        "completion_tokens": len(ids),
+        "cached_tokens": segment.cached_tokens,
+        "weight_version": str(int(segment.weight_versions[-1])) if ids else "0",
+    }
+    if body.get("return_logprob"):
+        pairs = zip(segment.log_probs.tolist(), ids, strict=True)
+        about["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
+    text = template.text(ids, skips=bool(how.get("skip_special_tokens", True)))
+    if isinstance(body.get("text"), str):
+        session.remember(body["text"] + text, exchange)
+    return {"text": text, "output_ids": ids, "meta_info": about}, exchange
+
+
+def _prompt(session: "Session", body: Mapping[str, Any]) -> np.ndarray:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise BadRequest("one of input_ids and text has to be there")
+    if isinstance(text, str) and text:
+        return session.tokens(text)
+    if isinstance(ids, Sequence) and ids and all(type(id) is int and id >= 0 for id in ids):
+        return np.asarray(ids, np.int32)
+    raise BadRequest("input_ids has to be a list of tokens, or text a string: give one request at a time")
+
+
+# vLLM's endpoint of tokens, which `verifiers` 0.4 and the `renderers` speak: the client has made the tokens, and reads
+# those that were sampled.
+#
+# POST …/inference/v1/generate {"token_ids": [...], "sampling_params": {"stop_token_ids": [...], "logprobs": 1, ...}}
+#     {"request_id", "choices": [{"index": 0, "token_ids": [...], "finish_reason": "stop" | "length",
+#                                 "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.5}, ...]}}]}
+
+
+async def generate_of_tokens(session: "Session", body: Mapping[str, Any]) -> tuple[dict[str, Any], Exchange]:
+    """`POST /inference/v1/generate`. The model's end token ends a response, and so does whatever else the run says; a
+    client may name these. Raises BadRequest."""
+    how = body.get("sampling_params") or {}
+    if not isinstance(how, Mapping):
+        raise BadRequest("sampling_params has to be an object")
+    if body.get("features") or body.get("content_parts"):
+        raise BadRequest("images are not taken here: give the tokens alone")
+    params = session.sampling
+    refuse_other_sampling(how, params, session.ignored)
+    stop = tuple(one for one in strings(how, "stop") if one not in params.stop)
+    exchange, id = await session.sample(_token_prompt(body), whole_number(how, "max_tokens", "max_new_tokens"), stop)
+    segment = exchange.segment
+    if passed := {*(how.get("stop_token_ids") or ())} & {*segment.ids[:-1].tolist()}:
+        raise BadRequest(
+            f"token {min(passed)} was sampled and did not end the response, as the client wants it: name it in "
+            "rollout.rollout_stop_token_ids"
+        )
+    assert segment.log_probs is not None
+    pairs = zip(segment.ids.tolist(), segment.log_probs.tolist(), strict=True)
+    choice = {
+        "index": 0,
+        "token_ids": segment.ids.tolist(),
+        "finish_reason": "length" if segment.finish_reason == FinishReason.LENGTH else "stop",
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]},
+    }
+    return {"request_id": id, "choices": [choice]}, exchange
+
+
+def _token_prompt(body: Mapping[str, Any]) -> np.ndarray:
+    ids = body.get("token_ids")
+    if not isinstance(ids, list) or not ids or not all(type(id) is int and id >= 0 for id in ids):
+        raise BadRequest("token_ids has to be a list of tokens")
+    return np.asarray(ids, np.int32)

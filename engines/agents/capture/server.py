@@ -1,0 +1,188 @@
+"""The endpoints of captured sessions, on the loop of the process that their samples run in: one server for all that are
+open, which listens while there is one.
+
+| | |
+|---|---|
+| `POST …/v1/chat/completions`, `GET …/v1/models` | OpenAI's |
+| `POST …/v1/messages`, `POST …/v1/messages/count_tokens` | Anthropic's |
+| `POST …/generate` | SGLang's |
+| `POST …/inference/v1/generate` | vLLM's, of tokens |
+
+`…` is the session, or nothing where its key comes as `Authorization: Bearer` or `x-api-key`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import Context as Variables
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from cairn.engines.agents.capture import native
+from cairn.engines.agents.capture import native as token_endpoint
+from cairn.engines.agents.capture.anthropic import Messages
+from cairn.engines.agents.capture.openai import ChatCompletions
+from cairn.engines.agents.capture.protocol import BadRequest, Dialect, Exchange
+from cairn.engines.agents.tools.results import shortened
+from cairn.storage.store.canonical import from_json
+
+if TYPE_CHECKING:
+    from cairn.engines.agents.capture.session import Session
+
+_LONGEST = 1 << 28
+"""Bytes of a request."""
+
+Handler = Callable[["Session", dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def served(session: "Session", host: str) -> AsyncIterator[str]:
+    """While a session is served; yields the URL that names it."""
+    servers = _servers.setdefault(asyncio.get_running_loop(), {})
+    server = servers.setdefault(host, _Server(host))
+    server.sessions[session.key] = session
+    try:
+        yield f"{await server.address()}/{session.key}"
+    finally:
+        del server.sessions[session.key]
+        if not server.sessions and servers.get(host) is server:
+            del servers[host]
+            await server.stop()
+
+
+class _Server:
+    """On one address."""
+
+    def __init__(self, host: str) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._host = host
+        # What it starts is no part of the sample that happens to be the first.
+        self._starting = Variables().run(asyncio.get_running_loop().create_task, self._start())
+
+    async def address(self) -> str:
+        """Where it listens, as soon as it does."""
+        port, _ = await asyncio.shield(self._starting)
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        _, runner = await asyncio.shield(self._starting)
+        await runner.cleanup()
+
+    async def _start(self) -> tuple[int, web.AppRunner]:
+        app = web.Application(client_max_size=_LONGEST)
+        openai, anthropic = ChatCompletions(), Messages()
+        for before in ("", "/{session}"):
+            app.router.add_post(
+                f"{before}/v1/chat/completions", partial(_answer, self, openai, partial(_converse, openai))
+            )
+            app.router.add_get(f"{before}/v1/models", partial(_answer, self, openai, _models))
+            app.router.add_post(
+                f"{before}/v1/messages", partial(_answer, self, anthropic, partial(_converse, anthropic))
+            )
+            app.router.add_post(f"{before}/v1/messages/count_tokens", partial(_answer, self, anthropic, _count))
+            app.router.add_post(f"{before}/generate", partial(_answer, self, openai, partial(_generate, native)))
+            app.router.add_post(
+                f"{before}/inference/v1/generate", partial(_answer, self, openai, partial(_generate, token_endpoint))
+            )
+        app.router.add_route("*", "/{rest:.*}", partial(_unknown, openai))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        await web.TCPSite(runner, self._host, 0).start()
+        return runner.addresses[0][1], runner
+
+
+_PLACES = ("v1", "generate", "inference")
+"""With what paths begin that name no session."""
+_servers: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Server]]" = WeakKeyDictionary()
+
+
+async def _answer(server: _Server, dialect: Dialect, handler: Handler, request: web.Request) -> web.StreamResponse:
+    try:
+        session = _session(server, request)
+        body = await _body(request)
+        async with session.serving():
+            return await handler(session, body, request)
+    except BadRequest as bad:
+        return web.json_response(dialect.error(str(bad), bad.status, bad.code), status=bad.status)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # of a request of another shape than its API has: it is the client's to hear of it
+        told = f"the request cannot be read: {type(error).__name__}: {error}"
+        return web.json_response(dialect.error(shortened(told, 1000), 400, None), status=400)
+
+
+def _session(server: _Server, request: web.Request) -> "Session":
+    authorization = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    for key in (request.match_info.get("session"), authorization, request.headers.get("x-api-key")):
+        if key and key in server.sessions:
+            return server.sessions[key]
+    raise BadRequest("no session is open that the URL or the API key names", status=401, code="invalid_api_key")
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    if request.method == "GET":
+        return {}
+    try:
+        body = from_json(await request.read())
+    except ValueError as error:
+        raise BadRequest(f"the request is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the request has to be a JSON object")
+    return body
+
+
+async def _converse(
+    dialect: Dialect, session: "Session", body: dict[str, Any], request: web.Request
+) -> web.StreamResponse:
+    asked = dialect.read(body, session.sampling, session.ignored)
+    answer = await session.converse(asked)
+    if not asked.stream:
+        return await _told(web.json_response(dialect.whole(asked, answer)), request, answer.exchange)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    return await _told(response, request, answer.exchange, dialect.events(asked, answer))
+
+
+async def _told(
+    response: web.StreamResponse, request: web.Request, exchange: Exchange, events: Sequence[str] = ()
+) -> web.StreamResponse:
+    """Send an answer; lost is one whose client has gone."""
+    try:
+        await response.prepare(request)
+        for event in events:
+            await response.write(event.encode())
+        await response.write_eof()
+    except ConnectionError:
+        exchange.lost = True
+    if request.transport is None or request.transport.is_closing():
+        exchange.lost = True
+    return response
+
+
+async def _models(session: "Session", body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "cairn"}
+    return web.json_response({"object": "list", "data": [model]})
+
+
+async def _count(session: "Session", body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+    asked = Messages().read(body, session.sampling, session.ignored)
+    return web.json_response({"input_tokens": session.count(asked)})
+
+
+async def _generate(
+    api: ModuleType, session: "Session", body: dict[str, Any], request: web.Request
+) -> web.StreamResponse:
+    told, exchange = await api.generate(session, body)
+    return await _told(web.json_response(told), request, exchange)
+
+
+async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
+    parts = request.path.strip("/").split("/")
+    place = "/".join(parts if parts[0] in _PLACES else parts[1:])  # without what may be a session's key
+    served = "v1/chat/completions, v1/messages, v1/models, generate and inference/v1/generate"
+    told = f"{request.method} …/{place} is not served: {served} are"
+    return web.json_response(dialect.error(told, 404, None), status=404)

@@ -1,0 +1,266 @@
+"""A captured session: while it is open, what an agent asks of an endpoint is asked of `ctx.sample`, and makes the
+trajectories of the sample.
+
+The agent may be anything that speaks one of the APIs of `server.py`, in this process or in another one. Its calls have
+ids that come from what it asks, so they do not depend on which of several that run side by side comes first, and where
+the agent runs again it is given the replies that are recorded for the same questions.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import numpy as np
+
+from cairn.engines.agents.capture.protocol import (
+    Answer,
+    Asked,
+    BadRequest,
+    ChatTemplate,
+    Conversation,
+    Exchange,
+    SessionOver,
+    conversation,
+    parent_of,
+    trajectories,
+)
+from cairn.engines.agents.capture.server import served
+from cairn.engines.agents.episodes.context import Context
+from cairn.engines.agents.episodes.recorder import EpisodeDiverged, Part, UncertainEffect
+from cairn.engines.types.errors import RequestRefused
+from cairn.engines.types.trajectories import SampleRequest, Trajectory
+from cairn.engines.types.types import FinishReason, SamplingParams
+
+PATIENCE = 30.0
+"""Seconds in which an agent that runs again has to ask for what is recorded, before it asks for anything else."""
+
+
+@asynccontextmanager
+async def capture(
+    ctx: Context,
+    sample: SampleRequest,
+    *,
+    replayable: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    ignored: Collection[str] = (),
+    host: str = "127.0.0.1",
+) -> "AsyncIterator[Session]":
+    """Open a session for an agent, which ends with the block.
+
+    Raises UncertainEffect where the sample was cut off in the session, or after it, and has to go through it again.
+
+    Args:
+        replayable: the agent may be run again: what it does besides asking the policy has no effects, and follows from
+            the replies. Nobody sees the tools of another one, so it is not run twice.
+        chat_template_kwargs: arguments of the chat template.
+        ignored: fields of requests that are looked over where they ask for other sampling than the run's.
+        host: address to listen on.
+    """
+    session = Session(ctx, chat_template_kwargs or {}, ignored)
+    if ctx.replaying and not replayable:
+        raise UncertainEffect(
+            "its process was lost in a captured session or after it, and what the agent did besides asking the policy "
+            "is not known: let the agent run again with cairn.capture(…, replayable=True), if it may"
+        )
+    async with served(session, host) as session.url:
+        try:
+            yield session
+        except BaseException as error:
+            session._raise_failure(error)
+            raise
+        finally:
+            await session._end()
+    session._raise_failure(None)
+
+
+class Session:
+    """Of one agent, or of several that work together."""
+
+    def __init__(self, ctx: Context, chat_template_kwargs: Mapping[str, Any], ignored: Collection[str]) -> None:
+        self._ctx = ctx
+        self._template_arguments = chat_template_kwargs
+        self._template: ChatTemplate | None = None
+        self._ignored = ignored
+        self._exchanges = list[Exchange]()
+        self._conversations = list[Conversation]()
+        self._texts = dict[str, np.ndarray]()
+        self._asked = Counter[str]()
+        self._part = Part()
+        self._pending = dict[str, bool]()
+        """Calls that are being made, and whether they are recorded."""
+        self._owner = asyncio.current_task()
+        self._working = set["asyncio.Task[Any]"]()
+        self._failure: BaseException | None = None
+        self._over = False
+        self.key = secrets.token_urlsafe(24)
+        """Names the session, in URLs and as an API key. Nobody else is to know it."""
+        self.url = ""
+        """`http://host:port/<session>`: what Anthropic's clients call their base URL."""
+
+    @property
+    def base_url(self) -> str:
+        """`http://host:port/<session>/v1`: what OpenAI's clients call their base URL."""
+        return f"{self.url}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """For clients that want one. A client without the session in its URL is known by it."""
+        return self.key
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the clients of both read, for the process of an agent."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn."""
+        return self._ctx.sampling
+
+    @property
+    def ignored(self) -> Collection[str]:
+        """Fields that requests may have, whatever they say."""
+        return self._ignored
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Of the model."""
+        if self._template is None:
+            self._template = ChatTemplate(self._ctx.tokenizer, self._template_arguments)
+        return self._template
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """In the order in which they ended."""
+        return self._exchanges
+
+    def trajectories(self) -> list[Trajectory]:
+        """What the sample has gone through, for `generate` to return. Raises ValueError where nothing was asked."""
+        found = trajectories(self._exchanges)
+        if not found:
+            raise ValueError("nothing was asked in the captured session: give the agent session.base_url")
+        return found
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """While a request is served; it ends with the session. Raises SessionOver."""
+        if self._over:
+            raise SessionOver
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._over:
+                raise SessionOver from None
+            raise
+        finally:
+            self._working.discard(task)
+
+    def count(self, asked: Asked) -> int:
+        """Tokens that a conversation has. Raises BadRequest."""
+        return len(self.template.prompt(asked.messages, asked.tools, self._conversations)[0])
+
+    def tokens(self, text: str) -> np.ndarray:
+        """Of a text, which goes on from tokens that the session knows where it begins with theirs."""
+        known = max((one for one in self._texts if text.startswith(one)), key=len, default="")
+        rest = self.template.ids(text[len(known) :])
+        return np.concatenate([self._texts[known], rest]) if known else rest
+
+    def remember(self, text: str, exchange: Exchange) -> None:
+        """The text of an exchange's tokens, as its client was told it."""
+        self._texts[text] = exchange.ids
+
+    async def converse(self, asked: Asked) -> Answer:
+        """The next reply of a conversation. Raises BadRequest."""
+        template = self.template
+        prompt_ids, messages, history = template.prompt(asked.messages, asked.tools, self._conversations)
+        exchange, id = await self.sample(prompt_ids, asked.max_new_tokens, asked.stop)
+        for other in history:
+            other.retold = other.retold or other not in exchange.chain
+        said, stopped_by = until(template.said(exchange.segment), asked.stop)
+        cut = exchange.segment.finish_reason == FinishReason.LENGTH
+        reply = template.reply(prompt_ids, said, asked.tools, cut=cut)
+        self._conversations.append(conversation(messages, asked.tools, reply, exchange))
+        tokens = tuple(template.text([id]) for id in exchange.segment.ids) if asked.reports_log_probs else ()
+        return Answer(id, reply, exchange, stopped_by, tokens)
+
+    async def sample(
+        self, prompt_ids: np.ndarray, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> tuple[Exchange, str]:
+        """What the policy samples after some tokens, and a name for it. Raises BadRequest."""
+        words = f"{max_new_tokens}/{stop}/".encode() + prompt_ids.tobytes()
+        name = hashlib.sha256(words).hexdigest()[:16]
+        number = self._asked[name]
+        self._asked[name] += 1
+        try:
+            with self._part.named(name) as call, self._making(call):
+                segment = await self._ctx.sample(prompt_ids, max_new_tokens=max_new_tokens, stop=stop)
+        except RequestRefused as refused:
+            told = "; ".join(refused.refused.values())
+            raise BadRequest(told, code="context_length_exceeded") from None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # it is of the sample, and not for its agent to catch
+            self._fail(error)
+            raise SessionOver from None
+        exchange = Exchange(prompt_ids, segment, parent_of(prompt_ids, self._exchanges))
+        self._exchanges.append(exchange)
+        return exchange, f"{name}{number}"
+
+    @contextmanager
+    def _making(self, call: str) -> Iterator[None]:
+        """While a call is made. One that is not recorded waits until all that is recorded is asked for again; the
+        session fails where that does not come."""
+        self._pending[call] = self._ctx.is_recorded(call)
+        waits = self._ctx.replaying and not self._pending[call]
+        timer = asyncio.get_running_loop().call_later(PATIENCE, self._look, call) if waits else None
+        try:
+            yield
+        finally:
+            del self._pending[call]
+            if timer is not None:
+                timer.cancel()
+
+    def _look(self, call: str) -> None:
+        if self._ctx.replaying and not any(self._pending.values()):
+            told = (
+                f"the agent asks for call {call}, which is not recorded, and not for what is: its replies were the same"
+            )
+            self._fail(EpisodeDiverged(told))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            assert self._owner is not None
+            self._owner.cancel()
+
+    def _raise_failure(self, error: BaseException | None) -> None:
+        if self._failure is not None and self._failure is not error:
+            assert self._owner is not None
+            self._owner.uncancel()
+            raise self._failure from error
+
+    async def _end(self) -> None:
+        self._over = True
+        working = [*self._working]
+        for task in working:
+            task.cancel()
+        if working:
+            await asyncio.wait(working)
+
+
+def until(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """A text up to the first of some strings, and which one that was."""
+    found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    return (text, None) if found is None else (text[: found[0]], found[1])

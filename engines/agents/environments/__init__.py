@@ -1,0 +1,1 @@
+"""Environments that others have made, by their own protocols."""

@@ -1,0 +1,462 @@
+"""Tools of an MCP server, through the official SDK: `pip install 'cairn-rl[agents]'`.
+
+    async with cairn.mcp(command=["python", "server.py"]) as tools:
+        found = await ctx.call(tools["search"], {"query": "..."})
+
+Each is a `cairn.Tool`, with the name, description and schema that the server gives it, so what holds of tools holds of
+them: they are recorded, late calls are given up, results are bounded.
+
+| the server | becomes of the call |
+|---|---|
+| answers | its text; what is no text is named and left out |
+| says that the call failed | `ToolFailed`, with what it says |
+| is late | `ToolFailed`: the call is withdrawn, and the server goes on |
+| ends, or sends more than it may | `ToolLost`, or `ToolUnavailable` for the calls after that: the sample fails |
+| does not start | `ToolUnavailable`, when the context begins |
+"""
+
+import asyncio
+import contextvars
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx2
+from mcp.client.streamable_http import streamable_http_client
+
+from cairn.engines.agents.tools.errors import ToolFailed, ToolLost, ToolUnavailable
+from cairn.engines.agents.tools.tool import MAX_OUTPUT, TIMEOUT, Kind, Tool
+
+# An MCP server elsewhere: the SDK's transport by streamable HTTP, with a bound on what comes back.
+
+
+CONNECT = 30.0
+"""Seconds to connect, and to send a request."""
+
+
+class TooLong(Exception):
+    """A response has more bytes than a message may."""
+
+
+@asynccontextmanager
+async def bounded_streams(url: str, headers: Mapping[str, str], max_message: int) -> AsyncIterator[tuple[Any, Any]]:
+    """As `streamable_http_client`. `max_message`: bytes of a response. How long one may take its call says."""
+    client = httpx2.AsyncClient(
+        headers={**headers, "accept-encoding": "identity"},  # bytes that are counted are those that arrive
+        timeout=httpx2.Timeout(CONNECT, read=None),
+        follow_redirects=True,
+        transport=_Bounded(max_message),
+    )
+    async with client, streamable_http_client(url, http_client=client) as streams:
+        yield streams
+
+
+class _Bounded(httpx2.AsyncHTTPTransport):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if request.method == "POST":  # what is not asked for comes in a stream that stays open
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _Counted(response.stream, self._most)
+        return response
+
+
+class _Counted(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream, most: int) -> None:
+        self._stream = stream
+        self._most = most
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        count = 0
+        async for part in self._stream:
+            count += len(part)
+            if count > self._most:
+                raise TooLong(f"it sent a message of more than {self._most:,} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+# An MCP server that is a process of ours: a transport of the SDK, over its standard input and output.
+#
+# | the server | becomes of it |
+# |---|---|
+# | sends a message longer than it may | it is killed: `ended` says so |
+# | ends | `ended` says how, with the last line that it wrote to its standard error |
+# | goes on when nobody needs it any more | it is asked to end, then killed |
+# | belongs to a process that is killed | it is killed too: it is of the same process group |
+
+
+_TO_END_PROCESS = 2.0
+"""Seconds that a server has to end after its input did, and again after it was asked to."""
+_STDERR = 4096
+"""Bytes of its standard error that are kept."""
+_LAST_LINE = 200
+
+
+class ServerProcess:
+    """A context, of one server."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None, folder: str | None, max_message: int
+    ) -> None:
+        """`env`: beside the few variables that the SDK hands on, such as PATH and HOME. `max_message`: bytes."""
+        self._command = command
+        self._env = env
+        self._folder = folder
+        self._max_message = max_message
+        self._process: asyncio.subprocess.Process | None = None
+        self._too_long = False
+        self._stderr = b""
+
+    async def __aenter__(self) -> Any:
+        import anyio
+        from mcp.client.stdio import get_default_environment
+
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=get_default_environment() | dict(self._env or {}),
+            cwd=self._folder,
+            limit=self._max_message,
+        )
+        heard, read = anyio.create_memory_object_stream[Any](0)
+        write, said = anyio.create_memory_object_stream[Any](0)
+        self._streams = (heard, read, write, said)
+        self._hearing = asyncio.create_task(self._hear(process, heard))
+        self._saying = asyncio.create_task(self._say(process, said))
+        self._keeping = asyncio.create_task(self._keep_stderr(process))
+        return read, write
+
+    async def __aexit__(self, *_: Any) -> None:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        for stream in self._streams:
+            stream.close()
+        process.stdin.close()
+        try:
+            for end in (process.terminate, process.kill):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_TO_END_PROCESS):
+                        await process.wait()
+                if process.returncode is not None:
+                    break
+                end()
+            await process.wait()
+        finally:
+            if process.returncode is None:  # it was not waited for to the end
+                with suppress(ProcessLookupError):
+                    process.kill()
+            for task in (self._hearing, self._saying, self._keeping):
+                task.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come from it."""
+        return self._hearing.done()
+
+    async def ended(self) -> str | None:
+        """How it has ended; None where it goes on."""
+        if self._process is None:
+            return None
+        if self._too_long:
+            return f"it sent a message of more than {self._max_message:,} bytes"
+        with suppress(TimeoutError):  # its output ends a little before it does
+            async with asyncio.timeout(0.5):
+                await self._process.wait()
+        if self._process.returncode is None:
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await asyncio.shield(self._keeping)
+        lines = self._stderr.decode(errors="replace").strip().splitlines()
+        told = f" ({lines[-1][:_LAST_LINE]})" if lines else ""
+        return f"its process ended with exit code {self._process.returncode}{told}"
+
+    async def _hear(self, process: asyncio.subprocess.Process, heard: Any) -> None:
+        import anyio
+        from mcp.shared.message import SessionMessage
+        from mcp_types import jsonrpc_message_adapter
+
+        assert process.stdout is not None
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+            async with heard:
+                while True:
+                    try:
+                        line = await process.stdout.readline()
+                    except ValueError:
+                        self._too_long = True
+                        process.kill()
+                        return
+                    if not line:
+                        return
+                    try:
+                        message: Any = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                    except ValueError as error:  # the SDK passes over what is no message
+                        message = error
+                    await heard.send(message)
+
+    async def _say(self, process: asyncio.subprocess.Process, said: Any) -> None:
+        assert process.stdin is not None
+        with suppress(OSError):
+            async with said:
+                async for message in said:
+                    text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    process.stdin.write(f"{text}\n".encode())
+                    await process.stdin.drain()
+
+    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while part := await process.stderr.read(65_536):
+            self._stderr = (self._stderr + part)[-_STDERR:]
+
+
+MAX_MESSAGE = 1 << 20
+"""Bytes of a message of a server."""
+START = 30.0
+"""Seconds in which it has to start and say what it offers."""
+_TO_END = 1.0
+"""Seconds in which a connection that broke says why."""
+_MOST_TOOLS = 1000
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Of a server, by values that are equal for the same one."""
+
+    command: tuple[str, ...]
+    url: str | None
+    kind: Kind
+    trust_hints: bool
+    prefix: str
+    timeout: float
+    max_output: int
+    max_message: int
+    env: tuple[tuple[str, str], ...]
+    headers: tuple[tuple[str, str], ...]
+    folder: str | None
+
+    @property
+    def told(self) -> str:
+        return f"the MCP server {self.url or ' '.join(self.command)}"
+
+
+_shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Asked, _Server]]" = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def mcp(
+    *,
+    command: Sequence[str] = (),
+    url: str | None = None,
+    kind: Kind = "effects",
+    trust_hints: bool = False,
+    shared: bool = False,
+    prefix: str = "",
+    timeout: float = TIMEOUT,
+    max_output: int = MAX_OUTPUT,
+    max_message: int = MAX_MESSAGE,
+    env: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    folder: str | None = None,
+) -> AsyncIterator[Mapping[str, Tool]]:
+    """The tools of a server by name. Raises ToolUnavailable where it cannot be reached or does not start.
+
+    Args:
+        command: starts a server that speaks over its standard input and output.
+        url: in its place, of one that speaks streamable HTTP.
+        kind: of all its tools, see `cairn.tool`. `deterministic`: the server begins anew with every episode, and
+            answers the same to the same calls.
+        trust_hints: let tools that the server calls read-only or idempotent be `pure`. The protocol says not to
+            believe a server that one does not trust.
+        shared: one server for all episodes of this process, until its work ends; otherwise each starts its own.
+        prefix: before the names of its tools, where two servers have the same.
+        timeout: seconds that a call may take.
+        max_output: characters that a call may return.
+        max_message: bytes of a message.
+        env: variables of the server's process, beside PATH, HOME and the like.
+        headers: of requests by HTTP.
+        folder: that its process works in.
+    """
+    if bool(command) == bool(url):
+        raise ValueError("cairn.mcp: say either the command that starts the server, or its url")
+    if shared and kind == "deterministic":
+        raise ValueError("cairn.mcp: a server that episodes share has no state that one of them could build up again")
+    asked = _Asked(
+        tuple(command),
+        url,
+        kind,
+        trust_hints,
+        prefix,
+        timeout,
+        max_output,
+        max_message,
+        tuple(sorted((env or {}).items())),
+        tuple(sorted((headers or {}).items())),
+        folder,
+    )
+    if shared:
+        servers = _shared.setdefault(asyncio.get_running_loop(), {})
+        if asked not in servers or servers[asked].is_over:
+            servers[asked] = _Server(asked)
+        yield await servers[asked].tools()
+        return
+    server = _Server(asked)
+    try:
+        yield await server.tools()
+    finally:
+        await server.end()
+
+
+class _Server:
+    """A connection, held by a task of its own: what the SDK starts is none of the episode's tasks."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._process: ServerProcess | None = None
+        self._over = asyncio.Event()
+        self._why = "it was left"
+        """Why it is no longer there, where it is not."""
+        loop = asyncio.get_running_loop()
+        self._begun: asyncio.Future[Mapping[str, Tool]] = loop.create_future()
+        self._task = asyncio.Task(self._keep(), loop=loop, context=contextvars.Context())
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def tools(self) -> Mapping[str, Tool]:
+        """By name, as soon as it has said what it offers."""
+        return await asyncio.shield(self._begun)
+
+    async def end(self) -> None:
+        self._over.set()
+        await asyncio.wait({self._task})
+
+    async def _keep(self) -> None:
+        try:
+            from mcp.client import Client
+        except ModuleNotFoundError as error:
+            self._fail(ToolUnavailable(f"cairn.mcp needs the module {error.name!r}: pip install 'cairn-rl[agents]'"))
+            return
+        try:
+            async with asyncio.timeout(START) as start, Client(self._transport(), cache=None) as self._client:
+                tools = await self._offered()
+                start.reschedule(None)
+                self._begun.set_result(tools)
+                await self._over.wait()
+        # Whatever it is, the episodes that wait have to hear of it; what comes after they hear from their calls.
+        except BaseException as error:
+            late = f"it did not start within {START:g} s" if isinstance(error, TimeoutError) else None
+            ended = None if late else await self._ended()
+            self._why = late or ended or _told(error)
+            self._fail(ToolUnavailable(f"{self._asked.told}: {self._why}"))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self._fail(ToolUnavailable(f"{self._asked.told}: {self._why}"))
+
+    def _fail(self, error: ToolUnavailable) -> None:
+        if not self._begun.done():
+            self._begun.set_exception(error)
+            self._begun.exception()  # nobody may be there to hear of it
+
+    def _transport(self) -> Any:
+        asked = self._asked
+        if asked.url is None:
+            self._process = ServerProcess(asked.command, dict(asked.env), asked.folder, asked.max_message)
+            return self._process
+
+        return bounded_streams(asked.url, dict(asked.headers), asked.max_message)
+
+    async def _offered(self) -> Mapping[str, Tool]:
+        found: dict[str, Tool] = {}
+        cursor = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            for one in page.tools:
+                tool = self._tool(one)
+                if tool.name in found:
+                    raise ValueError(f"it has two tools of the name {tool.name}")
+                found[tool.name] = tool
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+            if len(found) > _MOST_TOOLS:
+                raise ValueError(f"it has more than {_MOST_TOOLS:,} tools")
+
+    def _tool(self, offered: Any) -> Tool:
+        asked, hints = self._asked, offered.annotations
+        harmless = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+        kind: Kind = "pure" if asked.trust_hints and harmless else asked.kind
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", asked.prefix + offered.name)[:64]
+
+        async def call(**arguments: Any) -> str:
+            return await self._call(name, offered.name, kind, arguments)
+
+        return Tool(
+            call,
+            kind=kind,
+            timeout=asked.timeout,
+            max_output=asked.max_output,
+            name=name,
+            description=offered.description or "",
+            parameters=offered.input_schema,
+        )
+
+    async def _call(self, name: str, offered: str, kind: Kind, arguments: dict[str, Any]) -> str:
+        from mcp.shared.exceptions import MCPError
+
+        if self._task.done() or self._over.is_set():
+            raise ToolUnavailable(f"{name}: {self._asked.told}: {self._why}")
+        if self._process is not None and self._process.is_over:
+            raise ToolUnavailable(f"{name}: {self._asked.told}: {await self._ended()}")
+        try:
+            result = await self._client.call_tool(offered, arguments)
+        # What a broken connection raises depends on where it broke.
+        except Exception as error:
+            ended = await self._ended()
+            if ended is None and isinstance(error, MCPError) and not _is_closed(error):
+                raise ToolFailed(f"{name}: {error}") from None
+            if ended is None:
+                await asyncio.wait({self._task}, timeout=_TO_END)
+            why = ended or (self._why if self._task.done() else _told(error))
+            lost = ToolUnavailable if kind == "pure" else ToolLost
+            raise lost(f"{name}: {self._asked.told}: {why}") from None
+        text = "\n".join(map(_text, result.content))
+        if result.is_error:
+            raise ToolFailed(f"{name}: {text}")
+        return text
+
+    async def _ended(self) -> str | None:
+        return None if self._process is None else await self._process.ended()
+
+
+def _is_closed(error: Any) -> bool:
+    from mcp_types import CONNECTION_CLOSED
+
+    return bool(error.code == CONNECTION_CLOSED)
+
+
+def _text(content: Any) -> str:
+    if content.type == "text":
+        text: str = content.text
+        return text
+    return f"[{content.type}, left out]"
+
+
+def _told(error: BaseException) -> str:
+    """The first of what went wrong: the SDK's tasks end in groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__

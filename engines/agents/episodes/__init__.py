@@ -1,0 +1,1 @@
+"""Run `generate` for many samples at once, with record and replay."""

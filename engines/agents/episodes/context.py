@@ -1,0 +1,392 @@
+"""What `async def generate(ctx, sample)` may ask for."""
+
+import hashlib
+import math
+import numbers
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from inspect import isawaitable
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cairn.configs.kinds import REWARD
+from cairn.configs.plugins import BadPlugin, load_callable
+from cairn.configs.schema.rollout import ToolOptions
+from cairn.engines.agents.episodes.recorder import Recorder, SampleAborted, UncertainEffect, aside, next_call
+from cairn.engines.agents.episodes.returned import Continuation, checked_sample
+from cairn.engines.agents.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
+from cairn.engines.agents.tools.processes import held
+from cairn.engines.agents.tools.results import json_value, shortened
+from cairn.engines.agents.tools.tool import NOT_DONE, Intent, Tool, raised
+from cairn.engines.models.tokenizers import stop_clock
+from cairn.engines.types.errors import RequestRefused
+from cairn.engines.types.trajectories import (
+    FIRST_CALL,
+    CallKind,
+    CallRecord,
+    GeneratedSample,
+    SampleRequest,
+    Segment,
+    Trajectory,
+    call_seed,
+)
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.storage.store import canonical
+from cairn.storage.store.canonical import from_json
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.rollout import RolloutConfig
+
+
+# What an episode is given of a run's configuration, besides how it samples. Plain values, for another process.
+
+
+@dataclass(frozen=True)
+class EpisodeOptions:
+    """Of the section `rollout`, where each is described."""
+
+    tools: tuple[str, ...] = ()
+    tool_options: ToolOptions = field(default_factory=ToolOptions)
+    tool_call_format: Literal["template", "tags"] = "template"
+    max_turns: int = 16
+    max_context_len: int | None = None
+
+    @classmethod
+    def of(cls, rollout: "RolloutConfig") -> "EpisodeOptions":
+        """Of a run."""
+        return cls(
+            rollout.tools,
+            rollout.tool_options,
+            rollout.tool_call_format,
+            rollout.max_turns,
+            rollout.rollout_max_context_len,
+        )
+
+
+_TIMES_LOST = 3
+"""How often a tool with effects may lose its process in a call."""
+
+
+class Context:
+    """Of one sample. What its methods return is recorded; where the code runs again, it is given the same."""
+
+    def __init__(
+        self,
+        sample: SampleRequest,
+        params: SamplingParams,
+        ask: Callable[[GenerateRequest], Awaitable[Completion]],
+        tokenizer: Callable[[], Any],
+        recorder: Recorder,
+        tools: Callable[[], Mapping[str, Tool]] = dict,
+        options: EpisodeOptions | None = None,
+        waits: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`ask` gets an answer from the engine, `tokenizer` loads the model's, `tools` loads those of the run. `waits`
+        is entered while a tool has to wait until others have done."""
+        self._sample = sample
+        self._prompt = np.asarray(sample.prompt_ids, np.int32)
+        self._params = params
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._recorder = recorder
+        self._tools = tools
+        self._waits = waits
+        self.options = options or EpisodeOptions()
+        """Of the run, for functions of ours."""
+        self._calls: dict[str, Continuation] = {}
+        self._count = 0
+        self._first = sample.begun
+        """What the first call has sampled after the prompt, finished or not."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, for the tokens that the world gives; those that were sampled are not to go through it."""
+        tokenizer = self._tokenizer()
+        if self._sample.origin is not None:
+            stop_clock(tokenizer, self._sample.origin.created_at)
+        return tokenizer
+
+    @cached_property
+    def tools(self) -> Mapping[str, Tool]:
+        """Those of `rollout.tools`, by their names, as this sample has them for itself."""
+        return {name: tool.for_episode() for name, tool in self._tools().items()}
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that a call may sample at most, unless it says less."""
+        return self._params.max_new_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn, the same for all calls but for what these say."""
+        return self._params
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the code was given answers, here or in another process, that are still to be given again."""
+        return self._recorder.replaying
+
+    def is_recorded(self, call: str) -> bool:
+        """Whether the answer to a call, by its id, is recorded by an earlier attempt."""
+        return self._recorder.knows(call)
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        asked = self._asked(next_call("n"), CallKind.NOW, "", "")
+        return float(self._recorder.value(asked, lambda: repr(time.time())))
+
+    def random(self) -> random.Random:
+        """Draws by chance that are the same wherever the sample is generated: each call gives other ones."""
+        return random.Random(call_seed(self._sample.seed, next_call("r")))
+
+    async def sample(
+        self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Segment:
+        """Ask the policy for one continuation of `ids`: the prompt, and all that came after it.
+
+        Its images are seen in all that begins with the prompt. May be called several times, one after the other or side
+        by side in tasks. `max_new_tokens` may only be less than the run's; the strings of `stop` end it besides those
+        of the run. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill its
+        context.
+        """
+        call = next_call()
+        before = self._prompt if ids is self._sample.prompt_ids else np.asarray(ids, np.int32)
+        params = self._params
+        if max_new_tokens is not None:
+            params = replace(params, max_new_tokens=min(index(max_new_tokens), params.max_new_tokens))
+        if stop:
+            params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        if self._recorder.records:
+            segment = await self._recorded(call, before, params, stop)
+        else:
+            segment = await self._continued(call, before, params)
+        self._calls[call] = Continuation(before, segment)
+        return segment
+
+    async def _recorded(self, call: str, before: np.ndarray, params: SamplingParams, stop: Sequence[str]) -> Segment:
+        limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
+        digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
+        asked = self._asked(call, CallKind.SAMPLE, "", digest, tokens=len(before))
+        sha256 = hashlib.sha256(before.tobytes()).hexdigest()
+        asked = replace(asked, arguments=canonical.to_json({"sha256": sha256}))  # for `cairn verify`
+
+        async def sample(asked: CallRecord) -> CallRecord:
+            try:
+                segment = await self._continued(call, before, params)
+            except RequestRefused as refused:
+                return _ended(asked, error="; ".join(refused.refused.values()))
+            return _ended(asked, segment=segment)
+
+        answer = await self._recorder.answer(asked, sample)
+        if answer.segment is None:
+            raise RequestRefused({self._sample.key: answer.error or ""})
+        segment = replace(answer.segment, loss_mask=answer.segment.loss_mask.copy())  # not that of the record
+        for array in (segment.ids, segment.log_probs, segment.weight_versions):
+            assert array is not None
+            array.setflags(write=False)  # user code may change the mask, and nothing else
+        return segment
+
+    async def call(self, tool: Tool | str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """Ask the world: the answer of a tool, of `cairn.tool` or one of `rollout.tools` by its name, a JSON value.
+
+        Of a tool with effects the intent to call it is durable before, and its answer before it is returned. Raises
+        ToolFailed, also where the same call did before; the code may catch it and tell the policy.
+        """
+        if isinstance(tool, str):
+            tool = _named(self.tools, tool)
+        elif not isinstance(tool, Tool):
+            told = getattr(tool, "__name__", type(tool).__name__)
+            raise TypeError(f"ctx.call takes a tool, and {told} is none: make one of it with @cairn.tool(kind=…)")
+        given = _as_json({} if arguments is None else dict(arguments))
+        asked = replace(self._asked(next_call("c"), CallKind.TOOL, tool.name, given), arguments=given)
+        has_effects = tool.kind == "effects"
+        key = self._key(asked.call)
+
+        async def call(asked: CallRecord) -> CallRecord:
+            uncertain = has_effects and self._recorder.is_orphan(asked)
+            for _ in range(_TIMES_LOST):
+                with aside():
+                    found = await self._reconciled(tool, asked) if uncertain else NOT_DONE
+                if found is not NOT_DONE:
+                    return _ended(asked, result=canonical.to_json(found))
+                if has_effects:
+                    await self._recorder.intend(asked)
+                try:
+                    held.set(self._waits)
+                    with aside():
+                        found = await tool.run(from_json(given), key)
+                    return _ended(asked, result=canonical.to_json(found))
+                except ToolFailed as failed:
+                    return _ended(asked, error=str(failed), reason=failed.reason)
+                except ToolLost:
+                    if not has_effects:
+                        raise
+                    uncertain = True
+            raise UncertainEffect(f"the process of {asked.told} was ended {_TIMES_LOST} times while it was at work")
+
+        answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
+        if answer.result is None:
+            raise ToolFailed(answer.error or "", Reason(answer.reason or Reason.RAISED))
+        return from_json(answer.result)
+
+    async def judge(
+        self,
+        grader: str | Callable[..., Any],
+        response: str,
+        label: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Ask a grader for the reward of a response, once: one of ours by its name, or a function of yours, plain or
+        coroutine, of `(sample)` or `(response, label, metadata)`, that gives a number, or a mapping with it under
+        `reward`. `label` and `metadata` are the sample's unless they are given; of the `cairn.Sample` there are these,
+        the response and the prompt. Raises JudgeFailed where the grader raises, or gives no finite number, also where
+        the same call did before."""
+        function = REWARD.load(grader) if isinstance(grader, str) else grader
+        name = grader if isinstance(grader, str) else getattr(grader, "__name__", type(grader).__name__)
+        words = {
+            "response": response,
+            "label": self._sample.label if label is None else label,
+            "metadata": dict(self._sample.metadata if metadata is None else metadata),
+        }
+        given = _as_json(words)
+        asked = replace(self._asked(next_call("j"), CallKind.JUDGE, name, given), arguments=given)
+
+        async def judge(asked: CallRecord) -> CallRecord:
+            taken = self._as_taken(name, function, words)
+            try:
+                with aside():
+                    found = await called(function, *taken)
+            except Exception as error:
+                return _ended(asked, error=str(raised(name, error)))
+            reward = found.get("reward") if isinstance(found, Mapping) else found
+            if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+                told = shortened(repr(found), 200)
+                told = f"{name}: the grader gave {told}; ctx.judge takes one that gives a finite number"
+                return _ended(asked, error=told)
+            return _ended(asked, result=repr(float(reward)))
+
+        answer = await self._recorder.answer(asked, judge)
+        if answer.result is None:
+            raise JudgeFailed(answer.error or "")
+        return float(answer.result)
+
+    def _as_taken(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a grader."""
+        way = REWARD.ways(name, function)[0]
+        if way == ("sample",):
+            sample = load_callable("cairn.tasks.batch.sample.Sample")
+            return (sample(**words, prompt=self._sample.prompt, prompt_ids=tuple(self._sample.prompt_ids)),)
+        if len(way) != len(words):
+            raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge asks for one response at a time")
+        return tuple(words.values())
+
+    def _asked(self, call: str, kind: CallKind, name: str, given: str, tokens: int = 0) -> CallRecord:
+        digest = given if kind is CallKind.SAMPLE else hashlib.sha256(given.encode()).hexdigest()
+        turn, now = len(self._calls), time.time()
+        return CallRecord(*self._sample.key, call, kind, name, digest, turn=turn, given=tokens, started_at=now)
+
+    def _key(self, call: str) -> str:
+        """Of a call with effects, the same wherever it is made again."""
+        origin = self._sample.origin
+        run = "" if origin is None else f"{origin.run}/{origin.scope}"
+        return "/".join([run, *map(str, self._sample.key), call])
+
+    async def _reconciled(self, tool: Tool, orphan: CallRecord) -> Any:
+        """The answer of a call with effects that nobody has recorded, or NOT_DONE. Raises UncertainEffect."""
+        origin = self._sample.origin
+        if tool.reconcile is not None:
+            intent = Intent(
+                run="" if origin is None else origin.run,
+                iteration=0 if origin is None else origin.iteration,
+                group=orphan.group_id,
+                sample=orphan.index,
+                attempt="" if origin is None else origin.attempt,
+                turn=orphan.turn,
+                call=orphan.call,
+                tool=tool.name,
+                arguments=from_json(orphan.arguments or "{}"),
+                key=self._key(orphan.call),
+            )
+            try:
+                found = await called(tool.reconcile, intent)
+                return found if found is NOT_DONE else json_value(tool.name, found, tool.max_output)
+            except Exception as error:
+                raise UncertainEffect(
+                    f"{orphan.told} was under way when its process was lost, and its `reconcile` cannot say whether it "
+                    f"was done: {raised(tool.name, error)}"
+                ) from error
+        if tool.takes_key:
+            return NOT_DONE
+        raise UncertainEffect(
+            f"{orphan.told} was under way when its process was lost, and may have been done: give the tool a "
+            "`reconcile`, or a parameter `idempotency_key`"
+        )
+
+    async def _continued(self, call: str, before: np.ndarray, params: SamplingParams) -> Segment:
+        at_prompt = call == FIRST_CALL and (before is self._prompt or np.array_equal(before, self._prompt))
+        begun = self._first if at_prompt else None
+        if begun is None or begun.finish_reason == FinishReason.ABORT:
+            begun = await self._sampled(call, self._sample.prompt_ids if at_prompt else before, params, begun)
+            if at_prompt:
+                self._first = begun
+            if begun.finish_reason == FinishReason.ABORT:
+                raise SampleAborted
+        return begun
+
+    async def _sampled(
+        self, call: str, before: Sequence[int] | np.ndarray, params: SamplingParams, begun: Segment | None
+    ) -> Segment:
+        seed = call_seed(self._sample.seed, call)
+        id = (*self._sample.key, self._count)
+        self._count += 1
+        cut_at = self._sample.cut_at if call == FIRST_CALL else None
+        if cut_at is not None:
+            # One token more tells whether it ended there: of a last token that ends it engines may say LENGTH or STOP.
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, cut_at + 1))
+        images = self._sample.images
+        if images and not np.array_equal(before[: len(self._prompt)], self._prompt):
+            images = ()
+        if begun is None or not len(begun):
+            request = GenerateRequest(id, before, seed, params, images=images)
+        else:
+            request = GenerateRequest(id, [*before, *begun.ids], seed, params, len(begun), images)
+        segment = Segment.sampled(await self._ask(request), call, seed)
+        segment = segment if begun is None else begun.then(segment)
+        return segment if cut_at is None or len(segment) <= cut_at else segment.until(cut_at)
+
+    def aborted(self) -> GeneratedSample:
+        """The sample, given up: as far as its first call came."""
+        first = () if self._first is None else (self._first,)
+        return GeneratedSample(*self._sample.key, Trajectory(first), FinishReason.ABORT)
+
+    def checked(self, returned: object) -> GeneratedSample:
+        """The sample that `generate` returned. Raises BadTrajectory."""
+        return checked_sample(self._sample.key, self._prompt, self._calls, returned)
+
+
+def _as_json(value: Any) -> str:
+    """In which half a surrogate pair, which no store takes, is written as its escape."""
+    return storable(canonical.to_json(value))
+
+
+def _ended(asked: CallRecord, **answer: Any) -> CallRecord:
+    return replace(asked, **answer, seconds=max(0.0, time.time() - asked.started_at))
+
+
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns, plain or coroutine."""
+    found = function(*arguments)
+    return await found if isawaitable(found) else found
+
+
+def _named(tools: Mapping[str, Tool], name: str) -> Tool:
+    if name not in tools:
+        known = f"use one of {', '.join(tools)}" if tools else "name it in rollout.tools"
+        raise ToolUnavailable(f"there is no tool {name!r}: {known}")
+    return tools[name]

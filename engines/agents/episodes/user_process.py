@@ -1,0 +1,129 @@
+"""What runs in the process of the user's `generate`: see `user_code.py` for what it hears and says."""
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from functools import cache, partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from cairn.configs.kinds import GENERATE, written_for_slime
+from cairn.engines.agents.episodes.runner import Generate, Runner
+from cairn.engines.agents.episodes.user_code import GenerateFunction
+from cairn.engines.agents.episodes.watchdog import Heartbeat, TurnLoop, Watchdog
+from cairn.engines.agents.tools.processes import grant_network, in_turn
+from cairn.engines.agents.tools.programs import require_sandboxes
+from cairn.engines.agents.tools.tool import load_tools
+from cairn.engines.processes.child import die_with
+from cairn.engines.types.trajectories import SampleRequest
+from cairn.engines.types.types import SamplingParams
+
+
+class _Process:
+    """The samples, on the loop of this thread, and the pipe to the engine."""
+
+    def __init__(self, connection: Connection, heartbeat: Heartbeat) -> None:
+        self._connection = connection
+        self._heartbeat = heartbeat
+        in_turn.set(heartbeat.of_a_thread)
+        self._outbox: queue.Queue[tuple[str, Any]] = queue.Queue()
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def run(self) -> None:
+        """Generate what is asked for, one call after the other, until the engine has no use for it any more."""
+        while True:
+            try:
+                kind, content = self._connection.recv()
+            except (EOFError, OSError):
+                return
+            if kind == "samples":  # and no abort that came too late
+                self._generate(*content)
+
+    def _generate(self, samples: Sequence[SampleRequest], function: GenerateFunction, params: SamplingParams) -> None:
+        loop = TurnLoop(self._heartbeat)
+        try:
+            tokenizer = cache(partial(_tokenizer, function.tokenizer))
+            options = function.options
+            require_sandboxes(options.tools, options.tool_options)
+            grant_network(options.tool_options.network)
+            tools = cache(partial(load_tools, options.tools, options.tool_options))
+            runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
+            runner.begin(samples)
+            deadlines, hung = (function.timeout, function.episode_timeout), partial(self._say, "hung")
+            with Watchdog(loop, runner, samples, *deadlines, hung, self._heartbeat) as watchdog:
+                loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
+                loop.run_until_complete(self._until_ended(runner))
+                loop.remove_reader(self._connection.fileno())
+                self._outbox.join()  # how samples ended is told before what is cancelled may keep the lock
+                may_stay = runner.close()  # watched too: that is code of samples
+        # Whatever it is, the engine's process has to hear of it.
+        except Exception as error:
+            self._say("failed", error)
+        else:
+            self._say("done", may_stay)
+
+    async def _until_ended(self, runner: Runner) -> None:
+        while runner.left or runner.ended:
+            await runner.stirred()
+            self._say_all("asked", runner.asked)
+            if (recorded := runner.recorded()) is not None:  # before what ends with it
+                self._say("recorded", recorded)
+            self._say_all("ended", runner.ended)
+
+    def _say_all(self, kind: str, content: list[Any]) -> None:
+        if content:
+            self._say(kind, content.copy())
+            content.clear()
+
+    def _say(self, kind: str, content: Any) -> None:
+        self._outbox.put((kind, content))
+
+    def _hear(self, runner: Runner, watchdog: Watchdog) -> None:
+        try:
+            kind, content = self._connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)  # the engine has no use for it any more
+        if kind == "abort":
+            runner.abort()
+            return
+        if kind == "acknowledged":
+            runner.acknowledge(content)
+            return
+        for id, answer in content:
+            watchdog.goes_on(id[:2])
+            runner.answer(id, answer)
+
+    def _send(self) -> None:
+        """In a thread, so that it hears while it says something."""
+        while True:
+            message = self._outbox.get()
+            try:
+                self._connection.send(message)
+            except OSError:
+                os._exit(1)
+            self._outbox.task_done()
+
+
+def main(connection_fd: int, parent: int, heartbeat_fd: int) -> None:
+    """Generate what the process `parent` asks for, over an inherited connection. It reads the heartbeat."""
+    die_with(parent)
+    os.set_inheritable(connection_fd, False)
+    heartbeat = Heartbeat(heartbeat_fd)
+    os.close(heartbeat_fd)
+    _Process(Connection(connection_fd), heartbeat).run()
+
+
+def _load(name: str) -> Generate:
+    found = GENERATE.load(name)
+    if not written_for_slime(found):
+        return found
+    from cairn.engines.agents.slime import adapted  # and the server that it needs, which no other function has need of
+
+    return adapted(found)
+
+
+def _tokenizer(folder: str) -> Any:
+    from cairn.engines.models.tokenizers import read_tokenizer
+
+    return read_tokenizer(folder)

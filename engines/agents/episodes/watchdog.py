@@ -1,0 +1,312 @@
+"""Ends samples whose code takes too long: one that waits without end alone, one that keeps the others from their turn
+with the whole process.
+
+A thread of the process does, which has no turn itself where code keeps the interpreter's lock: that the parent sees
+from its heartbeat."""
+
+import asyncio
+import mmap
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import Context, copy_context
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
+
+import psutil
+
+from cairn.engines.agents.episodes.recorder import sample_in
+from cairn.engines.agents.episodes.runner import Runner
+from cairn.engines.types.trajectories import SampleKey, SampleRequest
+from cairn.storage.store.errors import naming_full
+
+# Whose turn it is in the process of user code, in memory that its parent reads: code that keeps the interpreter's lock
+# stops every thread of its process, and so whatever in it might notice.
+#
+# | memory | says |
+# |---|---|
+# | the beat | when a thread of the process last had a turn; 0 while no call is under way |
+# | a slot | the thread that carries out a sample's code now, the sample, and since when; free slots are 0 |
+#
+# The loop of the samples has the first slot (`TurnLoop`), and each thread that calls a tool, or a function for a
+# sample, takes another.
+
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+_BEAT = struct.Struct("=d")
+_SLOT = struct.Struct("=qqqd")
+_SLOTS = 128
+_SIZE = _BEAT.size + _SLOTS * _SLOT.size
+_LOOP = 0
+_COMPUTES = 0.3
+"""Seconds over which it is seen which thread computes."""
+
+
+class Heartbeat:
+    """The memory, in either process."""
+
+    def __init__(self, fd: int) -> None:
+        """`fd`: a file of it, which may be closed then."""
+        self._memory = mmap.mmap(fd, _SIZE)
+        self._lock = threading.Lock()
+        self._free = list(range(_SLOTS - 1, _LOOP, -1))
+
+    @classmethod
+    @contextmanager
+    def shared(cls) -> Iterator[tuple["Heartbeat", int]]:
+        """In the parent: one, and the descriptor for the process. Raises NoSpace where temporary files have none: a
+        hole that is filled later would end either process by a signal."""
+        with tempfile.TemporaryFile() as file:
+            with naming_full(tempfile.gettempdir()):
+                file.write(bytes(_SIZE))
+                file.flush()
+            yield cls(file.fileno()), file.fileno()
+
+    def beat(self) -> None:
+        """A thread has a turn."""
+        _BEAT.pack_into(self._memory, 0, time.monotonic())
+
+    def rest(self) -> None:
+        """No call is under way."""
+        _BEAT.pack_into(self._memory, 0, 0.0)
+
+    @property
+    def last(self) -> float:
+        """The beat."""
+        return float(_BEAT.unpack_from(self._memory)[0])
+
+    def take_turn(self, key: SampleKey, slot: int = _LOOP) -> None:
+        """This thread carries out code of a sample."""
+        _SLOT.pack_into(self._memory, _offset(slot), threading.get_native_id(), *key, time.monotonic())
+
+    def end_turn(self, slot: int = _LOOP) -> None:
+        """Until here."""
+        _SLOT.pack_into(self._memory, _offset(slot), 0, 0, 0, 0.0)
+
+    def of_a_thread(self) -> AbstractContextManager[None]:
+        """Entered by a thread that carries out code for the sample whose code asks for this."""
+        return self._turn_of(sample_in(copy_context()))
+
+    @contextmanager
+    def _turn_of(self, key: SampleKey | None) -> Iterator[None]:
+        with self._lock:
+            slot = self._free.pop() if self._free and key is not None else None
+        if slot is None or key is None:
+            yield
+            return
+        self.take_turn(key, slot)
+        try:
+            yield
+        finally:
+            self.end_turn(slot)
+            with self._lock:
+                self._free.append(slot)
+
+    def holder(self, pid: int) -> SampleKey | None:
+        """In the parent: the sample whose code keeps all threads of the process from their turns; None where that
+        cannot be known. A thread that waits for its turn does not compute."""
+        slots = (_SLOT.unpack_from(self._memory, _offset(slot)) for slot in range(_SLOTS))
+        turns = {thread: (group, index) for thread, group, index, _ in slots if thread}
+        computing = _computing(pid)
+        if computing is not None:
+            return turns.get(computing)
+        return next(iter(turns.values())) if len(turns) == 1 else None
+
+
+class TurnLoop(asyncio.SelectorEventLoop):
+    """An event loop that says whose code it carries out, as contexts have it."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        super().__init__()
+        self._heartbeat = heartbeat
+
+    def call_soon(
+        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See the base class."""
+        context = copy_context() if context is None else context  # an empty one is false
+        return super().call_soon(self._in_turn(partial(callback, *args), context), context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See the base class."""
+        context = copy_context() if context is None else context  # an empty one is false
+        return super().call_at(when, self._in_turn(partial(callback, *args), context), context=context)
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> "asyncio.Future[Result]":
+        """See the base class."""
+        if executor is not None and not isinstance(executor, ThreadPoolExecutor):  # processes keep no lock of this one
+            return super().run_in_executor(executor, func, *args)
+        turn = self._heartbeat.of_a_thread()
+
+        def call() -> Result:
+            with turn:
+                return func(*args)
+
+        return super().run_in_executor(executor, call)
+
+    def _in_turn(self, callback: Callable[[], object], context: Context) -> Callable[[], object]:
+        key = sample_in(context)
+        return callback if key is None else partial(self._take_turn, key, callback)
+
+    def _take_turn(self, key: SampleKey, callback: Callable[[], object]) -> None:
+        self._heartbeat.take_turn(key)
+        try:
+            callback()
+        finally:
+            self._heartbeat.end_turn()
+
+
+class Watch:
+    """In the parent: a thread that looks whether the process still has turns, while a call is under way."""
+
+    def __init__(self, heartbeat: Heartbeat, pid: int, seconds: float, blocked: Callable[[SampleKey | None], None]):
+        """`blocked`: told once, after so many seconds without one, the sample whose code keeps them."""
+        self._heartbeat, self._pid, self._seconds, self._blocked = heartbeat, pid, seconds, blocked
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="user-code-watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        tick = min(1.0, self._seconds / 4)
+        last, silent = 0.0, 0.0
+        while not self._over.wait(tick):  # ticks are counted: where this process is stopped, too, none pass
+            beat = self._heartbeat.last
+            if not beat or beat != last or _is_stopped(self._pid):
+                last, silent = beat, 0.0
+                continue
+            silent += tick
+            if silent > self._seconds + tick:
+                self._blocked(self._heartbeat.holder(self._pid))
+                return
+
+
+def _offset(slot: int) -> int:
+    return _BEAT.size + slot * _SLOT.size
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger keeps a process from its turns, and no code of its own."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
+def _computing(pid: int) -> int | None:
+    """The thread of a process that computes most; None where none does, or that cannot be seen."""
+    try:
+        process = psutil.Process(pid)
+        before = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+        time.sleep(_COMPUTES)
+        spent = {t.id: t.user_time + t.system_time - before.get(t.id, 0.0) for t in process.threads()}
+    except psutil.Error:
+        return None
+    most = max(spent, key=lambda thread: spent[thread], default=None)
+    return most if most is not None and spent[most] > 0 else None
+
+
+TICK = 1.0
+"""Seconds between two looks, at most."""
+
+
+class Watchdog:
+    """Of the samples of a call, while it runs; a context of the thread that runs their loop.
+
+    Args:
+        seconds: that a sample may take from its begin, or an answer of the engine, until it asks the engine or ends;
+            what it waits for while others have it is not counted.
+        in_all: that it may take from its begin to its end; None has no bound.
+        hung: told the sample whose code does not give the loop back, None where that cannot be known, and a sentence.
+        heartbeat: beats while it runs.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        runner: Runner,
+        samples: Sequence[SampleRequest],
+        seconds: float,
+        in_all: float | None,
+        hung: Callable[[tuple[SampleKey | None, str]], None],
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self._loop = loop
+        self._runner = runner
+        self._seconds = seconds
+        self._in_all = in_all
+        self._began = time.monotonic()
+        self._hung = hung
+        self._heartbeat = heartbeat
+        self._since = {sample.key: self._now(sample.key) for sample in samples}
+        self._turned = time.monotonic()
+        """When the loop last came round."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._tick = min(TICK, seconds / 4, (in_all or seconds) / 4)
+
+    def __enter__(self) -> "Watchdog":
+        self._look()
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._next.cancel()
+        self._thread.join()
+        if self._heartbeat is not None:
+            self._heartbeat.rest()
+
+    def goes_on(self, key: SampleKey) -> None:
+        """A sample has an answer."""
+        self._since[key] = self._now(key)
+
+    def _look(self) -> None:
+        """On the loop."""
+        self._turned = now = time.monotonic()
+        for key in self._runner.working:
+            if self._now(key) - self._since[key] > self._seconds:
+                told = f"it took longer than {self._seconds:g} s without the engine"
+                self._runner.give_up(key, f"generate: GenerateTimeout: {told}")
+        if self._in_all is not None and now - self._began > self._in_all:  # all of them have begun with it
+            for key in self._runner.unfinished:
+                told = f"it took longer than {self._in_all:g} s in all"
+                self._runner.give_up(key, f"generate: EpisodeTimeout: {told}")
+        self._next = self._loop.call_later(self._tick, self._look)
+
+    def _now(self, key: SampleKey) -> float:
+        """By the clock of a sample, which stands while it waits for what others have."""
+        return time.monotonic() - self._runner.waits.seconds(key)
+
+    def _watch(self) -> None:
+        """In a thread, since the loop does not come round where a sample keeps it."""
+        while not self._over.wait(self._tick):
+            self._beat()
+            if time.monotonic() - self._turned > self._seconds + self._tick:
+                self._hung((self._runner.current(), blocked(self._seconds)))
+                return
+
+    def _beat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
+
+
+def blocked(seconds: float) -> str:
+    """The error of a sample that kept all others waiting."""
+    told = f"it kept all others waiting for longer than {seconds:g} s: let it await what it does"
+    return f"generate: LoopBlocked: {told}"

@@ -1,0 +1,1 @@
+"""Generate functions, one a file, found by name."""

@@ -1,0 +1,209 @@
+"""Generate functions written for slime, as ours: `async def generate(args, sample, sampling_params)`.
+
+What they ask of `http://{args.sglang_router_ip}:{args.sglang_router_port}/generate` goes through a captured session
+(`cairn.engines.agents.capture`), so ids, log-probs and seeds are the record's; of the sample, or the list of samples,
+that they return, the tokens and the loss mask say what is trained on. A `reward` that one has stands: see
+`cairn.tasks.grading.opening`."""
+
+import asyncio
+from abc import ABCMeta
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cairn.configs.slime import Arguments, Status
+from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
+
+if TYPE_CHECKING:  # graders import this too, and need no server
+    from cairn.engines.agents.capture.protocol import Exchange
+    from cairn.engines.agents.capture.session import Session
+    from cairn.engines.agents.episodes.context import Context
+
+
+class _Generating(Arguments):
+    """Of a generate function."""
+
+    def __init__(self, ctx: "Context", session: "Session") -> None:
+        params = ctx.sampling
+        super().__init__(
+            {
+                "rollout.rollout_temperature": params.temperature,
+                "rollout.rollout_top_p": params.top_p,
+                "rollout.rollout_top_k": params.top_k,
+                "rollout.rollout_max_response_len": params.max_new_tokens,
+                "rollout.rollout_stop": list(params.stop),
+                "rollout.rollout_stop_token_ids": list(params.stop_token_ids),
+                "rollout.rollout_max_context_len": ctx.options.max_context_len,
+                "rollout.partial_rollout": False,  # a sample that is aborted begins again from the top
+            }
+        )
+        host, _, rest = session.url.removeprefix("http://").rpartition(":")
+        self.sglang_router_ip = host
+        self.sglang_router_port = rest
+        """With the session: it is a part of URLs."""
+        self.tokenizer = ctx.tokenizer
+
+
+@dataclass
+class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given is registered with it
+    """What slime's `Sample` has, as a generate function is given it, and gives it back."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str = ""
+    tokens: list[int] = field(default_factory=list)
+    """Of prompt and response."""
+    response: str = ""
+    response_length: int = 0
+    """In tokens."""
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    """Of the response's tokens; None: of all that were sampled."""
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+    ) -> None:
+        """Add what was sampled, or what the world gave (`trainable=False`)."""
+        self.tokens = [*self.tokens, *map(int, tokens)]
+        self.response_length += len(tokens)
+        self.loss_mask = [*(self.loss_mask or ()), *[int(trainable)] * len(tokens)]
+        given = [0.0] * len(tokens) if log_probs is None else list(log_probs)
+        self.rollout_log_probs = [*(self.rollout_log_probs or ()), *given]
+        self.response += text or ""
+        if meta_info is not None:
+            cut = meta_info["finish_reason"]["type"] == "length"
+            self.status = Status.TRUNCATED if cut else Status.COMPLETED
+            self.weight_versions.append(meta_info.get("weight_version", ""))
+
+    def get_reward_value(self, args: Any) -> float:
+        """The number in a reward, which may be one entry of a mapping, `args.reward_key`."""
+        return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward  # type: ignore[return-value]
+
+
+Sample.Status = Status  # type: ignore[attr-defined]  # as slime's functions name it
+
+
+class GenerateState:
+    """What slime's generate functions take their tokenizer from."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.tokenizer = args.tokenizer
+        self.processor = None
+        self.semaphore = asyncio.Semaphore(1024)
+        self.aborted = False
+
+
+def get_model_url(args: Any, model_name: str = "", endpoint: str = "/generate") -> str:
+    """Where the policy is asked."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+    """The answer to a JSON request. Raises RuntimeError with what a server says that refuses it."""
+    from aiohttp import ClientSession, ClientTimeout
+
+    async with (
+        ClientSession(timeout=ClientTimeout(total=None)) as client,
+        client.post(url, json=payload, headers=headers) as response,
+    ):
+        if response.status >= 400:
+            raise RuntimeError(f"{response.status}: {(await response.text())[:500]}")
+        return await response.json()
+
+
+def adapted(
+    function: Callable[..., Any],
+) -> "Callable[[Context, SampleRequest], Awaitable[list[Trajectory]]]":
+    """A generate function of slime's as one of ours. One that may run again after a crash says so with an attribute
+    `replayable` that is true."""
+
+    from cairn.engines.agents.capture.session import capture
+
+    async def generate(ctx: "Context", sample: SampleRequest) -> list[Trajectory]:
+        replayable = bool(getattr(function, "replayable", False))
+        async with capture(ctx, sample, replayable=replayable) as session:
+            given = Sample(
+                group_index=sample.group_id,
+                index=sample.index,
+                prompt=sample.prompt,
+                label=sample.label,
+                metadata=dict(sample.metadata),
+            )
+            params = ctx.sampling
+            how = {
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "max_new_tokens": params.max_new_tokens,
+                "stop": list(params.stop),
+                "stop_token_ids": list(params.stop_token_ids),
+                "skip_special_tokens": True,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            }
+            found = await function(_Generating(ctx, session), given, how)
+        samples = found if isinstance(found, list) else [found]
+        used = set[int]()
+        return [_trajectory(one, session.exchanges, used) for one in samples]
+
+    return generate
+
+
+def _trajectory(sample: Any, exchanges: "Sequence[Exchange]", used: set[int]) -> Trajectory:
+    """What a sample says it went through. Raises ValueError where it says that tokens are to be trained on that were
+    not sampled after those before them, or its reward is no number.
+
+    Args:
+        used: the exchanges that samples before it went through, by their places; this one's are added. Of exchanges of
+            the same tokens it takes one that no other sample has.
+    """
+    status = getattr(sample.status, "value", sample.status)
+    if status in (Status.ABORTED.value, Status.FAILED.value):
+        raise ValueError(f"generate returned a sample whose status is {status}")
+    tokens, length = np.asarray(sample.tokens, np.int32), int(sample.response_length)
+    start, segments = len(tokens) - length, list[Segment]()
+    mask = np.ones(length, np.uint8) if sample.loss_mask is None else np.asarray(sample.loss_mask, np.uint8)
+    if len(mask) != length or start < 1:
+        raise ValueError(f"generate returned {len(tokens)} tokens, {length} in the response, {len(mask)} in loss_mask")
+    mask = mask * (not sample.remove_sample)
+    end = start
+    for number in sorted(range(len(exchanges)), key=lambda number: (len(exchanges[number].prompt_ids), number in used)):
+        one = exchanges[number]
+        place, after = len(one.prompt_ids), len(one.ids)
+        if place < end or not one.is_before(tokens):
+            continue
+        used.add(number)
+        segments += _given(tokens[end:place], mask[end - start : place - start])
+        segments.append(replace(one.segment, loss_mask=mask[place - start : after - start]))
+        end = after
+    segments += _given(tokens[end:], mask[end - start :])
+    if isinstance(sample.reward, Mapping):
+        raise ValueError("generate returned a sample whose reward is a mapping: set the number alone, or None")
+    return Trajectory(segments, tokens[:start], reward=None if sample.reward is None else float(sample.reward))
+
+
+def _given(ids: np.ndarray, mask: np.ndarray) -> list[Segment]:
+    if mask.any():
+        raise ValueError(
+            "generate returned a loss_mask that has tokens trained on which the policy did not sample after those "
+            "before them: keep all output_ids of /generate, and put before them what it was given"
+        )
+    return [Segment.given(ids)] if len(ids) else []

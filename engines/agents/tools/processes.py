@@ -1,0 +1,470 @@
+"""Tool processes: a few, which call plain functions, one call at a time each.
+
+| what happens to a call | what becomes of it |
+|---|---|
+| it returns or raises | that is its answer |
+| it is not done at its deadline | `ToolFailed`; the process and all that it started are killed |
+| it wants more memory than it may have | `ToolFailed`; the process is replaced |
+| it ends its process: an exit code, a signal such as SIGSEGV | `ToolFailed`; the process is replaced |
+| it leaves processes behind | its answer; they are killed, with the process |
+| its process is ended from outside: SIGKILL as by the OOM killer, SIGTERM | a pure tool is called again, up to `LOST` \
+times in all, then it is `ToolUnavailable`; another is `ToolLost` |
+| its module cannot be loaded in the process, or the process cannot be kept from the network | `ToolUnavailable` |
+
+The time of a call begins when its process has the tool loaded, and is not counted while it waits for a free one; nor is
+that the time of its episode (`held`). Processes are started when they are needed, each fresh from Python, and stay for
+the calls of all tools.
+
+As many calls are at work at a time as there are cores for, not counting those that wait for something or hang: for each
+of these another process is started when it is needed, as far as there is memory, up to `MOST`. Those that compute for
+long are not counted either, up to as many again: more would miss their deadlines for each other's sake. Who waits takes
+turns (`turns.py`). An episode has as many processes as there are cores for at most, and a tool leaves some to others.
+"""
+
+import asyncio
+import enum
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
+from functools import cache, partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import psutil
+
+from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
+from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
+from cairn.storage.store.canonical import from_json
+
+if TYPE_CHECKING:
+    from cairn.engines.agents.tools.tool import Tool
+
+
+# Who is next, where calls wait: tools take turns, of a tool its episodes, and an episode's oldest call is first.
+
+
+One = TypeVar("One")
+
+
+class Turns(Generic[One]):
+    """What waits, each of a tool and an episode."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[str, deque[One]]] = {}
+        """By tools and episodes, both in the order of their turns."""
+
+    def add(self, tool: str, episode: str, one: One) -> None:
+        """Behind all others of the episode."""
+        self._waiting.setdefault(tool, {}).setdefault(episode, deque()).append(one)
+
+    def take(self, may: Callable[[str, str], bool]) -> One | None:
+        """The next one of a tool and an episode that may; None where there is none."""
+        for tool, episodes in self._waiting.items():
+            for episode, calls in episodes.items():
+                if may(tool, episode):
+                    del self._waiting[tool], episodes[episode]
+                    taken = calls.popleft()
+                    if calls:
+                        episodes[episode] = calls
+                    if episodes:
+                        self._waiting[tool] = episodes
+                    return taken
+        return None
+
+
+# Plain functions that cannot leave the process of their episode, such as a bound method: each call in a thread.
+#
+# A thread cannot be ended: one that is late goes on, and nobody waits for it. So many may be late at a time and no
+# more: then nothing is called until one of them has ended.
+
+
+MOST_LATE = 64
+"""Threads that may go on after their deadline."""
+
+in_turn: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("in_turn", default=nullcontext)
+"""Called where a call begins; what it returns is entered by the thread of the call."""
+
+_late: set[threading.Thread] = set()
+
+
+async def in_a_thread(function: Callable[[], Any], timeout: float) -> Any:
+    """What `function` returns or raises. Raises TimeoutError where it is late, and ToolUnavailable where too many
+    are."""
+    _late.difference_update([thread for thread in _late if not thread.is_alive()])
+    if len(_late) >= MOST_LATE:
+        raise ToolUnavailable(
+            f"{MOST_LATE} calls of tools go on after their deadlines, in threads, which cannot be ended: let the tools "
+            "be functions of a module, or coroutine functions"
+        )
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result((result, error))
+
+    turn = in_turn.get()()
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            with turn:
+                result = function()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    thread = threading.Thread(target=run, name="tool", daemon=True)
+    thread.start()
+    try:
+        async with asyncio.timeout(timeout):
+            result, error = await future
+    except (TimeoutError, asyncio.CancelledError):
+        _late.add(thread)
+        raise
+    if error is not None:
+        raise error
+    return result
+
+
+MEMORY = 2 * 1024**3
+"""Bytes of data that a call may hold where its tool does not say."""
+PROCESSES = 4
+"""For calls that are quick, at most."""
+MOST = 32
+"""In all."""
+SLOW = 0.1
+"""Seconds after which a call is, where it waits for something."""
+SLOW_COMPUTING = 0.8
+"""The same, where it computes."""
+SLOW_TO_LOAD = 10.0
+"""The same, while its process starts or loads the tool."""
+SPARE_MEMORY = 2**30
+"""Bytes that have to be available where a process more is started."""
+IDLE = 30.0
+"""Seconds after which a process that is one of more than `PROCESSES` and has nothing to do ends."""
+LOST = 3
+"""Processes that may be ended from outside over a call of a pure tool."""
+START_TIMEOUT = 120.0
+"""Seconds that a process may take to start and to load a tool."""
+
+_network = threading.Event()
+"""Set where tools may reach one."""
+
+_TICK = 0.25
+_TO_END = 10.0
+
+
+held: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("held", default=nullcontext)
+"""Entered while a call waits for a process."""
+
+
+class Pace(enum.Enum):
+    """Of a call that is at work."""
+
+    QUICK = "quick"
+    """So far."""
+    WAITS = "waits"
+    """For something else than the machine's cores."""
+    COMPUTES = "computes"
+    """For long."""
+
+
+SetPace = Callable[[Pace], None]
+
+
+class _Asked:
+    """A call, on its way to a process."""
+
+    def __init__(self, tool: "Tool", path: str, message: bytes, episode: str) -> None:
+        self.tool, self.path, self.message, self.episode = tool, path, message, episode
+        self.pace = Pace.QUICK
+        self.given_up = threading.Event()
+        self.begun: Future[None] = Future()
+        """Done when a process is at it, or nobody will be."""
+        self.answer: Future[Any] = Future()
+        for future in (self.begun, self.answer):
+            future.set_running_or_notify_cancel()
+
+    def make(self, process: "_Process", pace: SetPace) -> Callable[[], None]:
+        """Call the tool, in the process; returns what tells the caller. `pace` is told how that goes."""
+        if self.given_up.is_set():
+            return self._begin
+        try:
+            return partial(self.answer.set_result, self._made(process, pace))
+        except BaseException as error:
+            return partial(self.answer.set_exception, error)
+        finally:
+            self._begin()
+
+    def _made(self, process: "_Process", pace: SetPace) -> Any:
+        for _ in range(LOST):
+            try:
+                connection = process.ready(self.tool, self.path, pace)
+                self._begin()
+                return process.call(connection, self.tool, self.message, self.given_up, pace)
+            except ToolLost:
+                if self.tool.kind != "pure":
+                    raise
+        raise ToolUnavailable(
+            f"{self.tool.name}: its process was ended from outside {LOST} times: has it memory enough?"
+        )
+
+    def _begin(self) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None)
+
+
+class ToolProcesses:
+    """Thread-safe, and of no loop."""
+
+    def __init__(self, count: int, most: int = MOST) -> None:
+        """`count`: for calls that are quick; `most`: in all."""
+        self._count, self._most = count, max(count, most)
+        self._most_computing = max(2 * count, (os.cpu_count() or 1) // 2)
+        self._lock = threading.Lock()
+        self._waiting: Turns[_Asked] = Turns()
+        self._at_work: dict[_Slot, _Asked] = {}
+        self._idle: list[_Slot] = []
+
+    async def call(self, tool: "Tool", path: str, arguments: Mapping[str, Any], key: str) -> Any:
+        """The result of a call, see the module. `path`: where the tool's function is, for `load_callable`; `key`: the
+        call's, whose last word tells it from the others of its episode."""
+        message = {
+            "name": tool.name,
+            "arguments": dict(arguments),
+            "key": key,
+            "memory": tool.memory or MEMORY,
+            "max_output": tool.max_output,
+        }
+        asked = _Asked(tool, path, json.dumps(message).encode(), key.rpartition("/")[0])
+        with self._lock:
+            self._waiting.add(tool.name, asked.episode, asked)
+            self._hand_out()
+        try:
+            with held.get()():
+                await asyncio.wrap_future(asked.begun)
+            return await asyncio.wrap_future(asked.answer)
+        finally:
+            asked.given_up.set()
+
+    def done(self, slot: "_Slot") -> None:
+        """It is for another call."""
+        with self._lock:
+            del self._at_work[slot]
+            self._idle.append(slot)
+            self._hand_out()
+
+    def pace(self, slot: "_Slot", pace: Pace) -> None:
+        """How its call goes."""
+        with self._lock:
+            self._at_work[slot].pace = pace
+            self._hand_out()
+
+    def may_end(self, slot: "_Slot") -> bool:
+        """Whether one that has had nothing to do is one too many. Then it is given nothing more."""
+        with self._lock:
+            if slot not in self._idle or len(self._idle) + len(self._at_work) <= self._count:
+                return False
+            self._idle.remove(slot)
+            return True
+
+    def _hand_out(self) -> None:
+        """Give calls that wait to processes that are free, or may be started."""
+        while self._has_room():
+            asked = self._waiting.take(self._may)
+            if asked is None:
+                return
+            slot = self._idle.pop() if self._idle else _Slot(self)
+            self._at_work[slot] = asked
+            slot.given.put(asked)
+
+    def _has_room(self) -> bool:
+        paces = Counter(asked.pace for asked in self._at_work.values())
+        quick, there = paces[Pace.QUICK], len(self._at_work)
+        if quick >= self._count or quick + paces[Pace.COMPUTES] >= self._most_computing:
+            return False
+        if self._idle or there < self._count:
+            return True
+        return there < self._most and psutil.virtual_memory().available > SPARE_MEMORY
+
+    def _may(self, tool: str, episode: str) -> bool:
+        at_work = self._at_work.values()
+        of_tool = [asked.pace for asked in at_work if asked.tool.name == tool]
+        return (
+            sum(asked.episode == episode for asked in at_work) < self._count
+            and len(of_tool) < max(self._count, self._most - self._count)
+            and len(of_tool) - of_tool.count(Pace.WAITS) < self._most_computing - 1
+        )
+
+
+class _Slot:
+    """A process, and the thread that has started it and reads it: the kernel ends it with that thread."""
+
+    def __init__(self, pool: ToolProcesses) -> None:
+        self.given: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._pool = pool
+        self._process = _Process()
+        threading.Thread(target=self._run, name="tool-process", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                asked = self.given.get(timeout=IDLE)
+            except queue.Empty:
+                if self._pool.may_end(self):
+                    self._process.kill()
+                    return
+                continue
+            tell = asked.make(self._process, partial(self._pool.pace, self))
+            self._pool.done(self)  # before: the next call of who is told finds it free
+            tell()
+            del asked, tell  # what it answered may be large
+
+
+def grant_network(granted: bool) -> None:
+    """Whether processes that are started from now on may reach a network; none may before."""
+    _network.set() if granted else _network.clear()
+
+
+@cache
+def processes() -> ToolProcesses:
+    """Those of this process."""
+    return ToolProcesses(min(PROCESSES, os.cpu_count() or 1))
+
+
+class _Process:
+    """Started when it is first needed, and again after it ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._loaded: str | None = None
+
+    def call(
+        self,
+        connection: Connection,
+        tool: "Tool",
+        message: bytes,
+        given_up: threading.Event,
+        pace: SetPace,
+    ) -> Any:
+        """The result of a call, over the connection of `ready`. `pace` is told how that goes. Raises
+        ToolFailed, ToolUnavailable and ToolLost."""
+        try:
+            connection.send_bytes(message)
+            if not self._wait(connection, tool.timeout, given_up, pace):
+                self.kill()
+                raise tool.late()
+            answer = from_json(connection.recv_bytes(_longest(tool.max_output)))
+        except (EOFError, OSError):
+            raise self._ended(tool) from None
+        if answer["spoilt"]:
+            self.kill()
+        if "failed" in answer:
+            raise ToolFailed(answer["failed"], Reason(answer["reason"]))
+        if "unavailable" in answer:
+            raise ToolUnavailable(answer["unavailable"])
+        return answer["result"]
+
+    def kill(self) -> int:
+        """End the process and what it started; returns its exit code, 0 if there is none."""
+        if self._process is None or self._connection is None:
+            return 0
+        self._connection.close()
+        kill_family(self._process)
+        code = self._process.wait()
+        self._process = self._connection = self._loaded = None
+        return code
+
+    def ready(self, tool: "Tool", path: str, pace: SetPace) -> Connection:
+        """The connection of a process that has the tool. `pace` is told how that goes. Raises
+        ToolUnavailable."""
+        if self._process is not None and has_ended(self._process):
+            self.kill()  # it was ended while it had nothing to do
+        for _ in range(LOST):
+            connection = self._connection or self._launch()
+            if self._loaded == path:
+                return connection
+            try:
+                connection.send_bytes(json.dumps({"path": path}).encode())
+                if not connection.poll(SLOW_TO_LOAD):
+                    pace(Pace.WAITS)
+                if connection.poll(START_TIMEOUT - SLOW_TO_LOAD):
+                    answer = from_json(connection.recv_bytes())
+                    if not answer["loaded"]:
+                        raise ToolUnavailable(f"{tool.name}: its process cannot load it: {answer['why']}")
+                    self._loaded = path
+                    return connection
+            except (EOFError, OSError):
+                pass
+            self.kill()
+        raise ToolUnavailable(f"{tool.name}: its process ended, or did not start, while it loaded {path}, {LOST} times")
+
+    def _launch(self) -> Connection:
+        here, there = Pipe()
+        with there:
+            self._process = launch("cairn.engines.agents.tools.worker", there, [_network.is_set()])
+        self._connection = here
+        return here
+
+    def _wait(self, connection: Connection, seconds: float, given_up: threading.Event, pace: SetPace) -> bool:
+        """Whether there is something to be received in time."""
+        began, look = time.monotonic(), SLOW
+        end = began + seconds
+        pace(Pace.QUICK)
+        while not connection.poll(max(0.0, min(_TICK, look - (time.monotonic() - began), end - time.monotonic()))):
+            assert self._process is not None
+            if time.monotonic() - began >= look:
+                computes = self._computes()
+                pace(Pace.WAITS if not computes else Pace.COMPUTES if look >= SLOW_COMPUTING else Pace.QUICK)
+                look *= 2  # to look costs something
+            if has_ended(self._process) and not connection.poll():  # what it started holds the connection open
+                raise EOFError
+            if given_up.is_set() or time.monotonic() >= end:
+                return False
+        return True
+
+    def _computes(self) -> bool:
+        """Whether it, or what it started, has use for a core now."""
+        assert self._process is not None
+        with suppress(psutil.NoSuchProcess):
+            head = psutil.Process(self._process.pid)
+            if head.status() == psutil.STATUS_RUNNING:
+                return True
+            for child in head.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if child.status() == psutil.STATUS_RUNNING:
+                        return True
+        return False
+
+    def _ended(self, tool: "Tool") -> Exception:
+        """Why it did, or closed the connection."""
+        assert self._process is not None
+        hung_up = not ends_within(_TO_END, self._process)
+        code = self.kill()
+        if hung_up:
+            return ToolFailed(f"{tool.name}: it closed the connection of its process", Reason.DIED)
+        if code >= 0:
+            return ToolFailed(f"{tool.name}: it ended its process, with exit code {code}", Reason.DIED)
+        if -code in FROM_OUTSIDE:
+            return ToolLost(
+                f"{tool.name}: its process was ended from outside ({signal.Signals(-code).name}) while it was at work"
+            )
+        return ToolFailed(f"{tool.name}: it ended its process, with {signal.Signals(-code).name}", Reason.DIED)
+
+
+def _longest(max_output: int) -> int:
+    """Bytes of an answer: JSON writes a character in twelve at most."""
+    return 12 * max_output + 2**16

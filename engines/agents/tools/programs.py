@@ -1,0 +1,101 @@
+"""Programs of the policy, for the tools that run some: so many at a time, each in a sandbox.
+
+| how a program ends | what the tool's call ends in |
+|---|---|
+| by itself, whatever its exit code | what it printed is told |
+| at its deadline, or at the bound of its output or memory | `ToolFailed` |
+| its sandbox is ended from outside, or does not start, `LOST` times | `ToolUnavailable` |
+| there are no sandboxes here | `ToolUnavailable`; a call of `generate` does not begin then: `require_sandboxes` |
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.rollout import PythonTool, SandboxedTool, ToolOptions
+from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolUnavailable
+from cairn.engines.agents.tools.results import shortened
+from cairn.engines.processes.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
+
+QUEUE = 3600.0
+"""Seconds that a program may wait for its turn."""
+
+
+class Programs:
+    """Those of a tool."""
+
+    def __init__(self, name: str, options: SandboxedTool) -> None:
+        self._name = name
+        self._options = options
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def run(self, program: bytes) -> Ran:
+        """Run a Python program. Raises ToolFailed and ToolUnavailable."""
+        return await self._run(None, program)
+
+    async def execute(self, command: Sequence[str], stdin: bytes) -> Ran:
+        """Run a command, likewise."""
+        return await self._run(command, stdin)
+
+    async def _run(self, command: Sequence[str] | None, given: bytes) -> Ran:
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:
+            self._turns[loop] = asyncio.Semaphore(self._options.num_workers)
+        async with self._turns[loop]:
+            try:
+                sandbox = await asyncio.to_thread(_sandbox, _confined(self._name, self._options))
+                ran = await (sandbox.run(given, b"") if command is None else sandbox.execute(command, given))
+            except (BadPlugin, SandboxFailed) as error:
+                raise ToolUnavailable(str(error)) from error
+            except OSError as error:
+                raise ToolUnavailable(f"{self._name}: this machine has no room for its sandbox: {error}") from error
+        if ran.lost:
+            raise ToolUnavailable(f"{self._name}: its sandbox was ended from outside {LOST} times")
+        if ran.out_of_memory:
+            raise ToolFailed(f"{self._name}: it took more memory than it may have", Reason.MEMORY)
+        if ran.late:
+            raise ToolFailed(f"{self._name}: it took longer than {self._options.timeout:g} s", Reason.DEADLINE)
+        return ran
+
+
+_sandbox = cache(Sandbox)
+
+
+def require_sandboxes(tools: Sequence[str], options: ToolOptions) -> None:
+    """Raise BadPlugin where tools of these names run programs, and this machine has no sandboxes for them."""
+    for name, own in (("python", options.python), ("shell", options.shell)):
+        if name in tools:
+            _sandbox(_confined(name, own))
+
+
+def _confined(name: str, options: SandboxedTool) -> Confined:
+    return Confined(
+        f"the tool {name!r}",
+        f"rollout.tool_options.{name}.bwrap",
+        options.bwrap,
+        options.python if isinstance(options, PythonTool) else None,
+        options.timeout,
+        options.cpu_time,
+        options.memory,
+        options.processes,
+        options.file_size,
+    )
+
+
+def told(output: bytes, errors: bytes, code: int, length: int) -> str:
+    """What a model is told of a program: what it printed, and how it ended where it did not end well; `longest(length)`
+    characters at most."""
+    parts = [shortened(output.decode(errors="replace").rstrip("\n"), length)]
+    if code:
+        text = errors.decode(errors="replace").rstrip("\n")
+        if len(text) > length:  # what went wrong stands at its end
+            text = f"[{len(text) - length:,} characters left out]\n{text[-length:]}"
+        parts += [text, f"exit code {code}"]
+    return "\n".join(part for part in parts if part)
+
+
+def longest(length: int) -> int:
+    """See `told`."""
+    return 2 * length + 200

@@ -1,0 +1,75 @@
+"""`shell`: commands in a directory that an episode has for itself, in a sandbox without network and other files.
+
+The directory lies in the episode's memory, as an archive: each command is given it, unpacked, in a sandbox of its own,
+and what it leaves is kept. So there is nothing to clear away, and its size is bounded. A command that is late, or
+leaves more than it may, has not happened: the directory is as it was.
+
+A command can change nothing else, so the tool is `deterministic`: after a crash the directory is built up by the
+recorded commands, whose results are compared with the record. One that prints the time, or draws at random, then ends
+its episode.
+"""
+
+from cairn.configs.schema.rollout import SandboxedTool, ToolOptions
+from cairn.engines.agents.tools.errors import Reason, ToolFailed
+from cairn.engines.agents.tools.programs import QUEUE, Programs, longest, told
+from cairn.engines.agents.tools.tool import Tool
+
+_SCRIPT = """
+mkdir work && cd work || exit 1
+if [ "$1" = begun ]; then tar -xf - || exit 1; fi
+/bin/sh -c "$2" </dev/null >&2 2>&1
+code=$?
+tar --create --file - --sort name . || exit 2
+printf %4d $code
+"""
+"""The archive comes by stdin and goes by stdout, with the command's exit code behind it; what the command prints goes
+to stderr."""
+_CODE = 4
+"""Bytes of the exit code."""
+
+
+class Shell:
+    """The directory of an episode."""
+
+    def __init__(self, programs: Programs, options: SandboxedTool) -> None:
+        self._programs = programs
+        self._options = options
+        self._archive = b""
+
+    async def shell(self, command: str) -> str:
+        """Runs a command of the shell and returns what it prints. Files in the current directory stay for the next
+        command; there is no network.
+
+        Args:
+            command: as for sh -c
+        """
+        if "\0" in command:
+            raise ToolFailed("shell: a command holds no null characters", Reason.ARGUMENTS)
+        words = ["/bin/sh", "-c", _SCRIPT, "shell", "begun" if self._archive else "fresh"]
+        ran = await self._programs.execute([*words, command], self._archive)
+        if ran.flooded or ran.code == 2:
+            raise ToolFailed(
+                f"shell: it printed or left more than {self._options.file_size:,} bytes; the directory is as it was",
+                Reason.SIZE,
+            )
+        if ran.code:
+            raise ToolFailed("shell: its sandbox has no room for the directory", Reason.SIZE)
+        self._archive, code = ran.output[:-_CODE], int(ran.output[-_CODE:])
+        return told(ran.errors, b"", code, self._options.max_output)
+
+
+def tool(options: ToolOptions) -> Tool:
+    """The tool of a run; each episode has its own."""
+    programs = Programs("shell", options.shell)
+
+    def fresh() -> Tool:
+        # The command has a deadline of its own, which its turn in the queue does not count for.
+        return Tool(
+            Shell(programs, options.shell).shell,
+            kind="deterministic",
+            timeout=options.shell.timeout + QUEUE,
+            max_output=longest(options.shell.max_output),
+            fresh=fresh,
+        )
+
+    return fresh()

@@ -1,0 +1,465 @@
+"""A tool: a function that an episode calls with `ctx.call`, and what a model and a record of the episode have to know
+of it.
+
+    @cairn.tool(kind="pure")
+    def multiply(a: float, b: float) -> float:
+        \"\"\"The product of two numbers.\"\"\"
+        return a * b
+
+Where a tool runs:
+
+| the function | runs | at its deadline |
+|---|---|---|
+| `async def` | on the loop of the episodes | is cancelled, and not waited for |
+| `def`, found by the name of its module and its own | in a tool process, see `processes.py` | its process is killed |
+| any other `def`: bound methods, closures, and all with a state (`deterministic`) | in a thread of the episode's \
+process | goes on, and nobody waits for it: a thread cannot be ended |
+
+What it returns is bounded (`results.py`), and whatever it raises is a `ToolFailed`: the model is told, and no other
+episode suffers.
+"""
+
+import asyncio
+import enum
+import inspect
+import re
+import threading
+import typing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, get_args
+
+from cairn.configs.kinds import TOOL
+from cairn.configs.plugins import BadPlugin, deferred, path_of
+from cairn.configs.schema.rollout import ToolOptions
+from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
+from cairn.engines.agents.tools.processes import in_a_thread, processes
+from cairn.engines.agents.tools.results import json_value, shortened
+
+# What a tool takes: read off the signature and the docstring of its function, told to models as JSON schema, and held
+# against what they ask for.
+
+
+KEY = "idempotency_key"
+"""Name of the parameter that is no business of the model: the call's own key, the same in every attempt."""
+_MOST_ERRORS = 5
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Parameters:
+    """Of a function. Types and docstring are looked at when they are first asked for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises TypeError where the function takes arguments that have no name."""
+        self._function = function
+        self._signature = inspect.signature(function)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind not in (*_NAMED, inspect.Parameter.VAR_KEYWORD):
+                raise TypeError(
+                    f"a tool's arguments have names, and {parameter} of {getattr(function, '__qualname__', function)} "
+                    "has none: let it be an ordinary parameter"
+                )
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether it is given the call's idempotency key."""
+        return KEY in self._signature.parameters
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of an object with the arguments."""
+        schema: dict[str, Any] = _without_titles(self._adapter.json_schema())
+        schema.setdefault("properties", {})
+        schema.setdefault("type", "object")
+        for name, text in self._docstring[1].items():
+            if (known := schema["properties"].get(name)) is not None:
+                known.setdefault("description", text)
+        return schema
+
+    @property
+    def description(self) -> str:
+        """What the docstring says of the function, without what it says of its arguments."""
+        return self._docstring[0]
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function's types have them. Raises ValueError, which says what does not fit."""
+        from pydantic import ValidationError
+        from pydantic_core import ArgsKwargs
+
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"its arguments have to be an object, and not {type(arguments).__name__}")
+        try:
+            found: dict[str, Any] = self._adapter.validator.validate_python(ArgsKwargs((), dict(arguments)))
+        except ValidationError as error:
+            raise ValueError(self._told(error)) from None
+        return found
+
+    def _told(self, error: Any) -> str:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        told = []
+        for one in errors[:_MOST_ERRORS]:
+            place = ".".join(map(str, one["loc"]))[:100]
+            if one["type"].startswith("missing") and len(one["loc"]) == 1:
+                told.append(f"{place} is missing")
+            elif one["type"] == "unexpected_keyword_argument":
+                told.append(f"there is no argument {place}")
+            else:
+                told.append(f"{place}: {one['msg'][:200]}")
+        if len(errors) > _MOST_ERRORS:
+            told.append(f"and {len(errors) - _MOST_ERRORS} more")
+        return f"{'; '.join(told)} (it takes {', '.join(self.schema['properties']) or 'nothing'})"
+
+    @cached_property
+    def _docstring(self) -> tuple[str, dict[str, str]]:
+        import docstring_parser
+
+        found = docstring_parser.parse(inspect.getdoc(self._function) or "")
+        parts = [part for part in (found.short_description, found.long_description) if part]
+        return "\n".join(parts), {one.arg_name: one.description for one in found.params if one.description}
+
+    @cached_property
+    def _adapter(self) -> Any:
+        """Checks arguments by a function of the same signature, which returns what it is given."""
+        from pydantic import TypeAdapter
+
+        hints = typing.get_type_hints(_plain(self._function), include_extras=True)
+        parameters = [
+            one.replace(
+                annotation=hints.get(name, Any),
+                kind=inspect.Parameter.KEYWORD_ONLY if one.kind in _NAMED else one.kind,
+            )
+            for name, one in self._signature.parameters.items()
+            if name != KEY
+        ]
+
+        def function(**arguments: Any) -> dict[str, Any]:
+            return arguments
+
+        given: Any = function
+        given.__signature__ = self._signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        given.__annotations__ = {one.name: one.annotation for one in parameters}
+        return TypeAdapter(given)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the annotations are: of an object that is called, its class has them."""
+    while hasattr(function, "func"):  # partial
+        function = function.func
+    if inspect.isroutine(function):
+        return function
+    called: Callable[..., Any] = type(function).__call__
+    return called
+
+
+def _without_titles(schema: Any, names: bool = False) -> Any:
+    """`names`: the keys are names of properties, and one may be called `title`."""
+    if isinstance(schema, list):
+        return [_without_titles(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_titles(value, key in ("properties", "$defs"))
+        for key, value in schema.items()
+        if names or key != "title"
+    }
+
+
+__all__ = ["NOT_DONE", "Intent", "Kind", "Tool", "ToolFailed", "ToolLost", "ToolUnavailable", "tool"]
+
+Kind = Literal["pure", "deterministic", "effects"]
+"""What a call does besides returning: `pure` nothing, so that it may be made again; `deterministic` changes a state
+that lives with the episode, and is built up again by the same calls; `effects` changes the world."""
+
+TIMEOUT = 30.0
+"""Seconds that a call may take."""
+MAX_OUTPUT = 16_384
+"""Characters that a call may return."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONGEST_ERROR = 1000
+_TO_PREPARE = 24 * 3600.0
+
+
+class _NotDone(enum.Enum):
+    NOT_DONE = "not done"
+
+    def __repr__(self) -> str:
+        return "cairn.NOT_DONE"
+
+
+NOT_DONE = _NotDone.NOT_DONE
+"""What `reconcile` returns where the call has not happened: it is made again."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A call with effects that was about to be made when its episode was cut off: it has happened, or it has not."""
+
+    run: str
+    iteration: int
+    group: int
+    sample: int
+    attempt: str
+    turn: int
+    """Answers of the policy before it."""
+    call: str
+    """Its id in the episode."""
+    tool: str
+    arguments: Mapping[str, Any]
+    key: str
+    """The same in every attempt: what the tool was given as its `idempotency_key`, if it takes one."""
+
+
+class Tool:
+    """A function with what has to be known of it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        kind: Kind,
+        timeout: float = TIMEOUT,
+        memory: int | None = None,
+        max_output: int = MAX_OUTPUT,
+        reconcile: Callable[[Intent], Any] | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        fresh: "Callable[[], Tool] | None" = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Raises TypeError or ValueError for what is no tool.
+
+        Args:
+            function: plain or a coroutine function; its arguments are told to the model by their names and types.
+            kind: see `Kind`.
+            timeout: seconds that a call may take.
+            memory: bytes of data that the tool process may hold during a call, beside what it holds anyway; of a
+                function that runs elsewhere nothing is limited.
+            max_output: characters that a call may return.
+            reconcile: of one with effects, plain or a coroutine function: given an `Intent`, what the call returned,
+                or `NOT_DONE`.
+            name: by default the function's.
+            description: what the model is told, by default the docstring.
+            parameters: JSON schema of the arguments, where it is known from elsewhere: the function is then called
+                with all of them as they are, and checks them itself.
+            fresh: makes such a tool with a state of its own, for each episode; by default all share this one.
+            prepare: called before the first call, in a thread, without a deadline.
+        """
+        self.function = self.__wrapped__ = function
+        self.kind: Kind = kind
+        self.timeout = float(timeout)
+        self.memory = memory
+        self.max_output = max_output
+        self.reconcile = reconcile
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self._fresh = fresh
+        self._prepare = prepare
+        self._preparing = threading.Lock()
+        self._description = description
+        self._schema = None if parameters is None else dict(parameters)
+        self.__doc__ = function.__doc__
+        self.__module__ = getattr(function, "__module__", __name__)
+        self.__qualname__ = getattr(function, "__qualname__", self.name)
+        self._check()
+        self._parameters = Parameters(function)
+
+    def _check(self) -> None:
+        found = deferred(self.function)
+        if found not in (None, "a coroutine"):
+            raise TypeError(f"tool {self.name}: it is {found} function; let it return one result")
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"tool {self.name!r}: a tool's name is 1 to 64 letters, digits, _ and -: give it a `name`")
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"tool {self.name}: there is no kind {self.kind!r}: say pure, deterministic or effects")
+        if self.timeout <= 0 or self.max_output <= 0 or (self.memory is not None and self.memory <= 0):
+            raise ValueError(f"tool {self.name}: its timeout, memory and max_output have to be above 0")
+        if self.reconcile is not None and self.kind != "effects":
+            raise ValueError(f"tool {self.name}: reconcile is for tools with effects, and it is {self.kind}")
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "Tool":
+        """As a method: the tool of this instance. Its `reconcile` may be a method, too."""
+        if instance is None:
+            return self
+        bound = copy(self)
+        bound.function = bound.__wrapped__ = self.function.__get__(instance, owner)
+        if self.reconcile is not None and _takes_two(self.reconcile):
+            bound.reconcile = partial(self.reconcile, instance)
+        bound.__dict__.pop("description", None)
+        bound.__dict__.pop("parameters", None)
+        bound._parameters = Parameters(bound.function)
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself: what it returns, unbounded and unchecked, in the place of a call."""
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<cairn.Tool {self.name}, {self.kind}>"
+
+    @cached_property
+    def description(self) -> str:
+        """What a model is told that it does."""
+        return self._parameters.description if self._description is None else self._description
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """JSON schema of the object of its arguments."""
+        return self._parameters.schema if self._schema is None else self._schema
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether calls are given their idempotency key: then one may be made again without being done twice."""
+        return self._parameters.takes_key
+
+    def for_episode(self) -> "Tool":
+        """The tool as one episode has it: with a state of its own, where it has one."""
+        return self if self._fresh is None else self._fresh()
+
+    async def run(self, arguments: Mapping[str, Any], key: str) -> Any:
+        """Call it. `key`: the call's, the same in every attempt. Returns a JSON value.
+
+        Raises:
+            ToolFailed: that is the answer.
+            ToolUnavailable: it could not be called.
+            ToolLost: its process was ended from outside, and it is not pure.
+        """
+        if self._prepare is not None:
+            await in_a_thread(self._prepare_once, _TO_PREPARE)
+        if deferred(self.function) is None:
+            path = None if self.kind == "deterministic" else path_of(self.function)
+            if path is not None:
+                self._arguments(arguments, key)  # a model's mistakes need no process
+                return await processes().call(self, path, arguments, key)
+            try:
+                return await in_a_thread(partial(self.call, arguments, key), self.timeout)
+            except TimeoutError:
+                raise self.late() from None
+        coroutine = self.function(**self._arguments(arguments, key))
+        return json_value(self.name, await self._on_the_loop(coroutine), self.max_output)
+
+    def call(self, arguments: Mapping[str, Any], key: str) -> Any:
+        """Call a plain function here and now: its result as a JSON value. Raises ToolFailed."""
+        given = self._arguments(arguments, key)
+        try:
+            return json_value(self.name, self.function(**given), self.max_output)
+        except (ToolFailed, ToolUnavailable):
+            raise
+        except BaseException as error:
+            raise self.raised(error) from None
+
+    def _prepare_once(self) -> None:
+        with self._preparing:
+            if self._prepare is not None:
+                self._prepare()
+                self._prepare = None
+
+    def renamed(self, name: str, max_output: int) -> "Tool":
+        """The same function as a tool of another name and bound."""
+        other = copy(self)
+        other.name, other.max_output = name, max_output
+        return other
+
+    def _arguments(self, arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
+        own = {KEY: key} if self.takes_key else {}
+        if self._schema is not None:
+            return {**arguments, **own}
+        try:
+            return {**self._parameters.checked(arguments), **own}
+        except ValueError as error:
+            raise ToolFailed(f"{self.name}: {error}", Reason.ARGUMENTS) from None
+
+    async def _on_the_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.create_task(self._answer(coroutine))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.timeout)
+        finally:
+            task.cancel()
+        if not done:
+            raise self.late()
+        answer = task.result()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _answer(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What it returns, or the error that the call ends in, as a value: some errors would end the loop."""
+        try:
+            return await coroutine
+        except (ToolFailed, ToolUnavailable) as error:
+            return error
+        except BaseException as error:
+            return self.raised(error)
+
+    def late(self) -> ToolFailed:
+        """The failure of a call that is not done in time."""
+        return ToolFailed(f"{self.name}: it took longer than {self.timeout:g} s", Reason.DEADLINE)
+
+    def raised(self, error: BaseException) -> ToolFailed:
+        """The failure of a call that raised an error."""
+        return raised(self.name, error)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether it is a method's: of a class that is not made yet."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def raised(tool: str, error: BaseException) -> ToolFailed:
+    """The failure of a call of `tool` that raised an error."""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    told = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    reason = Reason.MEMORY if isinstance(error, MemoryError) else Reason.RAISED
+    return ToolFailed(f"{tool}: {shortened(told, _LONGEST_ERROR)}", reason)
+
+
+def tool(
+    *,
+    kind: Kind,
+    timeout: float = TIMEOUT,
+    memory: int | None = None,
+    max_output: int = MAX_OUTPUT,
+    reconcile: Callable[[Intent], Any] | None = None,
+    name: str | None = None,
+    description: str | None = None,
+) -> Callable[[Callable[..., Any] | Callable[..., Awaitable[Any]]], Tool]:
+    """Make a tool of a function: see `Tool` for what is said of it."""
+    return partial(
+        Tool,
+        kind=kind,
+        timeout=timeout,
+        memory=memory,
+        max_output=max_output,
+        reconcile=reconcile,
+        name=name,
+        description=description,
+    )
+
+
+# The tools of a run, by the names that `rollout.tools` has for them.
+
+
+def load_tools(names: Sequence[str], options: ToolOptions) -> dict[str, Tool]:
+    """By the names that models call them by, in order. Raises BadPlugin."""
+    found: dict[str, Tool] = {}
+    for name in names:
+        loaded: Any = TOOL.load(name)
+        tool: Tool = loaded if isinstance(loaded, Tool) else loaded(options)
+        if tool.name in found:
+            raise BadPlugin(f"rollout.tools names two tools that are called {tool.name!r}: give one another `name`")
+        found[tool.name] = tool
+    return found

@@ -1,0 +1,124 @@
+"""What runs in a tool process: one call after the other, until nobody has a use for it.
+
+Messages are JSON. It is told the tool (`path`), its `name`, and says `loaded` or why it cannot be; then `arguments`,
+`key`, `memory` and `max_output` of the call; it answers with `result`, with `failed` and `reason`, or `unavailable`,
+and whether the call has `spoilt` the process, which is then better ended: it left processes, or is out of memory.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+from cairn.configs.plugins import BadPlugin, load_callable
+from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolUnavailable
+from cairn.engines.agents.tools.tool import Tool
+from cairn.engines.processes.child import adopt_orphans, die_with
+
+
+def main(connection_fd: int, parent: int, network: bool) -> None:
+    """Answer the process `parent` over an inherited connection. `network`: whether tools may reach one."""
+    die_with(parent)
+    adopt_orphans()
+    unsafe = None if network else leave_network()
+    os.set_inheritable(connection_fd, False)
+    connection, own = Connection(connection_fd), os.getpid()
+    try:
+        while True:
+            asked = json.loads(connection.recv_bytes())
+            if "path" in asked:
+                answer = _load(asked["path"]) if unsafe is None else {"loaded": False, "why": unsafe}
+            else:
+                answer = _call(asked)
+            if os.getpid() != own:  # the tool has forked, and this is the other one
+                os._exit(0)
+            connection.send_bytes(json.dumps(answer).encode())
+    except (EOFError, ConnectionError):  # nobody has a use for it
+        os._exit(0)
+
+
+_loaded: list[Tool] = []
+"""The tool that is called next."""
+
+
+_NEW_USERS, _NEW_NETWORK = 0x10000000, 0x40000000
+
+
+def leave_network() -> str | None:
+    """Have this process, and what it starts, in a network of its own, with no way out; returns why that cannot be."""
+    if sys.platform != "linux":
+        return None  # docs/security.md says so
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    if libc.unshare(_NEW_NETWORK) == 0:
+        return None
+    if libc.unshare(_NEW_USERS | _NEW_NETWORK) != 0:
+        why = os.strerror(ctypes.get_errno())
+        return f"this machine cannot keep it from the network ({why}): allow user namespaces, or set \
+rollout.tool_options.network"
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return None
+
+
+def _load(path: str) -> dict[str, Any]:
+    try:
+        _loaded[:] = [_tool(path)]
+    except (BadPlugin, TypeError, ValueError) as error:
+        return {"loaded": False, "why": str(error)}
+    return {"loaded": True}
+
+
+@cache
+def _tool(path: str) -> Tool:
+    found = load_callable(path)
+    return found if isinstance(found, Tool) else Tool(found, kind="pure")
+
+
+def _call(asked: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        with _memory(asked["memory"]):
+            tool = _loaded[0].renamed(asked["name"], asked["max_output"])
+            return {"result": tool.call(asked["arguments"], asked["key"]), "spoilt": _has_children()}
+    except ToolFailed as failed:
+        spoilt = failed.reason is Reason.MEMORY or _has_children()
+        return {"failed": str(failed), "reason": failed.reason, "spoilt": spoilt}
+    except ToolUnavailable as error:
+        return {"unavailable": str(error), "spoilt": _has_children()}
+
+
+@contextmanager
+def _memory(limit: int) -> Iterator[None]:
+    """So many bytes of data beside what the process has."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data() + limit, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _data() -> int:
+    """Bytes that the process holds."""
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmData"))
+
+
+def _has_children() -> bool:
+    """Whether processes are left that the call has started; those that have ended are cleared away."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True

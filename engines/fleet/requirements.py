@@ -1,0 +1,171 @@
+"""Which ways of sending weights, and of sharing GPUs, the engines of a configuration can take."""
+
+import math
+from collections.abc import Iterator
+
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.rollout.plan import LaunchPlan, kind_of
+
+_HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
+"""Megatron's options whose work points into memory that is not to move."""
+
+
+def weight_problems(config: RunConfig) -> Iterator[str]:
+    """Sentences on what the engines cannot do."""
+    yield from _colocation_problems(config)
+    transport, rollout = config.fleet.update_weight_transport, config.rollout
+    kind = kind_of(rollout.engine)
+    if transport == "distributed" and not kind.takes_broadcasts:
+        yield (
+            f"fleet.update_weight_transport is distributed, which rollout.engine={rollout.engine} cannot receive: set "
+            "it to tensor or disk"
+        )
+    if transport == "tensor" and rollout.external_urls:
+        yield (
+            "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines, and "
+            "rollout.external_urls run elsewhere: set it to distributed or disk"
+        )
+    plan = kind.plan(rollout, config.fleet.offloads_rollout)
+    if transport == "tensor" and any(engine.nnodes > 1 for engine in plan.engines):
+        yield (
+            "fleet.update_weight_transport is tensor, which puts weights into the memory of an engine's first machine, "
+            "and rollout.num_gpus_per_engine is above rollout.num_gpus_per_node: set it to distributed or disk"
+        )
+    if transport == "distributed":
+        yield from _group_problems(config, plan)
+    kinds = {group.worker_type for group in rollout.server_groups}
+    over_gpus = any(engine.num_gpus * engine.nnodes > 1 for engine in plan.engines)
+    if transport == "disk" and over_gpus and (config.fleet.offloads_rollout or kinds - {"regular"}):
+        yield (
+            "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away, or is one "
+            "of prefill and decode, cannot say when all of them have read the folder: set it to tensor or distributed"
+        )
+    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.tells_checksum:
+        yield (
+            "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on to other weights "
+            "with rollout.pipeline=lagged: leave it out"
+        )
+    if config.fleet.check_weight_update_equal and kinds - {"regular"}:
+        yield (
+            "fleet.check_weight_update_equal asks each server alone to generate, which prefill and decode servers "
+            "cannot: leave it out, or make rollout.server_groups regular"
+        )
+
+
+def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    """Of the one process group that the trainer's first rank and all servers are to be."""
+    each = config.training.num_gpus_per_rank
+    ours = [] if config.rollout.external_urls else [engine.num_gpus for engine in plan.engines]
+    if config.fleet.colocate:
+        yield (
+            "fleet.update_weight_transport is distributed, but under fleet.colocate trainer and servers are on the "
+            "same GPUs, which NCCL has once in a group: set it to tensor"
+        )
+    elif any(0 < gpus < 1 for gpus in (each, *ours)):
+        yield (
+            "fleet.update_weight_transport is distributed, but with a part of a GPU for a training rank or an engine "
+            "two of them may be on one GPU, which NCCL has once in a group: set it to tensor or disk"
+        )
+    elif any((each > 0) != (gpus > 0) for gpus in ours):
+        yield (
+            "fleet.update_weight_transport is distributed, but trainer and servers are not all on GPUs or all on CPUs: "
+            "set it to tensor or disk"
+        )
+
+
+def _colocation_problems(config: RunConfig) -> Iterator[str]:
+    fleet, rollout, training = config.fleet, config.rollout, config.training
+    fixed = [name for name in _HOLD_ADDRESSES if training.megatron.get(name) not in (None, False, "none")]
+    if fleet.offloads_train and fixed:
+        yield (
+            f"fleet.colocate and offload_train give the memory of training away, and training.megatron.{fixed[0]} "
+            "keeps addresses in it: set one of them to false"
+        )
+    if (fleet.offloads_rollout or fleet.colocate) and rollout.external_urls:
+        yield "rollout.external_urls are servers whose memory is not ours: leave fleet.colocate and offload_rollout out"
+    if not fleet.colocate:
+        return
+    wanted = int(rollout.num_engines * rollout.num_gpus_per_engine)
+    if rollout.num_gpus_per_engine and training.num_gpus_per_rank != 1:
+        yield f"fleet.colocate needs training.num_gpus_per_rank=1, found {training.num_gpus_per_rank:g}"
+    if wanted > training.world_size:
+        yield (
+            f"fleet.colocate puts the rollout engines on the GPUs of training, and {rollout.num_engines} × "
+            f"{rollout.num_gpus_per_engine:g} are more than training.world_size = {training.world_size}"
+        )
+    if rollout.num_gpus_per_engine > rollout.num_gpus_per_node or rollout.server_groups:
+        yield "fleet.colocate takes engines of one machine each and of one kind: leave server_groups out"
+
+
+# What must be on one machine, and which configurations ask for what no machine holds.
+
+
+def ranks_together(config: RunConfig) -> int:
+    """Training ranks, one after the other, that must be on one machine: whole tensor- and expert-parallel groups, which
+    Megatron numbers through, and under `fleet.colocate` the ranks whose GPUs an engine uses.
+
+    Groups of experts wider than a machine take whole machines.
+    """
+    training, rollout = config.training, config.rollout
+    experts = _expert_ranks(training)
+    if training.num_gpus_per_rank:
+        experts = min(experts, rollout.num_gpus_per_node)
+    shared = int(rollout.num_gpus_per_engine) if config.fleet.colocate else 0
+    return math.lcm(training.tensor_model_parallel_size, experts, max(1, shared))
+
+
+def placement_problems(config: RunConfig) -> Iterator[str]:
+    """Sentences on ranks and engines that cannot be placed, as far as the configuration tells."""
+    yield from _training_problems(config)
+    rollout = config.rollout
+    if not kind_of(rollout.engine).spans_gpus and rollout.num_gpus_per_engine > 1:
+        yield (
+            f"rollout.num_gpus_per_engine is {rollout.num_gpus_per_engine:g}, and an engine of rollout.engine="
+            f"{rollout.engine} computes on one GPU: set it to 1, and rollout.num_engines higher"
+        )
+    if config.fleet.colocate and rollout.num_gpus_per_engine % 1:
+        yield (
+            f"fleet.colocate gives an engine the GPUs of whole training ranks, and rollout.num_gpus_per_engine is "
+            f"{rollout.num_gpus_per_engine:g}: make it a whole number"
+        )
+
+
+def _training_problems(config: RunConfig) -> Iterator[str]:
+    training, machine = config.training, config.rollout.num_gpus_per_node
+    each, tensor = training.num_gpus_per_rank, training.tensor_model_parallel_size
+    if not each:
+        return
+    if each > 1:
+        yield f"training.num_gpus_per_rank is {each:g}, and a rank computes on one GPU: set it to 1"
+    elif each < 1 and training.world_size > 1:
+        yield (
+            f"training.num_gpus_per_rank is {each:g}, so that two of the {training.world_size} ranks would have one "
+            "GPU, which NCCL refuses: set it to 1, or training.world_size to 1"
+        )
+    nodes = (
+        f"rollout.num_gpus_per_node ({machine}): lower it, or set rollout.num_gpus_per_node to the GPUs of a machine"
+    )
+    experts, together = _expert_ranks(training), ranks_together(config)
+    if tensor > machine:
+        yield f"training.megatron.tensor_model_parallel_size ({tensor}) is above a machine's {nodes}"
+    elif experts > machine and experts % machine:
+        yield (
+            f"training.megatron.expert_model_parallel_size takes {experts} ranks, no multiple of a machine's {nodes}"
+        )
+    elif together > machine:
+        yield (
+            f"{together} training ranks must be on one machine for its tensor- and expert-parallel groups, and under "
+            "fleet.colocate its engines, to be whole: make training.megatron.tensor_model_parallel_size, "
+            "expert_model_parallel_size and rollout.num_gpus_per_engine divisors of each other within "
+            f"rollout.num_gpus_per_node ({machine})"
+        )
+
+
+def _expert_ranks(training: TrainingConfig) -> int:
+    """Ranks of one group that shares the experts of a layer."""
+    options = training.megatron
+    if (options.get("expert_model_parallel_size") or 1) == 1:
+        return int(options.get("expert_tensor_parallel_size") or 1)
+    each = options.get("expert_tensor_parallel_size") or training.tensor_model_parallel_size
+    return int(options["expert_model_parallel_size"] * each)

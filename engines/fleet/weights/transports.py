@@ -1,0 +1,321 @@
+"""How weights come to a rollout engine: from a copy that is kept, or from the trainer while it stands at them.
+
+| transport | a publication is | it lasts |
+|---|---|---|
+| `tensor` | buckets in Ray's object store | until it is dropped, or the machine of the trainer's first rank is lost |
+| `disk` | the folder `<update_weight_disk_dir>/<trainer>/weight_v<version>` | until it is removed |
+| `distributed` with a lag | the same buckets, which the trainer's first rank broadcasts | as long |
+| `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer stands there |
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import ray
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.handles import CONTROL, SENDING
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.types.errors import EngineDied, EngineError, Superseded
+from cairn.engines.weights.layout import Layout, Meeting, Receiver
+
+# Weights by broadcast: the trainer's first rank and all processes of one engine are a process group.
+#
+# The group is kept from one update to the next while both live; whoever comes back from the dead is in none, and a new
+# one is formed. Nobody waits for ever: whatever fails at one end, both leave the group, and what still waits for one
+# who left ends with an error.
+
+
+Call = tuple[RolloutHandle | TrainingHandle, Any, str]
+"""An engine, what its `submit` returned, and the method."""
+
+Lane = Mapping[str, str]
+"""Options of the trainer's calls: the concurrency group in which they wait for one another."""
+
+
+def broadcast_live(
+    source: TrainingHandle, target: RolloutHandle, version: int, bucket_bytes: int, timeout: float
+) -> None:
+    """Broadcast the weights of `version` to a target that has begun an update, each bucket within `timeout` seconds.
+
+    Raises:
+        WrongVersion: the source does not stand at `version`.
+        EngineError: an engine died, hung or refused.
+    """
+    receiver: Receiver = target.call("receiver")
+    backend = _backend(source, receiver)
+    with closing(source.broadcast_weights(version, bucket_bytes, backend, target.name)) as buckets:
+        _send(buckets, source, target, receiver, backend, timeout, {})
+
+
+def broadcast_copies(source: TrainingHandle, target: RolloutHandle, copies: Sequence[Any], timeout: float) -> None:
+    """The same of buckets in the object store, while the trainer goes on with what it does. Raises EngineError."""
+    receiver: Receiver = target.call("receiver")
+    backend = _backend(source, receiver)
+    with closing(source.broadcast_copies(copies, backend, target.name)) as buckets:
+        _send(buckets, source, target, receiver, backend, timeout, {"concurrency_group": SENDING})
+
+
+def _backend(source: TrainingHandle, receiver: Receiver) -> str:
+    return "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
+
+
+def _send(
+    buckets: Iterable[tuple[Layout, Any]],
+    source: TrainingHandle,
+    target: RolloutHandle,
+    receiver: Receiver,
+    backend: str,
+    timeout: float,
+    lane: Lane,
+) -> None:
+    # Whoever fails leaves the group before the buckets are closed, or the trainer would not come to end its export.
+    with _leaving_on_failure(source, target, timeout, lane):
+        whole = (receiver.group, 1 + receiver.ranks)
+        if source.finish(source.submit("group", target.name, **lane), "group") != whole:
+            _meet(source, target, receiver, backend, timeout, lane)
+        for layout, sending in buckets:
+            receiving = target.submit("receive_weights", layout)
+            _both([(target, receiving, "receive_weights"), (source, sending, "broadcast")], timeout)
+
+
+@contextmanager
+def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> Iterator[None]:
+    """Have both leave the group if what is done in it fails; where one of them died, its death is the error, even if
+    the other was the first to miss it."""
+    try:
+        yield
+    except BaseException as failure:
+        _leave(source, target, timeout, lane)
+        if isinstance(failure, EngineError) and not isinstance(failure, EngineDied):
+            for engine in (source, target):
+                try:
+                    engine.health()
+                except EngineDied as died:
+                    raise died from failure
+                except EngineError:
+                    continue  # what it lacks is a consequence; the failure itself says more
+        raise
+
+
+def _meet(
+    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, lane: Lane
+) -> None:
+    name = f"cairn-{uuid4().hex}"
+    host, port = source.finish(source.submit("open_group", target.name, name, timeout, **lane), "open_group")
+    size = 1 + receiver.ranks
+    joining = source.submit("join_group", target.name, size, backend, **lane)
+    meeting = Meeting(name, host, port, backend, size, rank=1)
+    _both([(source, joining, "join_group"), (target, target.submit("join_group", meeting), "join_group")], timeout)
+
+
+def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> None:
+    """Both leave the group, each as soon as its call under way has ended; one that does not is found out and replaced
+    later, as any engine that hangs."""
+    deadline = Deadline(timeout)
+    with suppress(EngineError):
+        released = source.submit("release_group", target.name, concurrency_group=CONTROL)
+        source.finish(released, "release_group", deadline)
+    calls: list[Call] = []
+    with suppress(EngineError):
+        calls.append((source, source.submit("leave_group", target.name, **lane), "leave_group"))
+    with suppress(EngineError):
+        calls.append((target, target.submit("leave_group"), "leave_group"))
+    for engine, call, method in calls:
+        with suppress(EngineError):
+            engine.finish(call, method, deadline)
+
+
+def _both(calls: Sequence[Call], timeout: float) -> None:
+    """Wait for both calls; as soon as one of them fails, raise its error."""
+    deadline = Deadline(timeout)
+    left = list(calls)
+    while left:
+        ended, _ = ray.wait([call for _, call, _ in left], timeout=deadline.remaining)
+        for engine, call, method in list(left):
+            if call in ended or not ended:
+                engine.finish(call, method, deadline)
+                left.remove((engine, call, method))
+
+
+class Transport(Protocol):
+    """One way of laying weights and fetching them."""
+
+    def lay(self, version: int) -> Any:
+        """Lay the trainer's weights; returns what `send` needs. Raises WrongVersion if it stands elsewhere."""
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        """Give all weights of a version to a target that has begun an update. Raises EngineError."""
+
+    def holds(self, version: int) -> bool:
+        """Whether a version that was laid, and not removed, can be fetched now."""
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Remove what was laid of any other version."""
+
+    def close(self) -> None:
+        """Remove everything; nothing is laid any more."""
+
+
+def transport_of(
+    fleet: FleetConfig, source: TrainingHandle, *, load_timeout: float, maps_gpu_memory: bool, lag: int = 0
+) -> Transport:
+    """What `fleet.update_weight_transport` names.
+
+    Args:
+        load_timeout: seconds that an engine may take to load a model folder.
+        maps_gpu_memory: whether the engines map the memory of the trainer's GPUs.
+        lag: of the run: with one, engines fetch weights that the trainer does not hold any more.
+    """
+    match fleet.update_weight_transport:
+        case "disk":
+            return Folders(source, fleet, load_timeout)
+        case "distributed" if lag:
+            return CopiedBroadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
+        case "distributed":
+            return Broadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
+        case "tensor" if maps_gpu_memory:
+            return Handles(source, fleet.update_weight_buffer_size)
+        case "tensor":
+            return Buckets(source, fleet.update_weight_buffer_size)
+
+
+class Buckets:
+    """In Ray's object store, from which every engine reads."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
+        self._source, self._bucket_bytes = source, bucket_bytes
+
+    def lay(self, version: int) -> Any:
+        with closing(self._source.export_weights(version, self._bucket_bytes)) as buckets:
+            return list(buckets)
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        """The next bucket travels to the engine's machine while the last one is loaded."""
+        calls: list[Any] = []
+        for bucket in laid:
+            calls.append(target.submit("update_weights", bucket))
+            if len(calls) > 1:
+                target.finish(calls.pop(0), "update_weights")
+        for call in calls:
+            target.finish(call, "update_weights")
+
+    def holds(self, version: int) -> bool:
+        return True
+
+    def keep(self, versions: Collection[int]) -> None:
+        pass  # Ray frees what nobody refers to
+
+    def close(self) -> None:
+        pass
+
+
+class CopiedBroadcasts(Buckets):
+    """In Ray's object store, and from there in a process group of the trainer's first rank and the engine, while the
+    trainer works on."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
+        super().__init__(source, bucket_bytes)
+        self._timeout = timeout
+        self._giving = threading.Lock()
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        with self._giving:
+            self._source.ensure_alive()  # what was published outlives it, and is given out by its process
+            broadcast_copies(self._source, target, laid, self._timeout)
+
+
+class Folders:
+    """As model folders, on a disk that the machines of the fleet share."""
+
+    def __init__(self, source: TrainingHandle, fleet: FleetConfig, load_timeout: float) -> None:
+        assert fleet.update_weight_disk_dir is not None
+        self._source = source
+        self._parent = Path(fleet.update_weight_disk_dir, source.label).absolute()
+        self._keep_files = fleet.update_weight_disk_keep_files
+        self._load_timeout = load_timeout
+
+    def lay(self, version: int) -> Path:
+        folder = self._parent / _folder_name(version)
+        self._source.export_hf(version, folder)
+        return folder
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        call = target.submit("update_weights_from_disk", laid)
+        target.finish(call, "update_weights_from_disk", Deadline(self._load_timeout))
+
+    def holds(self, version: int) -> bool:
+        return True
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Of drivers that were killed too."""
+        if not self._keep_files:
+            names = [_folder_name(version) for version in versions]
+            removed = self._source.submit("keep_folders", self._parent, names, concurrency_group=CONTROL)
+            self._source.finish(removed, "keep_folders")
+
+    def close(self) -> None:
+        with contextlib.suppress(EngineError, Superseded):
+            self.keep(())
+
+
+class _FromTrainer:
+    """The trainer gives its own weights, to one engine at a time."""
+
+    def __init__(self, source: TrainingHandle) -> None:
+        self._source = source
+        self._giving = threading.Lock()
+
+    def lay(self, version: int) -> None:
+        pass
+
+    def holds(self, version: int) -> bool:
+        try:
+            return self._source.position().weight_version == version
+        except EngineError:
+            return False
+
+    def keep(self, versions: Collection[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Broadcasts(_FromTrainer):
+    """In a process group of the trainer and the engine."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
+        super().__init__(source)
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        with self._giving:
+            broadcast_live(self._source, target, version, self._bucket_bytes, self._timeout)
+
+
+class Handles(_FromTrainer):
+    """In the memory of GPUs that training and rollout share: a server's tensor-parallel rank maps the copy of the
+    training rank on its GPU."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
+        super().__init__(source)
+        self._bucket_bytes = bucket_bytes
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        with self._giving, closing(self._source.share_weights(version, self._bucket_bytes)) as buckets:
+            for shared in buckets:
+                names = shared[0][0]
+                handles = [shared[rank][1] for rank in target.ranks]
+                target.finish(target.submit("map_weights", names, handles), "map_weights")
+
+
+def _folder_name(version: int) -> str:
+    return f"weight_v{version:06d}"

@@ -1,0 +1,1 @@
+"""What a model folder says, and how it is loaded."""

@@ -1,0 +1,412 @@
+"""Model folders in the Hugging Face format: checked before anything starts, loaded with errors that say what to do.
+
+Weights are read from safetensors only (no pickle) and no code of the folder is run. Quantised ones are read as what
+they stand for (see `cairn.engines.models.quantized`): nothing that reads a folder through this module knows of them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
+from transformers.utils import logging as transformers_logging
+
+from cairn.configs.catalogue import published_repository
+from cairn.engines.models.published import is_exact, is_mtp, published_parts, saved_buffers
+from cairn.engines.models.quantized import Slice, open_tensors, quantization_of
+from cairn.engines.types.errors import BadModel
+from cairn.storage.store.canonical import from_json
+
+# Code and kernels that a model's config.json may name, at whatever depth: refused by a sentence.
+#
+# | key | refused |
+# |---|---|
+# | `auto_map` | where the library has no class of its own for the `model_type` beside it, and would run the folder's |
+# | `…_implementation`, of attention and experts | all but PyTorch's: the library fetches others |
+# | `quantization_config` | elsewhere than in the config itself and in `text_config` |
+# | `use_pretrained_backbone`, `use_timm_backbone`, `use_kernels` | where set: the library fetches what is named |
+#
+# An adapter beside the weights (`adapter_config.json`) names another model, which the library would load in their
+# place.
+
+
+_IMPLEMENTATION = re.compile(r"_?\w*_implementation(_internal)?")
+_OWN = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
+"""What the library computes with PyTorch alone. FlashAttention it fetches where it is not installed."""
+_FETCHING = frozenset({"use_pretrained_backbone", "use_timm_backbone", "use_kernels"})
+_ADAPTER = "adapter_config.json"
+
+
+def require_no_code(stored: Mapping[str, Any], file: str | Path, known: Collection[str]) -> None:
+    """Raise BadModel where a config names code. `known`: model types that need none of a folder's."""
+    for problem in _problems(dict(stored), known, ""):
+        raise BadModel(f"{file} {problem}: take it out, no code is fetched or run that a model names.")
+
+
+def require_no_adapter(folder: Path) -> None:
+    """Raise BadModel where an adapter lies beside the weights."""
+    if (folder / _ADAPTER).exists():
+        raise BadModel(
+            f"Model folder {folder} holds an adapter ({_ADAPTER}) of another model: merge it into the weights, or take "
+            "it out."
+        )
+
+
+def _problems(value: Any, known: Collection[str], place: str) -> Iterator[str]:
+    if isinstance(value, list):
+        value = {str(index): item for index, item in enumerate(value)}
+    if not isinstance(value, dict):
+        return
+    for key, inner in value.items():
+        name = f"{place}{key}"
+        if key == "auto_map" and inner and value.get("model_type") not in known:
+            yield f"names code of its own ({name}) for model type {value.get('model_type')}"
+        elif _IMPLEMENTATION.fullmatch(key):
+            for kernel in inner.values() if isinstance(inner, dict) else [inner]:
+                if not isinstance(kernel, str | None) or kernel not in _OWN:
+                    yield f"takes {name} from {kernel}"
+        elif key == "quantization_config" and inner and place not in ("", "text_config."):
+            yield f"quantises a part in a way that is not read ({name})"
+        elif key in _FETCHING and inner:
+            yield f"has parts of the model fetched ({name})"
+        yield from _problems(inner, known, f"{name}.")
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_CLASSIFIER = "ForSequenceClassification"
+
+
+ARCHITECTURE_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Published model types that the library has no class for, and the one whose architecture they have; what they hold
+beside it, such as layers that predict several tokens ahead, is not read."""
+
+KNOWN_TYPES = frozenset({*CONFIG_MAPPING, *ARCHITECTURE_OF})
+"""Model types of which no code of a folder is needed."""
+
+SEES_IMAGES = frozenset({"qwen2_5_vl"})
+"""Model types that read images beside text; see `cairn.engines.models.vision`."""
+
+
+def check_model_folder(path: str | Path) -> PretrainedConfig:
+    """Read a model folder's config and the headers of its weight files; no weights are loaded.
+
+    Raises:
+        BadModel: the folder or a file in it is missing, broken, or not of a causal language model.
+    """
+
+    def require_causal(config: PretrainedConfig) -> None:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not sees_images(config):
+            raise BadModel(f"Model type {config.model_type} in {path} is not a causal language model.")
+
+    return _check_folder(Path(path), require_causal)
+
+
+def check_reward_model_folder(path: str | Path) -> PretrainedConfig:
+    """The same of a reward model: a sequence classifier with one label, whose value is the score.
+
+    Raises:
+        BadModel: as `check_model_folder`, or it is no classifier, or has more labels.
+    """
+
+    def require_one_label(config: PretrainedConfig) -> None:
+        architecture = next(iter(config.architectures or ()), config.model_type)
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not architecture.endswith(_CLASSIFIER):
+            raise BadModel(
+                f"Model folder {path} holds a {architecture}, which is no reward model: give one with a {_CLASSIFIER} "
+                "of one label."
+            )
+        if config.num_labels != 1:
+            raise BadModel(
+                f"The classifier in {path} has {config.num_labels} labels, and the score is the value of one: give a "
+                "reward model with one label."
+            )
+
+    return _check_folder(Path(path), require_one_label)
+
+
+def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> PretrainedConfig:
+    if not folder.is_dir():
+        repository = published_repository(folder.name)
+        way = f"hf download {repository} --local-dir {folder}" if repository else "give the path of one that does"
+        raise BadModel(f"Model folder {folder} does not exist: {way}.")
+    require_no_adapter(folder)
+    config = _read_config(folder)
+    require(config)
+    for file in weight_files(folder):
+        if not file.is_file():
+            raise BadModel(f"Model folder {folder} lacks its weight file {file.name}: copy the folder again.")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise BadModel(f"Weight file {file} is broken ({error}): copy the folder again.") from error
+    open_weights(folder)
+    return config
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether a model reads images beside text."""
+    return config.model_type in SEES_IMAGES
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The library's class that makes a causal language model of a config, one of images and text too."""
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def load_causal_lm(
+    path: str | Path, dtype: torch.dtype, device: str = "cpu", *, needs_head: bool = True
+) -> PreTrainedModel:
+    """Load a causal language model in evaluation mode, its weights cast to `dtype`.
+
+    Args:
+        needs_head: False for a caller that puts its own in the place of `lm_head`, which may then be missing.
+
+    Raises:
+        BadModel: as `check_model_folder`, or the weights do not fit the config.
+    """
+    config = check_model_folder(path)
+    return _load(model_class(config), path, config, dtype, device, needs_head)
+
+
+def load_reward_model(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load a sequence classifier with one label in evaluation mode, its weights cast to `dtype`.
+
+    Raises:
+        BadModel: as `check_reward_model_folder`, or the weights do not fit the config.
+    """
+    return _load(AutoModelForSequenceClassification, path, check_reward_model_folder(path), dtype, device)
+
+
+def _load(
+    kind: Any, path: str | Path, config: PretrainedConfig, dtype: torch.dtype, device: str, needs_head: bool = True
+) -> PreTrainedModel:
+    with _quiet():
+        try:
+            options: dict[str, Any] = {
+                "config": config,
+                "dtype": dtype,
+                "local_files_only": True,
+                "ignore_mismatched_sizes": True,  # reported below, all of them at once
+                "output_loading_info": True,
+            }
+            if quantization_of(Path(path)) is None:
+                loaded: Any = kind.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
+            else:
+                loaded = _from_tensors(kind, Path(path), options)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
+            raise BadModel(f"Model folder {path} cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise BadModel(
+            f"Weight {name} in {path} has shape {tuple(found)} where config.json asks for {tuple(expected)}: "
+            "weights and config.json are not of the same model."
+        )
+    missing = [name for name in info["missing_keys"] if needs_head or name != "lm_head.weight"]
+    if missing:
+        raise BadModel(
+            f"Model folder {path} lacks the weights {_some(sorted(missing))}: copy the folder again, "
+            "or correct its config.json."
+        )
+    _restore_exact(model, Path(path))
+    return cast(PreTrainedModel, model.to(device).eval())
+
+
+def _from_tensors(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """The same of weights that are dequantised one by one, as the library asks for them."""
+    loaded = kind._model_mapping[type(options["config"])].from_pretrained(
+        None, state_dict=open_weights(folder), **options
+    )
+    if (folder / "generation_config.json").is_file():
+        loaded[0].generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return loaded
+
+
+def _restore_exact(model: PreTrainedModel, folder: Path) -> None:
+    """Read again what the library has rounded and should not have (see `published.is_exact`)."""
+    rounded = [(name, buffer) for name, buffer in saved_buffers(model) if is_exact(name)]
+    if all(buffer.dtype == torch.float32 for _, buffer in rounded):
+        return
+    parts, weights = published_parts(model, rounded), open_weights(folder)
+    for name, buffer in rounded:
+        (part,) = parts[name]
+        buffer.data = weights[part.name][...].float()
+
+
+def open_weights(folder: Path) -> dict[str, Slice]:
+    """Every weight of a folder by its name, of which parts can be read.
+
+    Raises:
+        BadModel: the weights are quantised in a way that is not read, or parts of quantised ones are missing.
+    """
+    return open_tensors(weight_files(folder), quantization_of(folder))
+
+
+def parameter_names(path: str | Path) -> frozenset[str]:
+    """Names of a model's parameters, tied ones once, as its weight files and config.json have them; without those of
+    `cairn.engines.models.published`, which nobody trains.
+
+    Raises:
+        BadModel: the folder cannot be used.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    layers = config.get_text_config().num_hidden_layers
+    names = {name for name in open_weights(folder) if not is_mtp(name, layers)}
+    return frozenset(names - {"lm_head.weight"} if ties_embeddings(config) else names)
+
+
+def ties_embeddings(config: PretrainedConfig) -> bool:
+    """Whether a model's output layer has the weight of its input embedding."""
+    of_text = getattr(config.get_text_config(), "tie_word_embeddings", None)
+    return config.tie_word_embeddings if of_text is None else of_text
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Longest sequence, prompt and response, in tokens.
+
+    Raises:
+        BadModel: the config names none.
+    """
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise BadModel(f"The config of model type {config.model_type} names no max_position_embeddings: add it.")
+    return length
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The model's own end tokens: those of its generation config and of its config together."""
+    return _end_tokens(model.generation_config, model.config.get_text_config())
+
+
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """The same of a model folder, of which no weights are loaded. Raises BadModel."""
+    sources: list[Any] = [check_model_folder(folder).get_text_config()]
+    if (file := Path(folder) / "generation_config.json").is_file():
+        # The library reports a broken one with whatever its parser raises.
+        try:
+            sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+        except Exception as error:
+            raise BadModel(f"{file} cannot be read: {_first_line(error)}") from error
+    return _end_tokens(*sources)
+
+
+def _end_tokens(*sources: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise BadModel(f"Model folder {folder} has no config.json: give a folder in Hugging Face format.")
+    try:
+        config = read_config(folder)
+    except BadModel:
+        raise
+    # The library reports a broken config with whatever its many config classes raise.
+    except Exception as error:
+        raise BadModel(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from error
+    return config
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a model folder as the library reads it, or as one of another type (see `ARCHITECTURE_OF`), and of
+    weights that are not quantised. Raises BadModel where it names code, and what the library raises."""
+    stored, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    require_no_code(stored, folder / "config.json", KNOWN_TYPES)
+    known_as = ARCHITECTURE_OF.get(stored.get("model_type", ""))
+    if known_as is None:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    else:
+        config = AutoConfig.for_model(
+            known_as, **{name: value for name, value in stored.items() if name not in _OF_ITS_OWN_CLASS}
+        )
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if config.model_type == "minimax_m2" and (width := getattr(config, "rotary_dim", None)) is not None:
+        # As the model's own code and SGLang have it; the library rotates all of a head unless told in its own way.
+        config.rope_parameters.setdefault("partial_rotary_factor", width / config.head_dim)
+    return config
+
+
+_OF_ITS_OWN_CLASS = ("model_type", "architectures", "auto_map")
+"""What a config says of a class that the library does not have."""
+
+
+def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
+    """Write config.json of a model that came from `source`, with what the library leaves out of that folder's own:
+    other programs look for it, as SGLang does for Qwen3-Next's `full_attention_interval`."""
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    written, published = from_json(file.read_text()), from_json((source / "config.json").read_text())
+    if published.get("model_type") != config.model_type:  # the part that is a language model
+        published = published.get("text_config", {})
+    lacking = {name: value for name, value in published.items() if name not in written and name not in _SAID_ANEW}
+    if lacking:
+        file.write_text(json.dumps(written | lacking, indent=2, sort_keys=True) + "\n")
+
+
+_SAID_ANEW = ("architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
+"""What the library writes in another way, or what is not so of the weights that are written."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises BadModel."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise BadModel(f"Model folder {folder} has neither {WEIGHTS} nor {INDEX}: save its weights as safetensors.")
+    try:
+        weight_map = from_json((folder / INDEX).read_text())["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadModel(f"{folder / INDEX} is not an index of weight files: copy the folder again.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's progress bars and load reports out of the engines' output: errors say it in one sentence."""
+    verbosity = transformers_logging.get_verbosity()
+    progress_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,226 @@
+"""The experts that a mixture of experts of transformers chooses for each token: seen, and decided from outside.
+
+A mixture of experts is a module with `experts`, to which it hands the indices and weights that its router chose. Its
+router takes them from the `topk` of its scores for all experts, whatever these are made of: a softmax, a sigmoid with a
+correction bias, groups. That one call is what is answered otherwise where a choice is given: with the given experts and
+the scores that they have now. So the weights are the router's own, by its own formula and of its own parameters, and
+gradients flow through them. Rollout routing replay, arXiv 2510.11370, section 4.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cairn.engines.models.folders import check_model_folder, model_class
+from cairn.engines.models.published import biases_of
+from cairn.engines.types.errors import BadModel, EngineError
+
+FREE = -1
+"""In the place of each expert where a token's choice is not given: the router chooses."""
+
+RouterChoice = tuple[torch.Tensor, torch.Tensor]
+
+
+def mixtures(model: torch.nn.Module) -> dict[str, Any]:
+    """The mixtures of experts of a model of transformers by their names, in the order of its layers."""
+    return {name: module for name, module in model.named_modules() if _num_experts(module) is not None}
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Which layers of a model are mixtures of experts."""
+
+    places: tuple[int, ...]
+    """From 0; empty where no such module of the model is known."""
+    num_experts: int
+    """Of each."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ExpertLayers":
+        """Of a model's config.json. No memory is taken for weights."""
+        found = mixtures(_without_memory(config))
+        places = (int(next(part for part in name.split(".") if part.isdigit())) for name in found)
+        return cls(tuple(places), max((_num_experts(block) or 0 for block in found.values()), default=0))
+
+
+def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on why the model of a folder has no choice of experts that could be recorded and given.
+
+    Args:
+        megatron: Megatron's options, where it trains.
+    """
+    if megatron.get("moe_router_fusion"):
+        yield (
+            "algorithm.use_rollout_routing_replay is true, and with training.megatron.moe_router_fusion experts are "
+            "chosen in a kernel, which the rollout's choice cannot take the place of: leave one of them out"
+        )
+    try:
+        config = check_model_folder(path)
+        known = ExpertLayers.of(config)
+    except BadModel:  # told where folders are checked
+        return
+    if not known.places:
+        yield (
+            f"algorithm.use_rollout_routing_replay is true, and the model in {path} ({config.model_type}) has no "
+            "mixture of experts, or none that shows what it chooses: leave it out"
+        )
+
+
+def bias_problems(path: str, rate: float) -> Iterator[str]:
+    """Sentences on why there is no bias of a router that a step could move by a rate."""
+    try:
+        config = check_model_folder(path)
+        found = next(biases_of(_without_memory(config)), None)
+    except BadModel:  # told where folders are checked
+        return
+    if found is None:
+        yield (
+            f"training.moe_router_bias_update_rate is {rate:g}, and the routers of the model in {path} "
+            f"({config.model_type}) have no bias that balances experts: leave it out"
+        )
+
+
+def compact(experts: torch.Tensor | np.ndarray, num_experts: int) -> np.ndarray:
+    """Indices of experts in as few bytes as they need: uint8, or uint16 where there are more than 256."""
+    values = experts.cpu().numpy() if isinstance(experts, torch.Tensor) else experts
+    return values.astype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+def with_replayed(own: RouterChoice, given: torch.Tensor, scores: torch.Tensor) -> RouterChoice:
+    """What a router chooses of `scores` [T, experts] where some choices are given.
+
+    Args:
+        own: values and indices [T, top-k] that it would choose.
+        given: [T, top-k] indices, or FREE.
+
+    Returns:
+        values and indices, the given ones in their order.
+    """
+    values, indices = own
+    free = given < 0
+    indices = torch.where(free, indices, given.to(indices.dtype))
+    return torch.where(free, values, scores.gather(-1, indices)), indices
+
+
+def differing(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """How many of the given experts [T, top-k] are not among the router's `own` choice [T, top-k]: a scalar."""
+    there = (given.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+    return ((given >= 0) & ~there).sum()
+
+
+def chosen_experts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """[T, top-k]: of what a mixture hands to its experts, the indices that its router chose."""
+    found: torch.Tensor = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+    return found
+
+
+class RouteRecorder:
+    """Sees what the mixtures of a model choose, from now on."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        blocks = [*mixtures(model).values()]
+        self.layers = len(blocks)
+        self.num_experts = max((_num_experts(block) or 0 for block in blocks), default=0)
+        self._seen: list[torch.Tensor | None] = [None] * self.layers
+        for layer, block in enumerate(blocks):
+            block.experts.register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
+
+    def take(self) -> torch.Tensor:
+        """[T, layers, top-k] of the last pass, whose T tokens lie one after the other; without layers there are
+        none."""
+        seen = [experts for experts in self._seen if experts is not None]
+        self._seen = [None] * self.layers
+        return torch.stack(seen, 1) if seen else torch.zeros(0, 0, 0, dtype=torch.int64)
+
+    def _see(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._seen[layer] = chosen_experts(args, kwargs)
+
+
+class RouteReplay:
+    """Gives the mixtures of a model choices in the place of their own, within `replaying`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._given: torch.Tensor | None = None
+        self._running: list[_GivenChoice] = []
+        self._differing: dict[int, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for layer, block in enumerate(mixtures(model).values()):
+            self._handles.append(block.register_forward_pre_hook(partial(self._begin, layer)))
+            self._handles.append(block.register_forward_hook(self._end, always_call=True))
+
+    @contextmanager
+    def replaying(self, given: torch.Tensor | None) -> Iterator[None]:
+        """Passes and their gradients, layers that are computed again included, with given choices.
+
+        Args:
+            given: [T, layers, top-k] of the T tokens of a pass, one after the other, FREE where not given; None gives
+                none.
+        """
+        self._given, self._differing = given, {}
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def differing(self) -> torch.Tensor:
+        """Of the last pass, how many of the experts that were given the routers would not have chosen."""
+        return torch.stack([*self._differing.values()]).sum() if self._differing else torch.zeros(())
+
+    def _begin(self, layer: int, block: Any, args: Any) -> None:
+        # Entered here and not around the model: a thread of the autograd engine may compute the layer again.
+        if self._given is not None:
+            self._running.append(_GivenChoice(layer, self._given[:, layer], block.experts.num_experts))
+            self._running[-1].__enter__()
+
+    def _end(self, block: Any, args: Any, output: Any) -> None:
+        if self._given is None:
+            return
+        mode = self._running.pop()
+        mode.__exit__(None, None, None)
+        if output is not None and mode.differing is None:
+            raise EngineError(
+                f"The router of {type(block).__name__} does not choose its experts by topk: the choices of the rollout "
+                "cannot be given to it. Leave algorithm.use_rollout_routing_replay out."
+            )
+        if mode.differing is not None:
+            self._differing[mode.layer] = mode.differing
+
+
+class _GivenChoice(TorchFunctionMode):
+    """Answers the `topk` of a router's scores for all experts."""
+
+    def __init__(self, layer: int, given: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        self.layer, self._given, self._num_experts = layer, given, num_experts
+        self.differing: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            scores, (values, indices) = args[0], result
+            if (scores.shape[-1], indices.shape) == (self._num_experts, self._given.shape):
+                self.differing = differing(indices, self._given)
+                return torch.return_types.topk(with_replayed((values, indices), self._given, scores))
+        return result
+
+
+def _num_experts(module: Any) -> int | None:
+    """Of a mixture; None of another module."""
+    experts = getattr(module, "experts", None)
+    found = getattr(experts, "num_experts", None) if isinstance(experts, torch.nn.Module) else None
+    return found if isinstance(found, int) else None
+
+
+def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
+    """A model without weights, of its config.json."""
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config).from_config(config)
+    return model

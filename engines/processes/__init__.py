@@ -1,0 +1,1 @@
+"""Child processes: sandboxes, ports and fingerprints."""

@@ -1,0 +1,293 @@
+"""What a training rank does to give its weights out: as buckets, as broadcasts, as a model folder."""
+
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    PrefixStore,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
+
+from cairn.engines.types.errors import EngineError, EngineTimeout, WrongVersion
+from cairn.engines.weights.layout import Layout
+from cairn.storage.store.errors import naming_full
+
+if TYPE_CHECKING:
+    from cairn.engines.training.base import Sharing, TrainingEngine
+    from cairn.engines.weights.buckets import Bucket
+    from cairn.engines.weights.fp8 import Fp8Weights
+
+
+# The sender's end of a process group with the servers that take its weights. The sender is rank 0.
+
+
+LOOK_INTERVAL = 0.0005
+"""Seconds between two looks at a broadcast that is under way."""
+
+PATIENCE = 600.0
+"""Seconds by which PyTorch's own watch over NCCL waits longer than we do: it would end the whole process, where we end
+the broadcast. Over gloo nothing but its deadline ends one."""
+
+
+class SendingGroup:
+    """One group, from the address at which its members meet to its end.
+
+    Args:
+        name: of no other group of these members.
+        host: address of this machine that the receivers reach.
+        timeout: seconds that the meeting, and each broadcast, may take.
+    """
+
+    def __init__(self, name: str, host: str, timeout: float) -> None:
+        self.name = name
+        self.size = 0
+        """Members, the sender included; 0 until all have met."""
+        self._host, self._timeout = host, timeout
+        self._meeting: distributed.TCPStore | None = distributed.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+        self.port: int = self._meeting.port
+        self._group: Any = None
+
+    def join(self, size: int, backend: str) -> None:
+        """Wait for all members. Raises EngineError where one of them stays away or the group is released."""
+        timeout = timedelta(seconds=self._timeout)
+        try:
+            store = distributed.TCPStore(self._host, self.port, is_master=False, timeout=timeout)
+            # PyTorch's public function makes groups inside of a default group, which the servers do not share with us;
+            # they join by this one, and its keys in the store must be the same.
+            self._group, _ = _new_process_group_helper(
+                size,
+                0,
+                [],
+                Backend(backend),
+                PrefixStore(self.name, store),
+                group_name=GroupName(self.name),
+                timeout=timeout,
+            )
+            _world.pg_group_ranks[self._group] = {rank: rank for rank in range(size)}
+            if backend == "nccl":
+                _set_pg_timeout(timedelta(seconds=self._timeout + PATIENCE), self._group)
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"the receivers of the weights did not meet the trainer: {error}") from error
+        self.size = size
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Broadcast a tensor. Raises EngineError where a receiver is gone, EngineTimeout where one does not take it."""
+        deadline = time.monotonic() + self._timeout
+        try:
+            work = self._group.broadcast([tensor], distributed.BroadcastOptions())
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise EngineTimeout(f"a receiver did not take its weights within {self._timeout:g} s")
+                time.sleep(LOOK_INTERVAL)
+            work.wait()
+        except RuntimeError as error:
+            raise EngineError(f"a receiver of the weights is gone: {error}") from error
+
+    def release(self) -> None:
+        """Free all who wait for others to join, in this process and elsewhere. Called from any thread."""
+        self._meeting = None
+
+    def leave(self) -> None:
+        """Close the connections: who waits for a broadcast at another end is freed by that."""
+        self.release()
+        if self._group is not None:
+            self._group.abort()
+            distributed.destroy_process_group(self._group)
+            self._group, self.size = None, 0
+
+
+def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
+    """One tensor of bytes, and what it holds: as SGLang's servers take a bucket, without gaps.
+
+    Wider numbers come first, so that every tensor begins at a multiple of its numbers' width.
+    """
+    ordered = sorted(named_tensors.items(), key=lambda item: -item[1].element_size())
+    layout = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in ordered]
+    return layout, torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+
+
+class WeightSource:
+    """The part of a training rank (`cairn.engines.training.rank`) that rollout engines are served by.
+
+    Rank 0 gives the weights out. The other ranks take part in gathering them: for each export they call `end_export`
+    at the same time.
+    """
+
+    _address: str
+    """Of its machine, within the cluster."""
+    _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
+    _staged: "torch.Tensor | None" = None
+    _copy: "torch.Tensor | None" = None
+    """Of a bucket that was given out before, ready to be broadcast while the engine works."""
+    _shared: "dict[str, torch.Tensor] | None" = None
+    _groups: "Mapping[str, SendingGroup]" = MappingProxyType({})
+    """By the engine that receives."""
+    _fp8: "Fp8Weights | None" = None
+    """What the rollout engines hold in FP8."""
+
+    def checksum_at(self, version: int, dtype: Literal["float32", "bfloat16"]) -> str:
+        """`TrainingEngine.weights_checksum` of `version`.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+        """
+        self._require_version(version)
+        return self._started.weights_checksum(dtype)
+
+    def begin_export(self, version: int, bucket_bytes: int) -> None:
+        """Begin to give out the weights of `version`; an export that did not end is dropped.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+        """
+        self._require_version(version)
+        self._export = self._packed(self._started.export_weights(bucket_bytes))
+
+    def next_bucket(self) -> "tuple[Bucket | None, bool]":
+        """On rank 0: the next bucket of weights, and whether there was one."""
+        from cairn.engines.weights.buckets import Bucket
+
+        named_tensors = next(self._export, None)
+        return (None, False) if named_tensors is None else (Bucket(named_tensors), True)
+
+    def end_export(self) -> None:
+        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on. What it
+        took of GPU memory is for others, who may share the GPU."""
+        import torch
+
+        self._staged = self._shared = None
+        for _ in self._export:
+            pass
+        self._export = iter(())
+        torch.cuda.empty_cache()  # nothing where CUDA was never used
+
+    def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
+        """On rank 0: open the address at which an engine, the target, meets this rank. Returns its host and port."""
+
+        self.leave_group(target)
+        group = SendingGroup(name, self._address, timeout)
+        self._groups = {**self._groups, target: group}
+        return self._address, group.port
+
+    def join_group(self, target: str, size: int, backend: str) -> None:
+        """On rank 0: wait until all members have met. Raises EngineError."""
+        self._groups[target].join(size, backend)
+
+    def group(self, target: str) -> tuple[str, int] | None:
+        """On rank 0: name and size of the group in which it can broadcast to the target."""
+        group = self._groups.get(target)
+        return (group.name, group.size) if group is not None and group.size else None
+
+    def stage_bucket(self, backend: str) -> Layout | None:
+        """On rank 0: make the next bucket ready to be broadcast; None if there is none."""
+
+        named_tensors = next(self._export, None)
+        if named_tensors is None:
+            return None
+        layout, flat = flatten(named_tensors)
+        self._staged = flat.cuda() if backend == "nccl" else flat
+        return layout
+
+    def broadcast_bucket(self, target: str) -> None:
+        """On rank 0: broadcast the bucket that was made ready. Raises EngineError and EngineTimeout."""
+        self._broadcast(self._staged, target)
+
+    def stage_copy(self, bucket: "Bucket", backend: str) -> Layout:
+        """On rank 0: make a bucket that was given out before ready to be broadcast."""
+
+        layout, flat = flatten(bucket)
+        self._copy = flat.cuda() if backend == "nccl" else flat
+        return layout
+
+    def broadcast_copy(self, target: str) -> None:
+        """On rank 0: broadcast that bucket, and forget it. Raises EngineError and EngineTimeout."""
+        copy, self._copy = self._copy, None
+        self._broadcast(copy, target)
+
+    def _broadcast(self, tensor: "torch.Tensor | None", target: str) -> None:
+        if tensor is None or target not in self._groups:
+            raise EngineError("no bucket of weights was made ready to be broadcast, or there is no group for it")
+        self._groups[target].send(tensor)
+
+    def release_group(self, target: str) -> None:
+        """Free those who wait for the group to be complete; answered while the actor waits for it itself."""
+        if target in self._groups:
+            self._groups[target].release()
+
+    def leave_group(self, target: str) -> None:
+        """Leave the group: what still waits for a broadcast of it ends with an error."""
+        if target in self._groups:
+            self._groups[target].leave()
+            self._groups = {other: group for other, group in self._groups.items() if other != target}
+
+    def export_hf(self, version: int, folder: Path) -> None:
+        """On all ranks: write a model folder with the weights of `version`, in place of one that may be there.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+            NoSpace: the disk of the folder is full.
+        """
+        self._require_version(version)
+        with naming_full(folder):
+            self._started.export_hf(folder)
+
+    def begin_export_on_device(self, version: int, bucket_bytes: int) -> None:
+        """On all ranks: begin to give out the weights of `version` from GPU memory. Raises WrongVersion."""
+        self._require_version(version)
+        self._export = self._packed(self._sharing.export_on_device(bucket_bytes))
+
+    def share_bucket(self) -> tuple[list[str], bytes] | None:
+        """On all ranks: names of the next bucket's weights and a handle on this rank's copy, which lives until the next
+        call; None if there is none."""
+        from cairn.engines.weights.buckets import in_one_storage, share
+
+        self._shared = None
+        named_tensors = next(self._export, None)
+        if named_tensors is None:
+            return None
+        device = next(iter(named_tensors.values())).device
+        self._shared = in_one_storage(named_tensors, device)
+        return list(self._shared), share(self._shared)
+
+    def keep_folders(self, parent: Path, names: Collection[str]) -> None:
+        """On rank 0: of the model folders that it wrote, or began to write, remove all but these, and their folder
+        where none is left."""
+        for folder in parent.glob("*"):
+            if folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
+        if not names:
+            shutil.rmtree(parent, ignore_errors=True)
+
+    def _packed(self, buckets: "Iterator[dict[str, torch.Tensor]]") -> "Iterator[dict[str, torch.Tensor]]":
+        return buckets if self._fp8 is None else self._fp8.packed(buckets)
+
+    def _require_version(self, version: int) -> None:
+        found = self._started.position().weight_version
+        if found != version:
+            raise WrongVersion(f"the training engine is at weight version {found}, not at {version}")
+
+    @property
+    def _sharing(self) -> "Sharing":
+        from cairn.engines.training.base import Sharing
+
+        engine = self._started
+        if not isinstance(engine, Sharing):
+            raise EngineError("the training engine cannot share its GPUs: leave fleet.colocate and offload_train out")
+        return engine
+
+    @property
+    def _started(self) -> "TrainingEngine":
+        raise NotImplementedError

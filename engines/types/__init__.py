@@ -1,0 +1,1 @@
+"""The words that engines and tasks exchange."""

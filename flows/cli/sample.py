@@ -1,0 +1,305 @@
+"""`cairn lineage`: where a sample came from and what it went into."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
+from cairn.flows.cli.reading import open_ledger
+from cairn.storage.ledger.layout import LAST_NUMBER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cairn.engines.types.trajectories import CallRecord
+    from cairn.flows.reading.lineage import Lineage, Made, Token, Update
+    from cairn.flows.reading.samples import SampleView
+    from cairn.storage.ledger.ledger import Ledger
+
+
+# The command for one sample's code: episode.
+
+
+_PLACE = re.compile(r"(\d+)(?:/(\d+))?")
+
+
+def episode(
+    run: RunArgument,
+    iteration: Annotated[
+        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    ],
+    sample: Annotated[
+        str, typer.Argument(metavar="SAMPLE", help="Its number, as `cairn show` has it, or GROUP/INDEX.")
+    ],
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Run the sample's code again, from what it was given then.")
+    ] = False,
+    debugger: Annotated[
+        bool,
+        typer.Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error."),
+    ] = False,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Show one sample turn by turn, or run its code again from the record, offline: no engine starts, and no tool,
+    grader or clock is asked; what the code did past its context it does again.
+
+    With `--replay` every answer is printed as the code is given it, and at last whether the trajectory is the committed
+    one, bit for bit, or where it first differs; then the exit code is 1. The code may have been changed since: that is
+    told. It has to lie where a store may name code, in the folder you stand in or on PYTHONPATH.
+
+    Examples:
+
+    - `cairn episode agent 3 17` shows what `cairn show agent 3 --sample 17` does
+    - `cairn episode agent 3 12/1 --replay`
+    - `cairn episode agent 3 17 --replay --debugger`
+    """
+    if debugger and not replay:
+        raise BadInput("--debugger is of --replay: give both")
+    if debugger and json:
+        raise BadInput("a debugger prints no JSON: leave out --json")
+    ledger = open_ledger(store, run)
+    view, total = _sample(ledger, iteration, sample)
+    if replay:
+        _replay(ledger, view, debugger, json)
+        return
+    from cairn.flows.reading.samples import with_episodes
+
+    (view,) = with_episodes(ledger, [view])
+    if json:
+        print_json(view.model_dump(mode="json"))
+    else:
+        from cairn.flows.cli.tables import print_samples
+
+        print_samples([view], total, alone=True)
+
+
+def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView", int]:
+    """The sample at a place, and how many the iteration has. Raises BadInput."""
+    from cairn.flows.reading.samples import iteration_samples
+
+    match = _PLACE.fullmatch(place)
+    if match is None:
+        raise BadInput(f"{place!r} is no sample: give its number, such as 17, or its group and index, such as 12/1")
+    try:
+        found = iteration_samples(ledger, iteration)
+    except LookupError as error:
+        raise BadInput(str(error)) from None
+    first, index = int(match[1]), match[2]
+    if index is None:
+        if first >= len(found):
+            raise BadInput(f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(found) - 1}, no {first}")
+        return found[first], len(found)
+    for view in found:
+        if (view.group_id, view.sample_index) == (first, int(index)):
+            return view, len(found)
+    raise BadInput(f"iteration {iteration} of run {ledger.run!r} has no sample {index} of group {first}")
+
+
+def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) -> None:
+    from bdb import BdbQuit
+
+    from cairn.flows.history.replay_episode import NotReplayable, replay_episode
+
+    try:
+        found = replay_episode(
+            ledger,
+            view.iteration,
+            view.shard,
+            (view.group_id, view.sample_index),
+            given=(lambda record: None) if json else _printer(ledger),
+            debugger=debugger,
+        )
+    except NotReplayable as error:
+        raise BadInput(str(error)) from None
+    except BdbQuit:
+        tell("left the debugger")
+        raise typer.Exit(FAILED) from None
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        if found.changed:
+            tell("the source of the function or of its tools is not the run's: it was changed since")
+        say(
+            {
+                "same": f"the same trajectory, bit for bit, after {found.answers} answers",
+                "differs": f"another trajectory: {found.told}",
+                "failed": f"no trajectory: {found.told}",
+                "diverged": f"no trajectory: {found.told}",
+            }[found.outcome]
+        )
+    if found.outcome != "same":
+        raise typer.Exit(FAILED)
+
+
+def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
+    """Prints answers one after the other."""
+    from cairn.flows.cli.episode_lines import record_lines
+    from cairn.flows.cli.tables import console
+    from cairn.flows.reading.episodes import run_texts
+
+    out, texts, began = console(), run_texts(ledger), list[float]()
+
+    def printed(record: "CallRecord") -> None:
+        began.append(record.started_at)
+        for line in record_lines(record, began[0], texts):
+            out.print(line, soft_wrap=True)
+
+    return printed
+
+
+_DIGITS = 12
+"""Of a digest, for people."""
+_LAST_ID = 2**63 - 1
+"""That a column of a table holds."""
+
+
+def lineage(
+    run: RunArgument,
+    iteration: Annotated[
+        int,
+        typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="That generated the sample, or trained on it."),
+    ],
+    group: Annotated[
+        int, typer.Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
+    ],
+    sample: Annotated[
+        int, typer.Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")
+    ],
+    token: Annotated[
+        int | None, typer.Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Say where a sample came from and what it went into: the prompt's row, the weights that sampled it and their
+    digest, the grader and its source, the update that consumed it, and the checkpoints and publications that hold it.
+
+    With TOKEN also what is known of one token: its log-prob, weight version, advantage, age and ratio. Every commit and
+    table on the way is held against its digest.
+
+    Examples:
+
+    - `cairn lineage quickstart 5 170 3`
+    - `cairn lineage quickstart 5 170 3 12` says how token 12 came to be and was trained on
+    - `cairn lineage quickstart 5 170 3 --json | jq .update.state_digest`
+    """
+    from cairn.flows.reading.lineage import lineage as found_lineage
+
+    try:
+        found = found_lineage(open_ledger(store, run), iteration, group, sample, token)
+    except LookupError as error:
+        raise BadInput(str(error)) from None
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        _print(found)
+
+
+def _print(found: "Lineage") -> None:
+    from rich.text import Text
+
+    from cairn.flows.cli.tables import console
+    from cairn.flows.text import printable
+
+    out = console()
+    facts = list(_facts(found))
+    width = max(len(name) for name, _ in facts)
+    for name, fact in facts:
+        out.print(Text.assemble((name.ljust(width + 3), "dim"), printable(fact)), soft_wrap=True)
+
+
+def _facts(found: "Lineage") -> Iterator[tuple[str, str]]:
+    prompt, sampled, grade, update = found.prompt, found.sampled, found.grade, found.update
+    yield "sample", f"{found.sample_index} of group {found.group_id}, run {found.run}"
+    yield "prompt", f"row {prompt.row} of {prompt.data} ({_short(prompt.data_digest)}), epoch {prompt.epoch}"
+    yield "", _line(prompt.text)
+    yield "label", _line(prompt.label if prompt.label is not None else "–")
+    yield "response", f"{_line(sampled.response)}"
+    log_prob = "" if sampled.log_prob is None else f" log-prob {sampled.log_prob:.4g},"
+    yield "", f"{sampled.tokens} tokens,{log_prob} {sampled.finish_reason}, {sampled.status}"
+    where = f"{sampled.engine} on {sampled.environment.host or sampled.environment.device}, seed {sampled.seed}"
+    if sampled.weights:
+        yield "sampled by", f"{where}; {_made(sampled.made_by)}"
+    else:
+        yield "read by", _made(sampled.made_by)
+    for weights in sampled.weights:
+        if weights.made_by is None:
+            yield "weights", f"version {weights.version}, the initial ones ({_short(sampled.model_digest)})"
+        else:
+            digests = f"state {_short(weights.state_digest)}, published {_short(weights.published_digest)}"
+            yield "weights", f"version {weights.version}, {digests}; {_made(weights.made_by)}"
+    if grade is None:
+        yield "reward", "not graded"
+    else:
+        source = ", ".join(f"{name} {_short(digest)}" for name, digest in grade.sources.items())
+        grader = f"{grade.grader}, version {grade.grader_version}{f' ({source})' if source else ''}"
+        yield "reward", "–" if grade.reward is None else f"{grade.reward:g}"
+        yield "graded by", f"{grader}; {_made(grade.made_by)}"
+        if grade.error:
+            yield "error", _line(grade.error)
+    for judged in found.judgements:
+        reason = f" ({judged.reason})" if judged.reason else ""
+        yield f"iteration {judged.iteration}", f"{judged.disposition}{reason}; {_made(judged.made_by)}"
+    yield from _use(found, update)
+    if found.token is not None:
+        yield f"token {found.token.position}", _token(found.token)
+
+
+def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]:
+    if update is None:
+        yield "trained on", "not by any update"
+        return
+    if update.estimated_by is not None:
+        yield "advantage", f"{_number(update.advantage)}, age {_count(update.age)}; {_made(update.estimated_by)}"
+    versions = f"version {update.weight_version_in} → {update.weight_version_out}"
+    yield (
+        "trained on",
+        f"{versions}, 1 of {update.samples} samples, loss {_number(update.loss)}; {_made(update.made_by)}",
+    )
+    yield "left", f"state {_short(update.state_digest)}, published {_short(update.published_digest)}"
+    kept = [str(saved.iteration) for saved in found.checkpoints if not saved.retired]
+    retired = len(found.checkpoints) - len(kept)
+    shown = ", ".join(kept if len(kept) < 8 else [*kept[:3], "…", *kept[-2:]]) or "none"
+    yield "checkpoints", f"of iterations {shown}{f'; {retired} more are retired' if retired else ''}" if kept else shown
+
+
+def _token(token: "Token") -> str:
+    facts = {
+        "id": str(token.token_id),
+        "segment": str(token.segment),
+        "weight version": str(token.weight_version),
+        "log-prob": _number(token.log_prob),
+        "loss mask": str(token.loss_mask),
+        "advantage": _number(token.advantage),
+        "return": _number(token.returned),
+        "age": _count(token.age),
+        "old log-prob": _number(token.old_log_prob),
+        "ratio": _number(token.ratio),
+        "reference log-prob": _number(token.ref_log_prob),
+        "teacher log-prob": _number(token.teacher_log_prob),
+        "value": _number(token.value),
+    }
+    return ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact != "–")
+
+
+def _made(made: "Made") -> str:
+    return f"{made.name} of {made.run} ({_short(made.digest)})"
+
+
+def _short(digest: str | None) -> str:
+    return "–" if digest is None else digest[:_DIGITS]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6g}"
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else str(value)
+
+
+def _line(text: str) -> str:
+    return text.replace("\n", "⏎")

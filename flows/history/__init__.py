@@ -1,0 +1,1 @@
+"""Go back over committed steps: fork, replay, rescore, what-if, diff."""

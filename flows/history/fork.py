@@ -1,0 +1,180 @@
+"""`fork`: a run that shares another's iterations up to one of them, and goes on with other options."""
+
+from collections.abc import Sequence
+
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, inherit
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.training.needs import has_critic
+from cairn.flows.driver.session import with_length
+from cairn.flows.driver.sources import Sources
+from cairn.flows.driver.trust import require_trusted
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import FORMAT, Step, newest_selection
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Parent
+from cairn.storage.store.errors import BeingDeleted, Retired
+from cairn.storage.upkeep.collector import delete_run
+from cairn.storage.upkeep.retention import require_restorable
+from cairn.tasks.durable.selection import number
+from cairn.tasks.steps import rules
+
+
+class CannotFork(Exception):
+    """What was asked for makes no run. The message says why, and what would."""
+
+
+def fork(
+    parent: Ledger,
+    iteration: int,
+    name: str,
+    overrides: Sequence[str] = (),
+    reason: str | None = None,
+    given: RunConfig | None = None,
+) -> Ledger:
+    """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
+
+    Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration;
+    `reason` stands in the fork's manifest; `given` is the parent's recipe, where the user gave one. The parent may be
+    running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
+    """
+    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, given))
+    layout.check_name(name, "run")
+    _check_there_is_something_to_share(parent, iteration)
+    _check_there_is_something_to_do(parent, iteration, config)
+    _check_critic(parent, iteration, config)
+    _check_adapters(parent, iteration, config)
+    _check_state(parent, iteration, config)
+    _check_stream(parent, config)
+    lag = config.rollout.weights_lag
+    require_restorable(parent, iteration, lag)
+    _check_buffer(parent, iteration, config)
+    # What is said of a new run alone was let pass for the parent.
+    sources = Sources.open(config, FORMAT, parent.terms.inputs)
+    for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
+        if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
+            raise CannotFork(
+                f"model.{option} ({getattr(config.model, option)}) is not the model that {parent.run} started from, "
+                "and the weights of a fork come from its parent; leave it out, or start a new run with `cairn train`"
+            )
+    origin = Parent(run=parent.run, iteration=iteration, reason=reason)
+    if parent.store.exists(layout.run_manifest(name)):
+        raise CannotFork(f"there is a run {name!r} already; choose another name")
+    created = Ledger.create(parent.store, name, config, sources.digests, origin, rules(config))
+    if created.manifest.parent != origin:
+        raise CannotFork(f"there is a run {name!r} already; choose another name")
+    try:
+        # Before they could see the fork, the parent's driver may have removed files, and someone may have deleted it.
+        require_restorable(parent, iteration, lag)
+        Ledger.open(parent.store, parent.run)
+    except (Retired, BeingDeleted, FileNotFoundError):
+        delete_run(parent.store, name)
+        raise
+    return created
+
+
+def _check_there_is_something_to_share(parent: Ledger, iteration: int) -> None:
+    last = parent.last_iteration()
+    if parent.find(iteration, Step.TRAIN) is None:
+        there = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
+        raise CannotFork(
+            f"run {parent.run!r} has not trained iteration {iteration}: {there}; fork it at an iteration that was "
+            "trained, or start a new run with `cairn train`"
+        )
+
+
+def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    total = config.rollout.num_rollout
+    if total <= iteration + 1:
+        raise CannotFork(
+            f"rollout.num_rollout is {total}, and {parent.run}@{iteration} has that many iterations: nothing would be "
+            f"left to do; --set rollout.num_rollout to more than {iteration + 1}"
+        )
+
+
+def _check_stream(parent: Ledger, config: RunConfig) -> None:
+    streams = [from_manifest(parent.manifest.config).rollout.pipeline, config.rollout.pipeline]
+    if "streaming" in streams:
+        raise CannotFork(
+            f"{parent.run} has rollout.pipeline {streams[0]} and the fork {streams[1]}: where samples are generated "
+            "all the time, some of an iteration's are of prompts that a later one admitted, which a fork does not "
+            "share; start a new run from its weights with `cairn export` and `cairn train`"
+        )
+
+
+def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    size = from_manifest(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
+    selection = newest_selection(parent.commits(iteration))
+    assert selection is not None
+    waiting = number(selection, "buffered") + number(selection, "unfinished")
+    if waiting and config.rollout.n_samples_per_prompt != size:
+        raise ConfigError(
+            [
+                f"rollout.n_samples_per_prompt is {config.rollout.n_samples_per_prompt}, but "
+                f"{waiting} groups of {size} wait after {parent.run}@{iteration}: keep {size}, or fork at an iteration "
+                "that leaves none"
+            ]
+        )
+
+
+def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    """The critic is part of the state that a fork goes on from, and so is how often the actor was updated: engines
+    tell it from the weight version."""
+    was = from_manifest(parent.owner(iteration).manifest.config)
+    before = was.algorithm
+    if config.algorithm.advantage_estimator != before.advantage_estimator:
+        # to be asked, both are loaded
+        had = has_critic(require_trusted(was, parent.store, config, of=f" of {parent.run}").algorithm)
+        if has_critic(config.algorithm) != had:
+            raise CannotFork(
+                f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was "
+                f"trained with {before.advantage_estimator}, {'with' if had else 'without'} a critic: keep "
+                f"{before.advantage_estimator}, or start a new run with `cairn train`"
+            )
+    if _critic_only_updates(config) != _critic_only_updates(was):
+        raise CannotFork(
+            f"algorithm.num_critic_only_steps and training.num_steps_per_rollout must be as in {parent.run}, "
+            f"{before.num_critic_only_steps} and {was.training.num_steps_per_rollout}: they say which updates so far "
+            "were the critic's alone; leave them out, or start a new run with `cairn train`"
+        )
+
+
+def _critic_only_updates(config: RunConfig) -> tuple[int, int]:
+    """In so many iterations, so many each."""
+    iterations = config.algorithm.num_critic_only_steps
+    return iterations, config.training.num_steps_per_rollout if iterations else 0
+
+
+def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    """A checkpoint holds the adapters alone, and what they add depends on how they are put into the model."""
+    before = from_manifest(parent.owner(iteration).manifest.config).training.lora
+    lora = config.training.lora
+    if lora != before and (lora.r or before.r):
+        raise CannotFork(
+            f"training.lora is not that of {parent.run}, whose adapters (r = {before.r}) a fork goes on from: leave it "
+            "out, or start a new run with `cairn train`"
+        )
+
+
+def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    """What a training state holds, and which engine reads it, the checkpoint says that a fork goes on from."""
+    was = from_manifest(parent.owner(iteration).manifest.config)
+    for (option, before), now in zip(_of_the_state(was).items(), _of_the_state(config).values(), strict=True):
+        if now != before:
+            raise CannotFork(
+                f"{option} is not that of {parent.run} ({before}), whose training state a fork goes on from: leave it "
+                "out, or start a new run with `cairn train`"
+            )
+
+
+def _of_the_state(config: RunConfig) -> dict[str, str]:
+    training, interval = config.training, config.algorithm.ref_update_interval
+    distributed = training.megatron.get("use_distributed_optimizer", False)
+    return {
+        "training.engine": training.engine,
+        "training.only_train_params_name_list": ", ".join(training.only_train_params_name_list) or "none",
+        "training.freeze_params_name_list": ", ".join(training.freeze_params_name_list) or "none",
+        "training.moe_router_bias_update_rate": "above 0" if training.moe_router_bias_update_rate else "0",
+        "training.megatron.use_distributed_optimizer": str(distributed).lower(),
+        "algorithm.ref_update_interval": "null" if interval is None else "a number",
+    }

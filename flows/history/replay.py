@@ -1,0 +1,295 @@
+"""`replay`: committed steps again, beside the ledger, and what they make held against what was committed.
+
+The iteration's own DAG is walked, and every step in it answered from the ledger, until it comes to the one that is
+wanted: that one's body runs, from the very inputs it was committed with, into a temporary folder. Engines start only
+where the step needs them, in a fleet of their own: a live driver of the run is not disturbed. Steps that sample, grade
+and publish nothing get the training engine alone.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from cairn.flows.driver.session import fleet_name, starting_fleet, telling_what_is_stale, total_steps
+from cairn.flows.driver.sources import Sources, open_graders
+from cairn.flows.driver.trust import recorded_config
+from cairn.flows.events import Event
+from cairn.flows.iteration import admit, iteration, up_to_learning
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import redacted_samples
+from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.ledger.terms import input_differences
+from cairn.storage.store.errors import Retired, RunDiffers
+from cairn.storage.store.store import Store, open_store
+from cairn.storage.upkeep.comparison import compare
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import is_collected
+from cairn.tasks.durable.step import DurableStep, StepCall, changes, input_digest
+from cairn.tasks.trainer.recovery import ReplayDiverged
+
+if TYPE_CHECKING:
+    from cairn.engines.fleet.fleet import Fleet
+
+
+UPDATES = frozenset({Step.SCORE, Step.ADVANTAGE, Step.TRAIN})
+"""What makes the weights of an iteration from its cut."""
+_ASKING_OTHERS = frozenset({Step.ROLLOUT, Step.REWARD, Step.SYNC, Step.EVAL})
+"""Steps that may need other engines than the training engine."""
+
+
+class NothingToReplay(Exception):
+    """The iteration has no commit of that step."""
+
+
+class Replayed(Record):
+    """One commit and what its step makes when it is done again."""
+
+    name: str
+    """Of the commit: `000042/rollout.00-000`."""
+    differences: tuple[str, ...]
+    """Sentences; none if every bit is the same."""
+    environment: tuple[str, ...]
+    """What differs from where it was committed."""
+    skipped: str | None = None
+    """Why it was not done again, where it cannot be."""
+
+
+class Weights(Record):
+    """The newest weights of a run, and whether all that made them makes them again."""
+
+    iteration: int
+    """That left them."""
+    weight_version: int
+    state_digest: str
+    """As committed."""
+    same: bool | None
+    """None: their own update cannot be done again."""
+    differs_at: str | None
+    """The first commit whose step makes something else."""
+    not_done_again: int
+    """Iterations whose update cannot be: it goes on from a checkpoint after them."""
+
+
+class Replaying:
+    """Answers steps from the ledger, and does the wanted ones again. A StepRunner."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        wanted: Collection[Step],
+        shard: str | None,
+        scratch: Store,
+        tell: Callable[[Replayed], None] = lambda again: None,
+        go_on: bool = False,
+    ) -> None:
+        """`tell` is called with each step that was done again. `go_on`: past one that cannot be, or from whose inputs
+        the weights do not come back."""
+        self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
+        self._tell, self._go_on = tell, go_on
+        self.replayed: list[Replayed] = []
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        committed = self._run.find(index, step.name, shard)
+        if committed is None:
+            raise _EndOfLedger
+        if step.name in self._wanted and self._shard in (None, shard):
+            again = self._tried(step, committed, *args, **kwargs)
+            self.replayed.append(again)
+            self._tell(again)
+        return committed
+
+    def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> "_Done":
+        try:
+            given = [argument.result() if isinstance(argument, _Done) else argument for argument in args]
+            return _Done(self.call(step, index, shard, *given, **kwargs))
+        except _EndOfLedger:  # what was submitted beside it may be there
+            return _Done(None)
+
+    def _tried(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
+        try:
+            return self._again(step, committed, *args, **kwargs)
+        except Retired as error:
+            if not self._go_on:
+                raise
+            return Replayed(name=committed.name, differences=(), environment=(), skipped=str(error))
+        except ReplayDiverged as error:
+            if not self._go_on:
+                raise
+            return Replayed(name=committed.name, differences=(str(error),), environment=())
+
+    def _again(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
+        run = self._run
+        redacted = redacted_samples(run.ledger)
+        for name in (committed.name, *committed.inputs):
+            if name in redacted:
+                why = f"decision {redacted[name]} has redacted samples of {name}"
+                return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
+        if step.finds:
+            why = (
+                "what it took was decided when it ran: its samples are in the record, and what follows is made from it"
+            )
+            return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
+        attempt = Attempt(
+            self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
+        )
+        inputs = input_digest(committed.inputs, committed.config_digest)
+        outcome = step.perform(StepCall(run, committed.iteration, committed.shard, attempt, inputs), *args, **kwargs)
+        made = committed.model_copy(
+            update={
+                "outputs": tuple(outcome.files),
+                "weight_version_in": outcome.weight_version_in,
+                "weight_version_out": outcome.weight_version_out,
+                "state_digest": outcome.state_digest,
+                "values": dict(outcome.values),
+            }
+        )
+        now = outcome.environment or run.environment
+        compared = compare(committed, run.ledger.store, made, self._scratch)
+        return Replayed(
+            name=committed.name,
+            differences=(*compared.differences, *compared.retired),
+            environment=tuple(changes(committed.environment, now)),
+        )
+
+
+def replay(
+    ledger: Ledger,
+    index: int,
+    step: Step,
+    shard: str | None = None,
+    emit: Callable[[Event], None] = lambda event: None,
+) -> list[Replayed]:
+    """Do a step of an iteration again, all its shards or one. Writes nothing into the ledger.
+
+    Raises NothingToReplay, RunDiffers where data, model or user code are no longer those of the run, and what the step
+    raises.
+    """
+    owner = ledger.owner(index)
+    if not any(commit.step is step and shard in (None, commit.shard) for commit in owner.commits(index)):
+        which = step if shard is None else f"{step}.{shard}"
+        raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
+    alone = step not in _ASKING_OTHERS
+    with (
+        beside_the_ledger(owner, emit, trains_only=alone) as run,
+        TemporaryDirectory(prefix="cairn-replay-") as folder,
+    ):
+        runner = Replaying(run, {step}, shard, open_store(folder))
+        with suppress(_EndOfLedger):
+            _walk(run, runner, index)
+    return runner.replayed
+
+
+def replay_all(
+    ledger: Ledger,
+    steps: Collection[Step] = frozenset(Step),
+    tell: Callable[[Replayed], None] = lambda again: None,
+    emit: Callable[[Event], None] = lambda event: None,
+) -> list[Replayed]:
+    """Do every committed step of some kinds again, in the order in which they were made; what a run shares with its
+    parent included. Engines are started once for each run that made a part of it, and weights go on from one iteration
+    to the next. `tell` is called with each when it is done.
+
+    What cannot be done again, since its files are retired or redacted, is among the results with the reason; weights
+    that do not come back are a difference, and the next step begins from a checkpoint. Raises RunDiffers as `replay`.
+    """
+    found: list[Replayed] = []
+    numbers = ledger.iterations()
+    for name in dict.fromkeys(ledger.owner(index).run for index in numbers):
+        own = [index for index in numbers if ledger.owner(index).run == name]
+        with beside_the_ledger(ledger.owner(own[0]), emit, trains_only=_ASKING_OTHERS.isdisjoint(steps)) as run:
+            for index in own:
+                with TemporaryDirectory(prefix="cairn-replay-") as folder:
+                    runner = Replaying(run, steps, None, open_store(folder), tell, go_on=True)
+                    try:
+                        _walk(run, runner, index)
+                    except _EndOfLedger:
+                        pass
+                    except Retired as error:  # what the steps would be given
+                        rest = Replayed(name=f"{index:06d}", differences=(), environment=(), skipped=str(error))
+                        runner.replayed.append(rest)
+                        tell(rest)
+                found += runner.replayed
+    return found
+
+
+def newest_update(ledger: Ledger) -> Commit:
+    """The train step that left a run's newest weights. Raises NothingToReplay if it has none yet."""
+    for index in reversed(ledger.iterations()):
+        if (trained := ledger.find(index, Step.TRAIN)) is not None:
+            return trained
+    raise NothingToReplay(f"run {ledger.run!r} has trained on nothing yet: its weights are the initial ones")
+
+
+def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
+    """What `replay_all` of `UPDATES`, whose results are `found`, says of the weights that a train step left."""
+    updates = [one for one in found if one.name.partition("/")[2] in ("", Step.TRAIN)]
+    differs_at = next((one.name for one in found if one.differences), None)
+    done = any(one.name == trained.name and one.skipped is None for one in updates)
+    assert trained.weight_version_out is not None
+    assert trained.state_digest is not None
+    return Weights(
+        iteration=trained.iteration,
+        weight_version=trained.weight_version_out,
+        state_digest=trained.state_digest,
+        same=False if differs_at is not None else True if done else None,
+        differs_at=differs_at,
+        not_done_again=sum(one.skipped is not None for one in updates),
+    )
+
+
+def _walk(run: RunContext, runner: Replaying, index: int) -> None:
+    """The steps of an iteration; of one that a stream has admitted prompts for, before there was the batch that it
+    follows, no more than that; before the weights that it follows, its batch and the advantages."""
+    if run.config.rollout.pipeline == "streaming" and index and not is_collected(run, index - 1):
+        admit(run, runner, index)
+    elif index and run.find(index - 1, Step.TRAIN) is None:
+        up_to_learning(run, runner, index)
+    else:
+        iteration(run, runner, index)
+
+
+@contextmanager
+def beside_the_ledger(
+    ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False
+) -> Iterator[RunContext]:
+    """A context that reads a run as its driver does and owns nothing of it. `trains_only`: see `Fleet.start`."""
+    config = recorded_config(ledger)
+    sources = Sources.open(config, ledger.manifest.schema_version, ledger.terms.inputs)
+    differing = input_differences(ledger.terms.inputs, sources.digests)
+    if differing:
+        with telling_what_is_stale(ledger.store, ledger.run, config, sources.digests):
+            raise RunDiffers(ledger.run, differing)
+    with ExitStack() as stack:
+        started: list[Fleet] = []
+
+        def fleet() -> "Fleet":
+            if not started:
+                # Of no other replay either: on a joined cluster the later one would take the engines.
+                name = f"{fleet_name(ledger.store, ledger.run)}-replay-{uuid4().hex[:8]}"
+                steps = total_steps(ledger, config)
+                starting = starting_fleet(config, name, steps, sources.digests, None, trains_only=trains_only)
+                started.append(stack.enter_context(starting)())
+            return started[0]
+
+        yield sources.context(
+            config, ledger, fleet, open_graders(config, stack, ledger.store, lambda: fleet().scorer), emit
+        )
+
+
+class _EndOfLedger(Exception):
+    """The iteration has no further commits."""
+
+
+class _Done:
+    """A step that has been answered; None: it has no commit."""
+
+    def __init__(self, commit: Commit | None) -> None:
+        self._commit = commit
+
+    def result(self) -> Commit:
+        if self._commit is None:
+            raise _EndOfLedger
+        return self._commit

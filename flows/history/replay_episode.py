@@ -1,0 +1,254 @@
+"""`cairn episode --replay`: the code of one sample again, from the record, in this process.
+
+Nothing is asked: every call through its context is answered from `calls.parquet`. The function is the run's, by name;
+it may have been changed since, which is told and not refused: that is what one looks for.
+"""
+
+import bdb
+import dis
+import inspect
+import pdb
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.compute as pc
+
+from cairn.configs.kinds import GENERATE
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.agents.episodes.context import Context, EpisodeOptions
+from cairn.engines.agents.episodes.offline import NotRecorded, again
+from cairn.engines.agents.episodes.recorder import EpisodeDiverged
+from cairn.engines.agents.episodes.runner import Generate, told_of
+from cairn.engines.agents.tools.tool import load_tools
+from cairn.engines.models.tokenizers import read_tokenizer, stop_clock
+from cairn.engines.types.trajectories import (
+    BadTrajectory,
+    CallRecord,
+    GeneratedSample,
+    SampleRequest,
+    Segment,
+    Trajectory,
+)
+from cairn.engines.types.types import FinishReason
+from cairn.flows.driver.trust import recorded_config
+from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import redacted_samples
+from cairn.tasks.durable.plugin_sources import digest_of_all, source_digest
+from cairn.tasks.durable.recorded_run import RecordedRun
+from cairn.tasks.generation.groups import unfinished_group
+from cairn.tasks.generation.rollout import sampling_params
+
+_OPTION = "rollout.custom_generate_function_path"
+
+
+class NotReplayable(Exception):
+    """There is no record to run the code from. The message says why."""
+
+
+class EpisodeReplayed(Record):
+    """What came of it."""
+
+    outcome: Literal["same", "differs", "failed", "diverged"]
+    """Whether the trajectory is the committed one, bit for bit; *failed*: the code raised an error; *diverged*: it
+    asked for other things than are recorded."""
+    told: str
+    """Where it first differs, or why it ended; empty where it is the same."""
+    changed: bool
+    """Whether the source of the function, or of the run's tools, is another than the run's."""
+    answers: int
+    """That the code was given."""
+
+
+def replay_episode(
+    ledger: Ledger,
+    iteration: int,
+    shard: str | None,
+    key: tuple[int, int],
+    *,
+    given: Callable[[CallRecord], None] = lambda record: None,
+    debugger: bool = False,
+) -> EpisodeReplayed:
+    """Run the code of a sample again. `given` is told each answer as the code is given it; with `debugger` the code is
+    stopped at its first line, and where it raises, on the terminal.
+
+    Raises NotReplayable, ConfigError where the code is not at hand (`cairn.flows.driver.trust`), BadPlugin, Damaged,
+    Retired, and bdb.BdbQuit where the person leaves the debugger.
+    """
+    config = recorded_config(ledger)
+    run = RecordedRun(config, ledger)
+    commit = run.committed(iteration, Step.ROLLOUT, shard)
+    if (decision := redacted_samples(ledger).get(commit.name)) is not None:
+        raise NotReplayable(f"decision {decision} has redacted samples of {commit.name}: its record is not whole")
+    rows = run.read(commit).filter(pc.field("group_id") == key[0])
+    calls = run.calls(commit)
+    if calls is None:
+        raise NotReplayable(
+            f"nothing is recorded of the samples of {commit.name}: {config.rollout.custom_generate_function_path} is "
+            "one call of the policy, or ran before calls were"
+        )
+    group = unfinished_group(rows, run.images(commit), calls)
+    committed, error = group.parts[key[1]], rows.to_pylist()[list(group.parts).index(key[1])]["error"]
+    if committed.finish_reason == FinishReason.ABORT:
+        raise NotReplayable(f"the sample is not finished in {commit.name}: a later shard goes on with it")
+    row = group.drawn.row
+    sample = SampleRequest(
+        *key,
+        row.prompt_ids,
+        group.seeds[key[1]],
+        prompt=row.prompt_text,
+        label=row.label,
+        metadata=row.metadata or {},
+        images=row.images,
+        recorded=tuple(record for record in group.recorded if record.key == key),
+    )
+    return _replayed(ledger, config, sample, committed, error, given, debugger)
+
+
+def _replayed(
+    ledger: Ledger,
+    config: RunConfig,
+    sample: SampleRequest,
+    committed: GeneratedSample,
+    error: str | None,
+    given: Callable[[CallRecord], None],
+    debugger: bool,
+) -> EpisodeReplayed:
+    name = config.rollout.custom_generate_function_path
+    changed = "." in name and source_digest(name) != ledger.terms.plugin_digest(_OPTION)
+    tools = [tool for tool in config.rollout.tools if "." in tool]
+    if tools and digest_of_all(map(source_digest, tools)) != ledger.terms.plugin_digest("rollout.tools"):
+        changed = True
+    function, options = GENERATE.load(name), EpisodeOptions.of(config.rollout)
+    answers = 0
+
+    def count(record: CallRecord) -> None:
+        nonlocal answers
+        answers += 1
+        given(record)
+
+    def ended(outcome: Literal["same", "differs", "failed", "diverged"], told: str = "") -> EpisodeReplayed:
+        return EpisodeReplayed(outcome=outcome, told=told, changed=changed, answers=answers)
+
+    try:
+        made = again(
+            sample,
+            _stopping_in(function) if debugger else function,
+            sampling_params(config, kept=False),
+            tokenizer=cache(partial(_tokenizer, ledger, config)),
+            tools=cache(lambda: load_tools(options.tools, options.tool_options)),
+            options=options,
+            given=count,
+        )
+    except (KeyboardInterrupt, bdb.BdbQuit):
+        raise
+    except (NotRecorded, EpisodeDiverged, BadTrajectory) as problem:
+        return ended("diverged", str(problem))
+    # It is user code: whatever it raises is what came of it.
+    except BaseException as problem:
+        if debugger:
+            _look_at(problem)
+        told = told_of(problem)
+        return ended("failed", f"it failed as it did then: {told}" if told == error else told)
+    if error is not None:
+        return ended("differs", f"it ended with a trajectory, and is committed as failed: {error}")
+    difference = first_difference(committed, made)
+    return ended("same") if difference is None else ended("differs", difference)
+
+
+def _tokenizer(ledger: Ledger, config: RunConfig) -> Any:
+    tokenizer = read_tokenizer(config.model.path)
+    stop_clock(tokenizer, ledger.manifest.created_at)
+    return tokenizer
+
+
+def first_difference(committed: GeneratedSample, made: GeneratedSample) -> str | None:
+    """Where what the code made is not what is committed, in a sentence; None where every bit is the same."""
+    ours, theirs = made.trajectories, committed.trajectories
+    if len(ours) != len(theirs):
+        return f"it made {len(ours)} trajectories, and {len(theirs)} are committed"
+    for number, (one, other_one) in enumerate(zip(ours, theirs, strict=True)):
+        where = f" of trajectory {number}" if len(ours) > 1 else ""
+        if not _same_prompt(one.prompt_ids, other_one.prompt_ids):
+            return f"the prompt{where or ' of the trajectory'} is another"
+        if (one.reward, one.role) != (other_one.reward, other_one.role):
+            what = f"({one.reward}, {one.role}), and ({other_one.reward}, {other_one.role}) are committed"
+            return f"reward and role{where or ' of the trajectory'} are {what}"
+        own, other = _segments(one), _segments(other_one)
+        for place, pair in enumerate(zip(own, other, strict=False)):
+            if (told := _segment_difference(*pair)) is not None:
+                return f"segment {place}{where} {told}"
+        if len(own) != len(other):
+            return f"it made {len(own)} segments{where}, and {len(other)} are committed"
+    return None
+
+
+def _segments(trajectory: Trajectory) -> list[Segment]:
+    return [segment for segment in trajectory.segments if len(segment)]
+
+
+def _same_prompt(made: Any, committed: Any) -> bool:
+    if made is None or committed is None:
+        return made is committed
+    return np.array_equal(made, committed)
+
+
+def _segment_difference(made: Segment, committed: Segment) -> str | None:
+    if made.call != committed.call:
+        ours, theirs = (
+            "was given by the world" if id is None else f"is call {id}" for id in (made.call, committed.call)
+        )
+        return f"{ours}, and the committed one {theirs}"
+    for what, one, then in (
+        ("token", made.ids, committed.ids),
+        ("loss mask", made.loss_mask, committed.loss_mask),
+        ("log-prob", made.log_probs, committed.log_probs),
+        ("weight version", made.weight_versions, committed.weight_versions),
+    ):
+        if one is None or then is None:
+            continue
+        if len(one) != len(then):
+            return f"has {len(one)} tokens, and the committed one {len(then)}"
+        (places,) = np.nonzero(one != then)
+        if len(places):
+            at = int(places[0])
+            return f"differs first at its token {at}: the {what} is {one[at]}, and {then[at]} is committed"
+    if made.reward != committed.reward:
+        return f"has the reward {made.reward}, and {committed.reward} is committed"
+    if (made.seed, made.finish_reason) != (committed.seed, committed.finish_reason):
+        return f"ended with {made.finish_reason}, seed {made.seed}, and {committed.finish_reason}, {committed.seed}"
+    return None
+
+
+def _stopping_in(function: Generate) -> Generate:
+    """The function, stopped by the debugger at its first line."""
+    code = inspect.unwrap(function).__code__
+    lines = [line for _, line in dis.findlinestarts(code) if line is not None and line > code.co_firstlineno]
+
+    async def generate(context: Context, sample: SampleRequest) -> Trajectory | list[Trajectory]:
+        debugger = pdb.Pdb(nosigint=True)
+        debugger.reset()
+        debugger.botframe = sys._getframe()  # of nothing outside it is stopped
+        problem = debugger.set_break(code.co_filename, next(iter(lines), code.co_firstlineno), temporary=True)
+        if problem:
+            raise NotReplayable(f"the debugger cannot stop in {Path(code.co_filename).name}: {problem}")
+        debugger.set_continue()
+        sys.settrace(debugger.trace_dispatch)
+        try:
+            return await function(context, sample)
+        finally:
+            sys.settrace(None)
+
+    return generate
+
+
+def _look_at(problem: BaseException) -> None:
+    """Where it was raised, in the debugger."""
+    print(f"{type(problem).__name__}: {problem}")
+    debugger = pdb.Pdb(nosigint=True)
+    debugger.reset()
+    debugger.interaction(None, problem.__traceback__)

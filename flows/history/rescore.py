@@ -1,0 +1,375 @@
+"""`rescore`: the committed samples of a run graded again by another grader, or by today's code of the same one.
+
+What the rewards would have been, without sampling and without training: rollout tables are read where they lie, graded
+as the reward step grades, and held against the rewards that were committed. Nothing of the run is changed, and a live
+driver of it is not disturbed.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, inherit, released
+from cairn.configs.schema.reward import RewardConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.models.files import folder_digest, special_tokens
+from cairn.engines.types.errors import BadModel
+from cairn.flows.driver.trust import require_trusted
+from cairn.flows.text import code, table
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import MARK, redacted_samples
+from cairn.storage.ledger.schemas import ROLLOUT, complete
+from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.store.errors import Retired
+from cairn.tasks.data import PromptRow, open_data
+from cairn.tasks.grading.graders import require_paying
+from cairn.tasks.grading.opening import open_grader
+from cairn.tasks.grading.protocol import Grading
+from cairn.tasks.grading.reward import graded_columns, graded_shard, prompt_rows
+from cairn.tasks.grading.shaping import Overlong
+
+# The tags of thoughts, and whether a tokenizer can tell them from other text.
+#
+# `cairn.tasks.grading.graders.boxed` looks for tags in the text with special tokens that the text without them lacks.
+# Such a tag has letters of a special token: where none of those has a piece of a tag at its ends, nor is one, the two
+# texts hold the same tags, and a grader that reads no more of the first does without it.
+
+
+TAGS = ("<think>", "</think>")
+
+
+def makes_tags(special: Iterable[str]) -> bool:
+    """Whether text can have a tag with these special tokens in it that it has not without them. Those that the classes
+    of transformers have by themselves, such as `<s>`, `<unk>` and `<|endoftext|>`, make none."""
+    return any(_makes(token, tag) for token in special if token for tag in TAGS)
+
+
+def _makes(token: str, tag: str) -> bool:
+    cuts = range(1, len(tag))
+    at_the_ends = any(token.endswith(tag[:cut]) or token.startswith(tag[cut:]) for cut in cuts)
+    return at_the_ends or tag in token or token in tag
+
+
+# What grading a run's samples again came to: the table of samples, the figures of iterations, and both for people.
+
+
+PASSED_OVER = {
+    "retired": "the run does not keep their tables any more",
+    "redacted": "they were redacted",
+    "not graded": "the run has not graded them yet",
+}
+"""Why samples may be passed over."""
+
+HEADER = ("iteration", "samples", "mean before", "mean after", "changed", "failed before", "failed after")
+
+RESCORED = pa.schema(
+    [
+        pa.field("iteration", pa.int64(), nullable=False),
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("reward_before", pa.float32()),  # null: failed
+        pa.field("reward_after", pa.float32()),  # null: failed
+        pa.field("error_after", pa.string()),
+        pa.field("grader", pa.string(), nullable=False),  # the one that graded now …
+        pa.field("grader_version", pa.string(), nullable=False),  # … and its version
+    ]
+)
+"""A row a sample."""
+
+
+class Figures(Record):
+    """Of the samples of an iteration, or of all. A mean is over the samples that have a reward; None if none has."""
+
+    samples: int
+    changed: int
+    """Samples whose reward is another now; those that fail now or do not fail any more are among them."""
+    mean_before: float | None
+    mean_after: float | None
+    failed_before: int
+    failed_after: int
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> "Figures":
+        """Those of a table RESCORED."""
+        before, after = rows["reward_before"], rows["reward_after"]
+        return cls(
+            samples=rows.num_rows,
+            changed=sum(one != other for one, other in zip(before.to_pylist(), after.to_pylist(), strict=True)),
+            mean_before=pc.mean(before).as_py(),
+            mean_after=pc.mean(after).as_py(),
+            failed_before=before.null_count,
+            failed_after=after.null_count,
+        )
+
+
+class Rescored(Record):
+    """What the rewards of a run would have been."""
+
+    run: str
+    grader: str
+    grader_version: str
+    iterations: dict[int, Figures]
+    overall: Figures
+    passed_over: dict[str, int]
+    """Samples by the reason, see PASSED_OVER."""
+
+    def sentences(self) -> list[str]:
+        """On what was passed over."""
+        return [_passed_over(count, PASSED_OVER[why]) for why, count in self.passed_over.items()]
+
+    def conclusion(self) -> str:
+        """All of it in one sentence."""
+        all_, own = self.overall, f"{self.grader} {self.grader_version}"
+        return (
+            f"{all_.changed} of {all_.samples} samples of run {self.run} get another reward from {own}: mean "
+            f"{spelled(all_.mean_before)} → {spelled(all_.mean_after)}, failed {all_.failed_before} → "
+            f"{all_.failed_after}"
+        )
+
+    def lines(self) -> list[tuple[str, ...]]:
+        """The cells of a table under HEADER: a line an iteration, and one for all."""
+        named = [*((str(index), one) for index, one in self.iterations.items()), ("all", self.overall)]
+        return [
+            (
+                *(name, str(one.samples), spelled(one.mean_before), spelled(one.mean_after)),
+                *(str(one.changed), str(one.failed_before), str(one.failed_after)),
+            )
+            for name, one in named
+        ]
+
+    def markdown(self) -> str:
+        """The table, and what was passed over."""
+        heading = f"{code(self.run)} graded again by {code(f'{self.grader} {self.grader_version}')}"
+        return "\n\n".join([heading, table(HEADER, self.lines()), *self.sentences()])
+
+
+def spelled(mean: float | None) -> str:
+    """A mean reward for people."""
+    return "–" if mean is None else f"{mean:.4f}"
+
+
+def _passed_over(count: int, why: str) -> str:
+    return f"{count} samples are passed over: {why}" if count > 1 else f"1 sample is passed over: {why}"
+
+
+_SECTION = "reward."
+_RANGE = re.compile(r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?")
+
+
+class CannotRescore(Exception):
+    """What was asked for is not there. The message is one clear sentence."""
+
+
+def rescore(
+    ledger: Ledger,
+    iterations: str | None = None,
+    overrides: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[Rescored, pa.Table]:
+    """Grade what a run sampled again. Returns the figures, and a table RESCORED.
+
+    Args:
+        iterations: `ITER`, `A:B` with both ends, or `A:`; all by default. What is shared with a parent is among them.
+        overrides: `reward.option=value`, as `changed_config` takes them.
+        tell: is called with what is done now.
+
+    Raises CannotRescore, what `changed_config` and `open_grader` raise, and BadModel where the grader needs the run's
+    tokenizer and the model is not the run's any more.
+    """
+    numbers = _chosen(ledger, iterations)
+    config = changed_config(ledger, overrides)
+    found: dict[int, list[pa.Table]] = {}
+    with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
+        tokenizer = _tokenizer(ledger, config, grader) if grader.sees_whole_samples else None
+        row = _rows(config, tokenizer) if grader.sees_messages else None
+        again = _Again(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
+        for shard in _ahead(again.shards(numbers)):
+            tell(f"grading {shard.rollout.name}: {shard.samples.num_rows} samples")
+            graded = again.graded(shard)
+            if graded.num_rows:
+                found.setdefault(shard.rollout.iteration, []).append(graded)
+        iterations_of = {index: pa.concat_tables(parts) for index, parts in found.items()}
+        rows = pa.concat_tables([RESCORED.empty_table(), *iterations_of.values()])
+        if not rows.num_rows and not again.passed_over:
+            raise CannotRescore(f"run {ledger.run!r} has no samples there yet")
+        figures = Rescored(
+            run=ledger.run,
+            grader=grader.name,
+            grader_version=grader.version,
+            iterations={index: Figures.of(part) for index, part in iterations_of.items()},
+            overall=Figures.of(rows),
+            passed_over=dict(again.passed_over),
+        )
+    return figures, rows
+
+
+def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
+    """A run's configuration with options of its section `reward` changed by `reward.option=value`. Where `rm_type` is
+    given, `custom_rm_path` and `rm_type_key` are none if they are not: it grades all samples, as of a benchmark.
+
+    Raises ConfigError for other options, and where a store must not ask for what the configuration does: what is given
+    here is the user's word. BadPlugin for a grader that would pay for nothing.
+    """
+    problems = [
+        f"--set {override}: only options of the section reward can be changed here, such as reward.rm_type=math; "
+        "`cairn fork` changes others"
+        for override in overrides
+        if not override.strip().startswith(_SECTION)
+    ]
+    if not from_manifest(ledger.manifest.config).samples_responses:
+        problems = [f"the responses of run {ledger.run!r} stand in its data and were not graded: none can be again"]
+    if problems:
+        raise ConfigError(problems)
+    given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
+    if "rm_type" in given:  # for all samples, whatever their rows name
+        others = {"custom_rm_path", "rm_type_key"} - given
+        overrides = [*overrides, *(f"{_SECTION}{other}=null" for other in sorted(others))]
+    config = inherit(ledger.manifest.config, overrides)
+    if "rm_type" in given and config.reward.custom_rm_path is None:
+        require_paying(config.reward.rm_type)
+    usual = RewardConfig().model_dump(include=given)
+    stored = config.model_copy(update={"reward": config.reward.model_copy(update=usual)})
+    require_trusted(stored, ledger.store, of=f" of {ledger.run}")
+    return released(config)
+
+
+def naming(grader: str) -> str:
+    """The override of a grader by its name, or by the import path or file of one's own."""
+    return f"{_SECTION}{'custom_rm_path' if '.' in grader else 'rm_type'}={grader}"
+
+
+def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:
+    numbers = ledger.iterations()
+    if iterations is None:
+        return numbers
+    match = _RANGE.fullmatch(iterations)
+    if match is None:
+        raise CannotRescore(f"{iterations!r} is neither ITER nor A:B, such as 39 or 0:39")
+    first = int(match["first"])
+    last = int(match["last"]) if match["last"] else first if match["range"] is None else max([first, *numbers])
+    chosen = [index for index in numbers if first <= index <= last]
+    if first > last or not {first, last} <= set(chosen):
+        there = f"{numbers[0]} to {numbers[-1]}" if numbers else "none yet"
+        raise CannotRescore(f"{iterations!r} are no iterations of run {ledger.run!r}; it has {there}")
+    return chosen
+
+
+def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
+    """The run's: another one would make other texts of the same tokens. None where its texts are those that were
+    recorded, as far as the grader sees."""
+    folder, recorded = Path(config.model.path), ledger.terms.inputs.get("model")
+    special = None if grader.sees_tokens else special_tokens(folder)
+    if special is None or makes_tags(special):
+        from cairn.flows.driver.validation import load_tokenizer  # other graders need none of its imports
+
+        tokenizer = load_tokenizer(config.model.path)
+    else:
+        tokenizer = None
+    if recorded is not None and folder_digest(folder, recorded) != recorded:
+        raise BadModel(f"{config.model.path} is not the model of run {ledger.run}, whose tokenizer the grader needs")
+    return tokenizer
+
+
+def _all_cores(reward: RewardConfig) -> RewardConfig:
+    """A process for every core: graders do not see each other, and nothing else is done meanwhile."""
+    return reward.model_copy(update={"num_workers": max(reward.num_workers, os.cpu_count() or 1)})
+
+
+def _rows(config: RunConfig, tokenizer: Any) -> Callable[[int], PromptRow]:
+    """The run's data, in which the prompts stand as chats."""
+    return prompt_rows(open_data(config, tokenizer))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    rollout: Commit
+    samples: pa.Table
+    before: pa.Table
+    """`reward`, of the same rows."""
+
+
+def _ahead(shards: Iterator[_Shard]) -> Iterator[_Shard]:
+    """Each of them, while the next one is read."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, shards, None)
+        while (shard := coming.result()) is not None:
+            coming = reader.submit(next, shards, None)
+            yield shard
+
+
+class _Again:
+    """Grades shards, and counts what it passes over."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        grader: Grading,
+        tokenizer: Any,
+        overlong: Overlong | None,
+        row: Callable[[int], PromptRow] | None,
+        reward_keys: Sequence[str],
+    ) -> None:
+        self._ledger, self._grader, self._tokenizer, self._overlong = ledger, grader, tokenizer, overlong
+        self._row, self._reward_keys = row, reward_keys
+        self._redacted = redacted_samples(ledger)
+        self._columns = graded_columns(grader, overlong, tokens=tokenizer is not None)
+        self.passed_over: Counter[str] = Counter()
+
+    def shards(self, iterations: Sequence[int]) -> Iterator[_Shard]:
+        """All that can be graded, in order."""
+        for index in iterations:
+            commits = {(commit.step, commit.shard): commit for commit in self._ledger.commits(index)}
+            for (step, name), rollout in commits.items():
+                shard = self._shard(rollout, commits.get((Step.REWARD, name))) if step is Step.ROLLOUT else None
+                if shard is not None:
+                    yield shard
+
+    def _shard(self, rollout: Commit, rewards: Commit | None) -> _Shard | None:
+        if rewards is None:
+            self.passed_over["not graded"] += rollout.table.rows or 0
+            return None
+        try:
+            samples = complete(self._read(rollout, self._columns), ROLLOUT)
+            before = self._read(rewards, ["reward"])
+        except Retired:
+            self.passed_over["retired"] += rollout.table.rows or 0
+            return None
+        if rollout.name in self._redacted:
+            kept = pc.fill_null(pc.not_equal(samples["error"], MARK), True)
+            samples, before = samples.filter(kept), before.filter(kept)
+            if redacted := pc.sum(pc.invert(kept)).as_py():
+                self.passed_over["redacted"] += redacted
+        return _Shard(rollout, samples, before)
+
+    def graded(self, shard: _Shard) -> pa.Table:
+        """A table RESCORED."""
+        found = graded_shard(self._grader, self._tokenizer, shard.samples, self._overlong, self._row, self._reward_keys)
+        rows = pa.table(
+            {
+                "iteration": [shard.rollout.iteration] * shard.samples.num_rows,
+                "group_id": found.table["group_id"],
+                "sample_index": found.table["sample_index"],
+                "reward_before": shard.before["reward"],
+                "reward_after": found.table["reward"],
+                "error_after": found.table["error"],
+                "grader": found.table["grader"],
+                "grader_version": found.table["grader_version"],
+            },
+            RESCORED,
+        )
+        finished = [one is not None for one in found.results]  # the others are graded where their group is
+        return rows.filter(pa.array(finished, pa.bool_()))
+
+    def _read(self, commit: Commit, columns: Sequence[str]) -> pa.Table:
+        return read_recorded_table(self._ledger.store, commit.run, commit.table, columns)

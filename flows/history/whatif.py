@@ -1,0 +1,332 @@
+"""`whatif`: the advantages that another algorithm would have given the samples that an iteration trained on.
+
+From committed snapshots alone: rewards, masks and scores are read where they lie, and the function of the advantage
+step computes the rest. Nothing is scored, nothing of the run is changed, and a live driver of it is not disturbed.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import JsonValue
+
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, released, with_section
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import reads_under
+from cairn.engines.training.needs import advantage_needs
+from cairn.flows.driver.trust import require_trusted
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import redacted_samples
+from cairn.storage.ledger.terms import differences
+from cairn.tasks.advantages.step import advantage, estimated
+from cairn.tasks.batch.batch import arrays, rows_of_groups, trained_shards, trained_tokens
+from cairn.tasks.durable.recorded_run import RecordedRun
+from cairn.tasks.durable.selection import last_selection
+
+# Advantages of two algorithms held against each other: the table of samples, the figures of groups, and both for
+# people.
+
+
+HEADER = ("group", "samples", "reward", "|A| before", "|A| after", "sign flips", "zero before", "zero after", "corr.")
+SAMPLE_HEADER = ("sample", "tokens", "reward", "A before", "A after", "sign flips")
+
+_FLOATS = pa.list_(pa.float32())
+COMPARED = pa.schema(
+    [
+        pa.field("iteration", pa.int64(), nullable=False),
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("reward", pa.float32(), nullable=False),
+        pa.field("trained_tokens", pa.int32(), nullable=False),
+        pa.field("advantage_before", pa.float64()),  # mean over trained tokens; null: there are none
+        pa.field("advantage_after", pa.float64()),
+        pa.field("sign_flips", pa.int32(), nullable=False),  # trained tokens that were encouraged and are not, or back
+        pa.field("advantages_before", _FLOATS, nullable=False),  # of every response token
+        pa.field("advantages_after", _FLOATS, nullable=False),
+        pa.field("returns_before", _FLOATS, nullable=False),
+        pa.field("returns_after", _FLOATS, nullable=False),
+    ]
+)
+"""A row a trained sample, in the order of the batch."""
+
+
+class Figures(Record):
+    """Of the trained tokens of some samples, before and after."""
+
+    samples: int
+    trained_tokens: int
+    reward: float
+    """Mean over the samples."""
+    size_before: float | None
+    """Mean absolute advantage; None where no token is trained on."""
+    size_after: float | None
+    sign_flips: float | None
+    """Share of tokens whose advantage has the other sign."""
+    zero_before: float | None
+    """Share of tokens that teach nothing."""
+    zero_after: float | None
+    correlation: float | None
+    """Pearson's; None where either is the same at all tokens."""
+
+    @classmethod
+    def of(cls, rewards: np.ndarray, before: np.ndarray, after: np.ndarray) -> "Figures":
+        """[N] rewards of samples, and [M] advantages of their trained tokens."""
+        before, after = before.astype(np.float64), after.astype(np.float64)
+        varies = len(before) > 0 and np.ptp(before) > 0 and np.ptp(after) > 0
+        return cls(
+            samples=len(rewards),
+            trained_tokens=len(before),
+            reward=float(rewards.mean(dtype=np.float64)),
+            size_before=_mean(np.abs(before)),
+            size_after=_mean(np.abs(after)),
+            sign_flips=_mean(before * after < 0),
+            zero_before=_mean(before == 0),
+            zero_after=_mean(after == 0),
+            correlation=float(np.corrcoef(before, after)[0, 1]) if varies else None,
+        )
+
+    def line(self, name: str) -> tuple[str, ...]:
+        """The cells under HEADER."""
+        return (
+            *(name, str(self.samples), f"{self.reward:.4f}", spelled(self.size_before), spelled(self.size_after)),
+            *(_percent(self.sign_flips), _percent(self.zero_before), _percent(self.zero_after)),
+            spelled(self.correlation),
+        )
+
+
+class Change(Record):
+    """One number, or one option, before and after; None where there is none."""
+
+    before: JsonValue
+    after: JsonValue
+
+
+class SampleChange(Record):
+    """A sample's mean advantage over its trained tokens."""
+
+    group_id: int
+    sample_index: int
+    reward: float
+    trained_tokens: int
+    advantage_before: float | None
+    advantage_after: float | None
+    sign_flips: int
+
+    def line(self) -> tuple[str, ...]:
+        """The cells under SAMPLE_HEADER."""
+        return (
+            *(str(self.sample_index), str(self.trained_tokens), f"{self.reward:.4f}"),
+            *(spelled(self.advantage_before), spelled(self.advantage_after), str(self.sign_flips)),
+        )
+
+
+class WhatIf(Record):
+    """What the advantages of an iteration would have been."""
+
+    run: str
+    iteration: int
+    options: dict[str, Change]
+    """Of `algorithm`, those that differ from the iteration's own."""
+    overall: Figures
+    groups: dict[int, Figures]
+    """By group id, in the order of the batch."""
+    samples: list[SampleChange]
+    metrics: dict[str, Change]
+    """Of the advantage step, those that would have been others."""
+
+    def conclusion(self) -> str:
+        """All of it in one sentence."""
+        one = self.overall
+        changed = ", ".join(f"{name}={_value(change.after)}" for name, change in self.options.items())
+        return (
+            f"with {changed or 'the code of today'}, {_percent(one.sign_flips)} of the {one.trained_tokens:,} trained "
+            f"tokens of iteration {self.iteration} of run {self.run} change the sign of their advantage, and "
+            f"{_percent(one.zero_before)} → {_percent(one.zero_after)} have none; the correlation is "
+            f"{spelled(one.correlation)}"
+        )
+
+
+def spelled(value: float | None) -> str:
+    """A number for people."""
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _value(option: JsonValue) -> str:
+    return option if isinstance(option, str) else json.dumps(option)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+_SECTION = "algorithm."
+
+
+class CannotTell(Exception):
+    """What was asked for is not there. The message is one clear sentence."""
+
+
+def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tuple[WhatIf, pa.Table]:
+    """Compute an iteration's advantages again. Returns the figures, and a table COMPARED.
+
+    Args:
+        overrides: `algorithm.option=value`, as `changed_config` takes them.
+
+    Raises CannotTell, what `changed_config` raises, BadPlugin where the estimator cannot be had, and Retired where the
+    run does not keep the tables.
+    """
+    committed = ledger.find(iteration, Step.ADVANTAGE)
+    if committed is None:
+        if from_manifest(ledger.manifest.config).algorithm.learns_from == "demonstrations":
+            raise CannotTell(f"run {ledger.run!r} learns from demonstrations, which have no advantages")
+        numbers = [index for index in ledger.iterations() if ledger.find(index, Step.ADVANTAGE) is not None]
+        there = f"those of iterations {numbers[0]} to {numbers[-1]}" if numbers else "none yet"
+        raise CannotTell(f"run {ledger.run!r} has no advantages of iteration {iteration}; it has {there}")
+    recorded = from_manifest(ledger.terms_of(committed).config)
+    config = changed_config(ledger, recorded, overrides)
+    run = RecordedRun(config, ledger)
+    selection = last_selection(run, iteration)
+    rollouts, rewards = trained_shards(run, selection)
+    scores = run.find(iteration, Step.SCORE)
+    _require_whole(ledger, iteration, [committed, *rollouts, *rewards, *([scores] if scores else [])])
+    _require_scores(run, config.algorithm, iteration, scores)
+    before = run.read(committed)
+    after, metrics = estimated(run, config.algorithm, selection, rollouts, rewards, scores)
+    samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, ["loss_mask", "weight_versions"]))
+    masks, _ = trained_tokens(run, selection, samples)
+    rows = _compared(iteration, before, after, masks)
+    found = WhatIf(
+        run=ledger.run,
+        iteration=iteration,
+        options={
+            name: Change(before=old, after=new) for name, old, new in differences(_options(recorded), _options(config))
+        },
+        overall=_figures(rows, masks),
+        groups=_groups(rows, masks),
+        samples=[SampleChange.model_validate(row) for row in rows.select(list(SampleChange.model_fields)).to_pylist()],
+        metrics={
+            name: Change(before=committed.metrics.get(name), after=metrics.get(name))
+            for name in metrics
+            if metrics.get(name) != committed.metrics.get(name) and not name.startswith("age/")  # of no algorithm
+        },
+    )
+    return found, rows
+
+
+def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of an iteration with options of its section `algorithm` changed by `algorithm.option=value`,
+    held against the rules of that section.
+
+    Raises ConfigError for other options, where none of them is read by the advantage step, and where a store must not
+    ask for what the configuration does: what is given here is the user's word.
+    """
+    problems = [
+        f"--set {override}: only options of the section algorithm can be changed here, such as "
+        "algorithm.advantage_estimator=rloo; `cairn fork` changes others"
+        for override in overrides
+        if not override.strip().startswith(_SECTION)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    config = with_section(recorded, "algorithm", overrides)
+    learned = [one.algorithm.learns_from for one in (recorded, config)]
+    if learned[0] != learned[1]:
+        raise ConfigError(
+            [
+                f"the run learns from {learned[0]}, and with these options it would learn from {learned[1]}, of which "
+                "it has none: only advantages of the samples that it trained on can be computed"
+            ]
+        )
+    given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
+    usual = {name: AlgorithmConfig.model_fields[name].default for name in given}
+    stored = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=usual)})
+    require_trusted(stored, ledger.store, of=f" of {ledger.run}")
+    config = released(config)
+    reads = reads_under(config, advantage.reads)
+    if given and not any(f"{_SECTION}{name}" in reads for name in given):
+        raise ConfigError(
+            [f"advantages do not depend on {_SECTION}{name}: the loss reads it" for name in sorted(given)]
+        )
+    return config
+
+
+def _require_whole(ledger: Ledger, iteration: int, commits: Sequence[Commit]) -> None:
+    redacted = redacted_samples(ledger)
+    decisions = sorted({redacted[commit.name] for commit in commits if commit.name in redacted})
+    if decisions:
+        raise CannotTell(
+            f"of the samples that iteration {iteration} of run {ledger.run!r} trained on, some were redacted (decision "
+            f"{decisions[0]}): nothing can be computed again from them"
+        )
+
+
+def _require_scores(run: RecordedRun, algorithm: AlgorithmConfig, iteration: int, scores: Commit | None) -> None:
+    scored = None if scores is None else run.read(scores)
+    for column, why in advantage_needs(algorithm).items():
+        name = "log_probs" if column == "old_log_probs" else column
+        if column == "old_log_probs" and algorithm.use_rollout_logprobs:
+            continue
+        if scored is None or name not in scored.column_names or scored[name].null_count:
+            way = (
+                "; algorithm.use_rollout_logprobs=true takes the rollout engine's in their place"
+                if column == "old_log_probs"
+                else ": a fork with that option would score them"
+            )
+            raise CannotTell(
+                f"algorithm.{why} needs {column}, which iteration {iteration} of run {run.ledger.run!r} has not "
+                f"scored{way}"
+            )
+
+
+def _options(config: RunConfig) -> dict[str, Any]:
+    return {f"{_SECTION}{name}": value for name, value in config.algorithm.model_dump(mode="json").items()}
+
+
+def _compared(iteration: int, before: pa.Table, after: pa.Table, masks: Sequence[np.ndarray]) -> pa.Table:
+    kept = [mask.astype(bool) for mask in masks]
+    pairs = [
+        (old[mask].astype(np.float64), new[mask].astype(np.float64))
+        for old, new, mask in zip(arrays(before, "advantages"), arrays(after, "advantages"), kept, strict=True)
+    ]
+    return pa.table(
+        {
+            "iteration": [iteration] * after.num_rows,
+            "group_id": after["group_id"],
+            "sample_index": after["sample_index"],
+            "reward": after["reward"],
+            "trained_tokens": [int(mask.sum()) for mask in kept],
+            "advantage_before": [float(old.mean()) if len(old) else None for old, _ in pairs],
+            "advantage_after": [float(new.mean()) if len(new) else None for _, new in pairs],
+            "sign_flips": [int(np.count_nonzero(old * new < 0)) for old, new in pairs],
+            "advantages_before": before["advantages"],
+            "advantages_after": after["advantages"],
+            "returns_before": before["returns"],
+            "returns_after": after["returns"],
+        },
+        COMPARED,
+    )
+
+
+def _figures(rows: pa.Table, masks: Sequence[np.ndarray]) -> Figures:
+    kept = np.concatenate(masks).astype(bool)
+    before, after = (np.concatenate(arrays(rows, f"advantages_{when}"))[kept] for when in ("before", "after"))
+    return Figures.of(rows["reward"].to_numpy(), before, after)
+
+
+def _groups(rows: pa.Table, masks: Sequence[np.ndarray]) -> dict[int, Figures]:
+    ids = rows["group_id"].to_numpy()
+    starts = [*np.flatnonzero(np.diff(ids, prepend=ids[0] - 1)).tolist(), len(ids)]
+    return {
+        int(ids[start]): _figures(rows.slice(start, end - start), masks[start:end])
+        for start, end in itertools.pairwise(starts)
+    }

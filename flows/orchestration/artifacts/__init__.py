@@ -1,0 +1,1 @@
+"""Pages and progress in Prefect's interface."""

@@ -1,0 +1,434 @@
+"""The watcher that keeps a run's pages in Prefect's interface.
+
+| what happens | what becomes of the pages |
+|---|---|
+| an iteration is done | its page is made, once, for the iteration's flow run; the run's page is replaced |
+| a driver begins | the pages that earlier drivers did not come to are made first: the newest CATCH_UP at most |
+| Prefect, or the store, does not answer | one warning; what is owed is made when it answers again |
+| another driver has the run | nothing more is made |
+"""
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import ArtifactFilter
+from prefect.client.schemas.sorting import ArtifactSort
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import PrefectException
+
+from cairn.flows.events import (
+    Event,
+    GroupsGenerated,
+    IterationDone,
+    Message,
+    RunDone,
+    RunStarted,
+    StepCommitted,
+    StepStarted,
+)
+from cairn.flows.orchestration.artifacts.pages import (
+    IterationFacts,
+    Picked,
+    RunFacts,
+    iteration_page,
+    picked_samples,
+    run_page,
+)
+from cairn.flows.reading.costs import StepCost, step_costs
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_seconds
+from cairn.flows.reading.samples import benchmark_scores, generated_reward
+from cairn.flows.text import slug
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.store.errors import Damaged, Retired, StoreError
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.versions import version_of
+
+# Artifacts of Prefect's, as far as pages need them: made, found and replaced by their keys.
+#
+#     run-<name>-<digits>              the page of a run: one artifact a driver, replaced while it works
+#     run-<name>-<digits>-iteration    the pages of its iterations: one artifact an iteration, never replaced
+#     run-<name>-<digits>-progress     how far the step that runs is: one artifact a driver
+#
+# The digits belong to the run's manifest, so no two runs share a key and a run keeps its own wherever its driver is.
+
+
+PAGE = 200
+"""Artifacts that Prefect gives at once."""
+_LONGEST_NAME = 60
+
+
+def run_key(ledger: Ledger) -> str:
+    """Of a run's page, and the beginning of its other keys."""
+    return f"run-{slug(ledger.run)[:_LONGEST_NAME]}-{ledger.manifest.identity[:12]}"
+
+
+class Board:
+    """The artifacts of one run. Used by one thread; connects when it is first asked for something, and again after
+    what raised."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._client: SyncPrefectClient | None = None
+
+    def create(self, suffix: str, type: str, data: Any, description: str, flow_run: UUID | None) -> UUID:
+        """Make an artifact of a flow run; returns its id."""
+        artifact = ArtifactCreate(
+            key=self._key + suffix, type=type, data=data, description=description, flow_run_id=flow_run
+        )
+        return self._connected().create_artifact(artifact).id
+
+    def replace(self, artifact: UUID, data: Any, description: str) -> None:
+        """Give an artifact another content."""
+        # Not by the client's own method: it sends the content a second time, as an event.
+        self._connected().request(
+            "PATCH",
+            "/artifacts/{id}",
+            json={"data": data, "description": description},
+            path_params={"id": artifact},
+        )
+
+    def descriptions(self, suffix: str, limit: int) -> list[str]:
+        """Of the newest artifacts of a key, the newest first."""
+        found: list[str] = []
+        while len(found) < limit:
+            page = self._connected().read_artifacts(
+                artifact_filter=ArtifactFilter.model_validate({"key": {"any_": [self._key + suffix]}}),
+                sort=ArtifactSort.CREATED_DESC,
+                limit=min(PAGE, limit - len(found)),
+                offset=len(found),
+            )
+            found += [artifact.description or "" for artifact in page]
+            if len(page) < PAGE:
+                break
+        return found
+
+    def close(self) -> None:
+        """Let go of the connection; the next call makes another."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.__exit__(None, None, None)
+
+    def _connected(self) -> SyncPrefectClient:
+        if self._client is None:
+            self._client = get_client(sync_client=True).__enter__()
+        return self._client
+
+
+def current_flow_run_id() -> UUID | None:
+    """The flow run that the code runs in, be it in the flow's body or in a task."""
+    task, flow = TaskRunContext.get(), FlowRunContext.get()
+    if task is not None:
+        return task.task_run.flow_run_id
+    return None if flow is None or flow.flow_run is None else flow.flow_run.id
+
+
+# How far the step that runs is, as a progress bar in Prefect's interface.
+
+
+INTERVAL = 2.0
+"""Seconds between two updates: each takes the server 20 ms."""
+PROGRESS = "-progress"
+
+
+@dataclass
+class IterationProgress:
+    """What is known of the newest iteration."""
+
+    iteration: int
+    groups: dict[str | None, tuple[int, int]] = field(default_factory=dict)
+    """Generated and all, by shard."""
+    working: dict[tuple[Step, str | None], None] = field(default_factory=dict)
+    """Steps that run, in the order of their starts."""
+
+    @property
+    def generated(self) -> int:
+        """Groups."""
+        return sum(generated for generated, _ in self.groups.values())
+
+    @property
+    def total(self) -> int:
+        """Groups of all shards that have begun."""
+        return sum(total for _, total in self.groups.values())
+
+    @property
+    def percent(self) -> float:
+        """Groups generated of all."""
+        return 100.0 * self.generated / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        steps = ", ".join(dict.fromkeys(str(step) for step, _ in self.working)) or "between steps"
+        return f"Iteration {self.iteration}: {steps}; {self.generated} of {self.total} groups generated"
+
+
+class ProgressBar:
+    """Shows the last that it was told, at most every INTERVAL seconds, from a thread of its own."""
+
+    def __init__(self, board: Board, failed: Callable[[Exception], None]) -> None:
+        """`failed` is told what the board raised; the next state is tried again."""
+        self._board, self._failed = board, failed
+        self._flow_run: UUID | None = None
+        self._shown: UUID | None = None
+        self._next: tuple[float, str] | None = None
+        self._over = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, flow_run: UUID | None) -> None:
+        """Show from now on, for a driver's flow run, where the caller's context has Prefect's server."""
+        self._flow_run = flow_run
+        work = contextvars.copy_context().run
+        self._thread = threading.Thread(target=work, args=(self._work,), name="artifact-progress", daemon=True)
+        self._thread.start()
+
+    def show(self, percent: float, text: str) -> None:
+        """The newest state."""
+        with self._changed:
+            self._next = (percent, text)
+            self._changed.notify()
+
+    def end(self, *, finish: bool) -> None:
+        """Show what is left, for `finish`, and end."""
+        with self._changed:
+            self._over = True
+            if not finish:
+                self._next = None
+            self._changed.notify()
+        if finish and self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._over)
+                state, self._next = self._next, None
+            if state is None:
+                break
+            try:
+                self._send(*state)
+            except Exception as error:
+                self._board.close()
+                self._failed(error)
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, INTERVAL)
+        self._board.close()
+
+    def _send(self, percent: float, text: str) -> None:
+        if self._shown is None:
+            self._shown = self._board.create(PROGRESS, "progress", percent, text, self._flow_run)
+        else:
+            self._board.replace(self._shown, percent, text)
+
+
+CATCH_UP = 100
+"""Pages of earlier iterations that a driver makes."""
+POINTS = 400
+"""Of the reward curve, that are read from the ledger when a driver begins."""
+PAGE_INTERVAL = 5.0
+"""Seconds between two updates of the run's page while iterations go by."""
+ITERATION = "-iteration"
+
+_MAY_PASS = (httpx.HTTPError, PrefectException, OSError, RuntimeError, StoreError)
+"""What Prefect's client raises where the server does not answer or not rightly, and the store."""
+
+
+class Pages:
+    """See the module, and `cairn.flows.watching.watchers.Watcher`."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        key = run_key(run.ledger)
+        self._board = Board(key)
+        self._bar = ProgressBar(Board(key), self._warn)
+        self._now = IterationProgress(-1)
+        self._flow_runs: dict[int, UUID] = {}
+        self._driver: UUID | None = None
+        self._page: UUID | None = None
+        self._page_made = float("-inf")
+        self._owed: dict[int, Sequence[Commit] | None] = {}
+        """Iterations whose pages are to be made, with their commits where they are known."""
+        self._made: set[int] | None = None
+        """Those that have theirs; None: to be asked."""
+        self._rewards: dict[int, float] = {}
+        self._scores: dict[str, dict[int, float]] = {}
+        self._costs: dict[Step, StepCost] = {}
+        self._done = 0
+        self._newest: Commit | None = None
+        self._warned = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._begin(event.iteration)
+            case StepStarted() | GroupsGenerated() | StepCommitted():
+                self._follow(event)
+            case IterationDone():
+                self._iteration_done(event.iteration, event.commits)
+                self._publish(now=False)
+            case RunDone():
+                self._bar.show(100.0, f"Done: {self._done} iterations")
+                self._publish(now=True)
+                self._bar.end(finish=True)
+
+    def close(self) -> None:
+        self._board.close()
+
+    def stop(self) -> None:
+        self._bar.end(finish=False)
+        with suppress(Exception):
+            self._board.close()
+
+    def _begin(self, first: int) -> None:
+        """A driver goes on at iteration `first`."""
+        ledger = self._run.ledger
+        self._driver = current_flow_run_id()
+        self._bar.begin(self._driver)
+        self._done = first
+        for index in range(0, first, -(-first // POINTS) or 1):
+            trained = ledger.find(index, Step.ADVANTAGE)
+            if trained is not None and (reward := generated_reward(ledger, trained)) is not None:
+                self._rewards[index] = reward
+        self._scores = benchmark_scores(ledger, self._run.config)
+        self._newest = ledger.find(first - 1, Step.TRAIN) if first else None
+        own = range(max(ledger.first_iteration, first - CATCH_UP), first)
+        self._owed = dict.fromkeys(own)
+        self._publish(now=True)
+
+    def _follow(self, event: StepStarted | GroupsGenerated | StepCommitted) -> None:
+        iteration = event.commit.iteration if isinstance(event, StepCommitted) else event.iteration
+        flow_run = current_flow_run_id()
+        if flow_run is not None:
+            self._flow_runs[iteration] = flow_run
+        if iteration > self._now.iteration:
+            self._now = IterationProgress(iteration)
+        elif iteration < self._now.iteration:
+            return  # of the half that learns beside the newest one
+        match event:
+            case StepStarted():
+                self._now.working[event.step, event.shard] = None
+            case GroupsGenerated():
+                self._now.groups[event.shard] = (event.groups, event.total)
+            case StepCommitted():
+                commit = event.commit
+                self._now.working.pop((commit.step, commit.shard), None)
+                if commit.step is Step.ROLLOUT and commit.shard in self._now.groups:
+                    total = self._now.groups[commit.shard][1]
+                    self._now.groups[commit.shard] = (total - int(commit.metrics.get("aborted_groups", 0)), total)
+        self._bar.show(self._now.percent, str(self._now))
+
+    def _iteration_done(self, index: int, commits: Sequence[Commit]) -> None:
+        metrics = iteration_metrics(commits, self._run.config)
+        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        if reward is not None:
+            self._rewards[index] = reward
+        for trained, scores in eval_metrics(commits).items():
+            for benchmark in self._run.config.eval.benchmarks:
+                if f"eval/{benchmark.name}" in scores:
+                    self._scores.setdefault(benchmark.name, {})[trained] = scores[f"eval/{benchmark.name}"]
+        for cost in step_costs(commits, self._run.config):
+            self._costs[cost.step] = _sum(self._costs.get(cost.step), cost)
+        self._done = max(self._done, index + 1)
+        self._newest = next((commit for commit in commits if commit.step is Step.TRAIN), self._newest)
+        self._owed[index] = commits
+
+    def _publish(self, *, now: bool) -> None:
+        """Make what is owed, and replace the run's page if it is `now` to be or its time has come."""
+        self._run.ledger.require_held()  # or the next driver has asked what is there, and makes it
+        try:
+            self._make_owed()
+            if now or time.monotonic() - self._page_made >= PAGE_INTERVAL:
+                self._show_run()
+                self._page_made = time.monotonic()
+        except _MAY_PASS as error:
+            self._made = None  # what was sent may have come
+            self._board.close()
+            self._warn(error)
+
+    def _make_owed(self) -> None:
+        if self._made is None:
+            self._made = set(map(_iteration_of, self._board.descriptions(ITERATION, 2 * CATCH_UP)))
+        for index in sorted(self._owed):
+            if index not in self._made:
+                commits = self._owed[index] or self._run.ledger.commits(index)
+                flow_run = self._flow_runs.get(index, self._driver)
+                page = iteration_page(self._facts(index, commits))
+                self._board.create(ITERATION, "markdown", page, _description(index), flow_run)
+                self._made.add(index)
+            del self._owed[index]
+            self._flow_runs.pop(index, None)
+
+    def _facts(self, index: int, commits: Sequence[Commit]) -> IterationFacts:
+        run = self._run
+        samples: list[Picked] | None
+        try:
+            samples = picked_samples(commits, run.read)
+        except (Retired, Damaged, StoreError):
+            samples = None
+        return IterationFacts(
+            run=run.ledger.run,
+            store=run.ledger.store.url,
+            iteration=index,
+            total=run.config.rollout.num_rollout,
+            commits=commits,
+            metrics=iteration_metrics(commits, run.config),
+            seconds=step_seconds(commits),
+            samples=samples,
+        )
+
+    def _show_run(self) -> None:
+        run, newest = self._run, self._newest
+        facts = RunFacts(
+            run=run.ledger.run,
+            store=run.ledger.store.url,
+            done=self._done,
+            total=run.config.rollout.num_rollout,
+            weight_version=version_of(newest),
+            state_digest=None if newest is None else newest.state_digest,
+            rewards=self._rewards,
+            scores=self._scores,
+            costs=[self._costs[step] for step in Step if step in self._costs],
+        )
+        page, description = run_page(facts), f"{self._done} of {facts.total} iterations"
+        if self._page is None:
+            self._page = self._board.create("", "markdown", page, description, self._driver)
+        else:
+            self._board.replace(self._page, page, description)
+
+    def _warn(self, error: Exception) -> None:
+        """Tell once that pages are late."""
+        if self._warned.acquire(blocking=False):
+            why = str(error).partition("\n")[0] or type(error).__name__
+            text = f"The run's pages in Prefect are late: {why}. The run goes on, and they follow when they can"
+            self._run.emit(Message(text, "warning"))
+
+
+def _sum(before: StepCost | None, cost: StepCost) -> StepCost:
+    if before is None:
+        return cost
+    tokens = None if cost.tokens is None and before.tokens is None else (before.tokens or 0) + (cost.tokens or 0)
+    return StepCost(
+        step=cost.step,
+        commits=before.commits + cost.commits,
+        seconds=before.seconds + cost.seconds,
+        device_seconds=before.device_seconds + cost.device_seconds,
+        tokens=tokens,
+    )
+
+
+def _description(iteration: int) -> str:
+    return f"Iteration {iteration}"
+
+
+def _iteration_of(description: str) -> int:
+    """The inverse of `_description`; -1 for what is none of these."""
+    number = description.removeprefix("Iteration ")
+    return int(number) if number.isdigit() else -1

@@ -1,0 +1,323 @@
+"""Memory of the ranks that train."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.plan.activations import bytes_of, output_bytes, stage_activations
+from cairn.engines.plan.ranks import Held, adapter_size, held_by_stage, is_trained, sharded, stages
+from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
+from cairn.engines.plan.serving import Serving, served_parameters, usual_static_fraction
+from cairn.engines.plan.tensors import Model, Tensor
+from cairn.engines.training.exactly_once import untrained_models
+from cairn.engines.training.needs import has_critic
+from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model
+
+# Memory of the rollout engines, and how many samples have room in it.
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Of each device of a rollout engine; without GPUs of the whole engine."""
+
+    rows: tuple[Row, ...]
+    need: CacheNeed
+    pool: float
+    """Bytes for caches."""
+    serving: Serving
+
+
+def engine_options(subject: Subject) -> Mapping[str, Any]:
+    """SGLang's options of the engines; with groups of servers those of the first that decodes."""
+    rollout = subject.config.rollout
+    group = next((group for group in rollout.server_groups if group.worker_type != "prefill"), None)
+    return {**rollout.sglang, **(group.overrides if group else {})}
+
+
+def gpus_of_engine(subject: Subject) -> float:
+    """GPUs of an engine; with groups of servers of the first that decodes."""
+    rollout = subject.config.rollout
+    group = next((group for group in rollout.server_groups if group.worker_type != "prefill"), None)
+    own = None if group is None else group.num_gpus_per_engine
+    return rollout.num_gpus_per_engine if own is None else own
+
+
+def serving_of(subject: Subject) -> Serving:
+    """How an engine's ranks share its model."""
+    if subject.config.rollout.engine != "sglang":
+        return Serving(1)
+    return Serving.of(engine_options(subject), gpus_of_engine(subject))
+
+
+def weight_bytes(subject: Subject) -> float:
+    """Of a weight, on average. A server that reads a folder in FP8 holds the matrices of layers in a byte, but for
+    routers."""
+    size, model = bytes_of(subject.config.rollout.dtype), subject.model
+    published = getattr(model.config, "quantization_config", None) or {}
+    if subject.config.rollout.engine != "sglang" or published.get("quant_method") != "fp8":
+        return size
+    small = sum(tensor.size for tensor in model.tensors if is_in_fp8(tensor))
+    return (small + size * (model.parameters - small)) / model.parameters
+
+
+def is_in_fp8(tensor: Tensor) -> bool:
+    """Whether a folder in FP8 has it so."""
+    in_layer = tensor.layer is not None and len(tensor.shape) > 1
+    return in_layer and not tensor.name.endswith((".gate.weight", ".router.weight"))
+
+
+def samples_of_engine(subject: Subject) -> float:
+    """Of a first round, of each engine."""
+    rollout = subject.config.rollout
+    prompts = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+    return prompts * subject.config.group_size / rollout.num_engines
+
+
+def most_at_once(subject: Subject) -> int:
+    """Samples that an engine is allowed to generate at a time, or has."""
+    rollout = subject.config.rollout
+    bounds = [rollout.max_running_requests, samples_of_engine(subject)]
+    if rollout.engine == "sglang":
+        bounds += [int(engine_options(subject).get("max_running_requests") or rollout.max_running_requests)]
+        bounds += [rollout.sglang_server_concurrency]
+    return max(1, int(min(bounds)))
+
+
+def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
+    """What an engine holds while it generates.
+
+    Args:
+        taken: bytes of each GPU that others hold when a server begins.
+    """
+    rollout, serving = subject.config.rollout, serving_of(subject)
+    options, size = engine_options(subject), bytes_of(rollout.dtype)
+    if str(options.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        size = 1
+    weights = served_parameters(subject.model, serving) * weight_bytes(subject)
+    need = cache_need(subject.model, size, serving.attention)
+    hardware = subject.hardware_of(subject.rolls_out_on_gpu)
+    reserved = Row(what="process of the engine", bytes=hardware.reserved_gb * 1e9)
+    if rollout.engine != "sglang":
+        pool = most_at_once(subject) * need.of(subject.lengths.longest)
+        rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
+        return EngineMemory(rows, need, pool, serving)
+    most = options.get("max_total_tokens")
+    asked = float("inf") if most is None else _pool_of(need, int(most), subject)
+    if not subject.rolls_out_on_gpu:
+        pool = min(asked, most_at_once(subject) * serving.data * need.of(subject.lengths.longest))
+        rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
+        return EngineMemory(_times(rows, serving.tensor), need, pool, serving)
+    left = max(0.0, hardware.memory - reserved.bytes - taken)
+    fraction = options.get("mem_fraction_static")
+    static = left * float(usual_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
+    pool = max(0.0, min(asked, static - weights))
+    held = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
+    work = Row(what="activations and graphs of the server", bytes=left - static)
+    return EngineMemory((*held, work, reserved), need, pool, serving)
+
+
+def cache_plan(subject: Subject, memory: EngineMemory) -> CachePlan:
+    """How many samples have room."""
+    engines, groups, lengths = subject.config.rollout.num_engines, memory.serving.data, subject.lengths
+
+    def room(tokens: float) -> int:
+        return int(memory.pool / memory.need.of(tokens) + 1e-9) * groups
+
+    longest, mean = room(lengths.longest), room(lengths.mean)
+    need = memory.need
+    return CachePlan(
+        bytes_per_token=need.per_token,
+        bytes_per_sample=need.fixed + need.windowed * need.window,
+        pool=memory.pool,
+        tokens=int(memory.pool / need.of(lengths.longest) * lengths.longest) * groups,
+        samples_longest=longest * engines,
+        samples_mean=mean * engines,
+        at_once=min(most_at_once(subject), max(1, mean)) * engines,
+        asked=round(samples_of_engine(subject) * engines),
+    )
+
+
+def decoding(subject: Subject) -> Decoding:
+    """An engine at work."""
+    rollout, on_gpu = subject.config.rollout, subject.rolls_out_on_gpu
+    flops = subject.flops(on_gpu, rollout.dtype) * (1 if on_gpu else rollout.num_threads)
+    return Decoding(
+        subject.model,
+        serving_of(subject),
+        weight_bytes(subject),
+        bytes_of(rollout.dtype),
+        subject.hardware_of(on_gpu),
+        flops,
+    )
+
+
+def _pool_of(need: CacheNeed, tokens: int, subject: Subject) -> float:
+    longest = subject.lengths.longest
+    return tokens / longest * need.of(longest)
+
+
+def _times(rows: tuple[Row, ...], count: int) -> tuple[Row, ...]:
+    return tuple(Row(what=row.what, bytes=row.bytes * count) for row in rows)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Of an optimizer step, on a rank."""
+
+    tokens: int
+    """Of the fullest, as far as this rank has them."""
+    count: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of one rank."""
+
+    stage: int
+    """Of its pipeline."""
+    state: tuple[Row, ...]
+    """From one step to the next."""
+    step: tuple[Row, ...]
+    """While it trains."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (*self.state, *self.step)
+
+    @property
+    def total(self) -> float:
+        return sum(row.bytes for row in self.rows)
+
+
+def micro_batches(subject: Subject) -> MicroBatches:
+    """As the engine cuts a step's samples, if all are of mean length but for those of the fullest, which are of the
+    longest. A step whose length nothing bounds is one micro-batch, in a pipeline one for each stage."""
+    config, lengths = subject.config, subject.lengths
+    training, stages = config.training, config.training.pipeline_model_parallel_size
+    context = training.context_parallel_size
+    samples = max(1, config.global_batch_size // training.data_parallel_size)
+    whole = samples * lengths.longest
+    if training.micro_batch_size is not None:
+        size = min(training.micro_batch_size, samples)
+        tokens, count = size * lengths.longest, -(-samples // size)
+    elif training.max_tokens_per_gpu is not None:
+        limit = training.max_tokens_per_gpu * context
+        tokens = min(whole, max(limit, lengths.longest))
+        count = -int(-samples * lengths.mean // limit)
+    else:
+        tokens, count = max(whole // stages, lengths.longest), stages
+    count = -(-max(1, count) // stages) * stages
+    return MicroBatches(-(-tokens // context), count)
+
+
+def heaviest_rank(subject: Subject) -> RankMemory:
+    """Of the pipeline stage that needs most: the first keeps most micro-batches and has the embedding, the last has the
+    output layer."""
+    training = subject.config.training
+    found = [rank_memory(subject, stage) for stage in range(training.pipeline_model_parallel_size)]
+    return max(found, key=lambda rank: rank.total)
+
+
+def rank_memory(subject: Subject, stage: int) -> RankMemory:
+    """Of a rank of a pipeline stage."""
+    config, training = subject.config, subject.config.training
+    state = list(_learner_rows(subject.model, training, stage, ""))
+    if has_critic(config.algorithm):
+        critic, _ = planned_model(config.model.critic_path or config.model.path)
+        rows = _learner_rows(critic, training, stage, "critic's ", critic=True)
+        state.append(Row(what="critic, with its gradients and optimizer", bytes=sum(row.bytes for row in rows)))
+    for role, path in untrained_models(config.model, config.algorithm).items():
+        if role == "ref" and training.lora.r and config.model.ref_path is None:
+            continue  # the model without its adapters
+        frozen, _ = planned_model(path)
+        held = _held(frozen, training, stage, trained=False)
+        name = {"ref": "reference model", "teacher": "teacher"}[role]
+        state.append(Row(what=name, bytes=held.all * bytes_of(training.dtype)))
+    return RankMemory(stage, tuple(state), tuple(_step_rows(subject, stage)))
+
+
+def _held(model: Model, training: TrainingConfig, stage: int, *, trained: bool = True, critic: bool = False) -> Held:
+    if training.engine == "torch":
+        return sharded(model, training, trained=trained, critic=critic)
+    return held_by_stage(model, training, trained=trained, critic=critic)[stage]
+
+
+def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str, *, critic: bool = False) -> list[Row]:
+    """Weights, gradients and optimizer. Gradients and moments are float32 on both engines. Megatron holds weights in
+    the number format of training, and in bfloat16 a float32 copy with its optimizer, 6 + 12 bytes a parameter, of which
+    the distributed optimizer divides the 12 by the ranks that hold the same (Megatron-LM's
+    `theoretical_memory_usage.py`); torch holds float32 weights, 4 + 4 + 8. With LoRA all but adapters is in the number
+    format of training."""
+    held, size = _held(model, training, stage, critic=critic), bytes_of(training.dtype)
+    if training.lora.r and not critic:
+        adapters = adapter_size(model, training.lora) / training.world_size
+        return [
+            Row(what="weights", bytes=held.all * size + 4 * adapters),
+            Row(what="gradients of adapters", bytes=4 * adapters),
+            Row(what="optimizer of adapters", bytes=8 * adapters),
+        ]
+    if training.engine == "torch":
+        weights, optimizer = 4 * held.all, 8 * held.trained
+    else:
+        weights, each = size * held.all, 8 + (4 if size == 2 else 0)
+        dense, expert = replicas(training)
+        optimizer = each * (held.trained_dense / dense + held.trained_expert / expert)
+    return [
+        Row(what=f"{whose}weights", bytes=weights),
+        Row(what=f"{whose}gradients", bytes=4 * held.trained),
+        Row(what=f"{whose}optimizer", bytes=optimizer),
+    ]
+
+
+def replicas(training: TrainingConfig) -> tuple[int, int]:
+    """Ranks that share the optimizer's state of what they hold alike: of all but experts, and of experts."""
+    options = training.megatron
+    if not options.get("use_distributed_optimizer"):
+        return 1, 1
+    tensor, stages = training.tensor_model_parallel_size, training.pipeline_model_parallel_size
+    experts = (options.get("expert_model_parallel_size") or 1) * (options.get("expert_tensor_parallel_size") or tensor)
+    return training.world_size // (tensor * stages), training.world_size // (experts * stages)
+
+
+def _step_rows(subject: Subject, stage: int) -> list[Row]:
+    model, training, lengths = subject.model, subject.config.training, subject.lengths
+    of_step = micro_batches(subject)
+    last = training.pipeline_model_parallel_size - 1
+    if training.engine == "torch":
+        layers = range(model.config.num_hidden_layers)
+    else:
+        layers = stages(model.config.num_hidden_layers, training)[stage]
+    kept = stage_activations(model, training, layers, stage, of_step.tokens, of_step.count, lengths.longest)
+    shards = training.engine == "torch" and (training.world_size > 1 or training.dtype != "float32")
+    at_output, in_layers = [], []
+    if stage == last:
+        trained = int(of_step.tokens * lengths.trained)
+        logits = output_bytes(model, training, of_step.tokens, trained, critic=False)
+        at_output.append(Row(what="logits and the output layer's input", bytes=logits))
+    if kept.again:
+        in_layers.append(Row(what="activations of the layers that are recomputed", bytes=kept.again))
+    if shards:
+        outside, layer = _gathered(model, training)
+        at_output.append(Row(what="weights gathered from all ranks", bytes=outside))
+        in_layers.append(Row(what="weights and gradients of layers gathered from all ranks", bytes=outside + layer))
+    # Logits are gone when the backward pass has come to the layers.
+    largest = max(at_output, in_layers, key=lambda rows: sum(row.bytes for row in rows))
+    return [Row(what="activations", bytes=kept.kept), *largest]
+
+
+def _gathered(model: Model, training: TrainingConfig) -> tuple[float, float]:
+    """Bytes that FSDP2 gathers: of what is outside the layers, in the number format of training; and of a layer and the
+    next one, with the gradient of one in it and in float32."""
+    size, wanted = bytes_of(training.dtype), is_trained(training)
+    layers: Counter[int] = Counter()
+    gradients: Counter[int] = Counter()
+    outside = 0
+    for tensor in model.tensors:
+        if tensor.layer is None:
+            outside += tensor.size
+        else:
+            layers[tensor.layer] += tensor.size
+            gradients[tensor.layer] += tensor.size * (wanted(tensor) and not training.lora.r)
+    return size * outside, size * 2 * max(layers.values()) + (size + 4) * max(gradients.values())

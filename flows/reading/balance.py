@@ -1,0 +1,200 @@
+"""Who waits for whom: the shares of wall time in which the two sides of a run work, as the ledger's times tell.
+
+| side | works in |
+|---|---|
+| rollout engines | `rollout`, `eval`; each engine in its own shards |
+| trainer | `score`, `train`, `checkpoint`, `sync` |
+
+A side waits when it does not work. With a lag of k the engines work on iterations up to k after the one that is learned
+from, and on none further: between the ends of two iterations' learning, all that either side did is known once k more
+iterations are complete, and is cut to that window. The time in which no driver was alive does not count.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from statistics import fmean
+
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.costs import ON_TRAINING, engine_of
+from cairn.flows.reading.metrics import covered_seconds
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.ledger import Ledger
+
+WINDOW = 10
+"""Iterations that are measured at most."""
+LEAST = 3
+"""Fewer say nothing."""
+_READERS = 4
+"""Iterations whose commits are read at a time."""
+_ON_ROLLOUT = frozenset({Step.ROLLOUT, Step.EVAL})
+_COLLECTING = frozenset({Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.EVAL})
+"""The half of an iteration that `lagged` has beside that of an earlier one; evaluations hold the same engines."""
+
+Interval = tuple[float, float]
+"""Start and end, Unix seconds."""
+
+
+class Bottleneck(StrEnum):
+    """What works most of the time, so that a run is as fast as it."""
+
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    GRADERS = "graders"
+    DRIVER = "driver"
+    """Steps without a device, and what orchestration costs."""
+
+
+class Balance(Record):
+    """Shares of the wall time of some iterations, from 0 to 1."""
+
+    first: int
+    """Iteration."""
+    last: int
+    seconds: float
+    """Of the window, without those in which no driver was alive."""
+    rollout_wait: float
+    """In which a rollout engine waits, the mean over engines."""
+    trainer_wait: float
+    neither: float
+    """In which neither side works: graders, steps without a device, orchestration. Of a run that streams it is known of
+    engines how long they worked, and not when: the least that it can be."""
+    engines_apart: float
+    """In which some rollout engines work and others have nothing left to do, the mean over engines."""
+    steps: dict[Step, float]
+    """In which at least one shard of a step is at work."""
+    bottleneck: Bottleneck
+    overlap: float
+    """How many times as fast iterations are at best whose halves, collecting and learning, run side by side: the sum of
+    the halves by the larger one. 1 where they do."""
+    rounds: float
+    """Of rollout, an iteration."""
+    groups: float
+    """Generated, an iteration."""
+    queued: float
+    """Most requests that waited in an engine for others."""
+
+
+def iteration_waits(commits: Sequence[Commit], earlier: Sequence[Commit], config: RunConfig) -> dict[str, float]:
+    """The metrics of an iteration that say how long each side waited; none for the first, which follows on nothing, and
+    where nothing is sampled. `earlier`: the commits of the 1 + `weights_lag` iterations before."""
+    if not earlier or not config.samples_responses:
+        return {}
+    this, everything = commits[0].iteration, [*earlier, *commits]
+
+    def window(steps: Collection[Step]) -> "_Window":
+        return _Window(everything, _end(everything, this - 1, steps), _end(everything, this, steps))
+
+    learning, collecting = window(ON_TRAINING), window({Step.FILTER})
+    waits = {
+        "train_wait_time": ("wait_time_ratio", learning, learning.seconds - learning.busy(ON_TRAINING)),
+        "rollout_wait_time": (
+            "rollout_wait_time_ratio", collecting, collecting.seconds - fmean(collecting.engines(config))
+        ),
+    }  # fmt: skip
+    times = {f"perf/{name}": waited for name, (_, _, waited) in waits.items()}
+    return times | {f"perf/{name}": waited / of.seconds for name, of, waited in waits.values() if of.seconds > 0}
+
+
+def measured(ledger: Ledger, config: RunConfig, complete: int) -> Balance | None:
+    """The balance of the newest iterations of a run of which `complete` are complete. None where they are too few
+    besides the first, which warm up and fill the pipeline, and where nothing is sampled.
+
+    Reads the commits of `WINDOW` + 1 + 2 × lag iterations at most. Raises Damaged.
+    """
+    lag = config.rollout.weights_lag
+    last = complete - 1 - lag
+    first = max(ledger.first_iteration + 1 + lag, last - WINDOW + 1)
+    if last - first + 1 < LEAST or not config.samples_responses:
+        return None
+    with ThreadPoolExecutor(_READERS) as readers:
+        read = readers.map(ledger.commits, range(first - 1 - lag, complete))
+        commits = [commit for iteration in read for commit in iteration]
+    window = _Window(commits, _end(commits, first - 1, ON_TRAINING), _end(commits, last, ON_TRAINING))
+    if window.seconds <= 0:
+        return None
+    own = [commit for commit in commits if first <= commit.iteration <= last]
+    return _balance(window, own, config, first, last)
+
+
+def _balance(window: "_Window", own: Sequence[Commit], config: RunConfig, first: int, last: int) -> Balance:
+    """`own`: the commits of the iterations from `first` to `last`."""
+
+    def share(steps: Collection[Step]) -> float:
+        return window.busy(steps) / window.seconds
+
+    engines, trainer = fmean(window.engines(config)) / window.seconds, share(ON_TRAINING)
+    streams = config.rollout.pipeline == "streaming"  # whose rollout steps only wait
+    rollout = engines if streams else share(_ON_ROLLOUT)
+    working = {
+        Bottleneck.ROLLOUT: rollout,
+        Bottleneck.TRAINER: trainer,
+        Bottleneck.GRADERS: share({Step.REWARD}),
+        Bottleneck.DRIVER: 0.0 if streams else 1 - share({*_ON_ROLLOUT, *ON_TRAINING, Step.REWARD}),
+    }
+    collecting, learning = share(_COLLECTING), share({*ON_TRAINING, Step.ADVANTAGE})
+    larger = max(collecting, learning)
+    generated = [commit for commit in own if commit.step is Step.ROLLOUT]
+    return Balance(
+        first=first,
+        last=last,
+        seconds=window.seconds,
+        rollout_wait=1 - engines,
+        trainer_wait=1 - trainer,
+        neither=max(0.0, 1 - rollout - trainer) if streams else 1 - share({*_ON_ROLLOUT, *ON_TRAINING}),
+        engines_apart=rollout - engines,
+        steps={step: busy for step in Step if (busy := share({step})) > 0},
+        bottleneck=max(working, key=lambda side: working[side]),
+        overlap=1.0 if config.rollout.weights_lag or not larger else (collecting + learning) / larger,
+        rounds=sum(commit.step is Step.FILTER for commit in own) / (last - first + 1),
+        groups=sum(commit.metrics.get("generated_groups", 0.0) for commit in generated) / (last - first + 1),
+        queued=max(
+            (n for c in generated for name, n in c.metrics.items() if name.endswith("/queued_requests_max")), default=0
+        ),
+    )
+
+
+def _end(commits: Iterable[Commit], iteration: int, steps: Collection[Step]) -> float:
+    """When the last of these steps of an iteration was committed."""
+    return max(commit.committed_at for commit in commits if commit.iteration == iteration and commit.step in steps)
+
+
+class _Window:
+    """What commits did between two moments."""
+
+    def __init__(self, commits: Iterable[Commit], start: float, end: float) -> None:
+        self._start, self._end = start, end
+        self._commits = [commit for commit in commits if "found" not in commit.values]  # an evaluation that ran nowhere
+        drivers: dict[tuple[str, int], list[Commit]] = {}
+        for commit in self._commits:
+            drivers.setdefault((commit.run, commit.epoch), []).append(commit)
+        self.seconds = covered_seconds(
+            self._cut(
+                (min(commit.started_at for commit in own), max(commit.committed_at for commit in own))
+                for own in drivers.values()
+            )
+        )
+        """In which a driver was alive."""
+
+    def busy(self, steps: Collection[Step]) -> float:
+        """Seconds in which one of the steps was at work."""
+        return self._covered(commit for commit in self._commits if commit.step in steps)
+
+    def engines(self, config: RunConfig) -> list[float]:
+        """Seconds in which each rollout engine was at work; of a stream all have the mean."""
+        shared = [commit for commit in self._commits if commit.step is Step.EVAL]
+        own: list[list[Commit]] = [[] for _ in range(config.rollout.num_engines)]
+        for commit in self._commits:
+            if commit.step is Step.ROLLOUT and "engines" not in commit.timings:
+                own[engine_of(commit, config)].append(commit)
+        counted = [c for c in self._commits if "engines" in c.timings and self._start < c.committed_at <= self._end]
+        served = config.rollout.num_engines
+        streamed = sum(commit.timings["engines"] / commit.metrics.get("engines", served) for commit in counted)
+        return [min(self.seconds, self._covered([*shared, *commits]) + streamed) for commits in own]
+
+    def _covered(self, commits: Iterable[Commit]) -> float:
+        return covered_seconds(self._cut((commit.started_at, commit.committed_at) for commit in commits))
+
+    def _cut(self, intervals: Iterable[Interval]) -> list[Interval]:
+        cut = ((max(start, self._start), min(end, self._end)) for start, end in intervals)
+        return [(start, end) for start, end in cut if start < end]

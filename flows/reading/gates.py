@@ -1,0 +1,142 @@
+"""Gates of a run: which are due, which stand, and deciding about them.
+
+What a driver does at one is in `cairn.flows.driver.approval`.
+"""
+
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.samples import evaluations
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.decisions import Decision, Gate, GateStanding, GateState, Verdict, gates
+from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.evaluation.evaluate import eval_shard
+
+
+def holding(ledger: Ledger, index: int) -> GateStanding | None:
+    """The first gate before iteration `index`, or before an earlier one, that is not approved."""
+    standing = ledger.decisions.gates()
+    held = (standing[i] for i in sorted(standing) if i <= index and standing[i].state is not GateState.APPROVED)
+    return next(held, None)
+
+
+def asking(held: GateStanding, run: str) -> str:
+    """One sentence: for what a run waits, and how to decide."""
+    why = f" ({held.gate.why})" if held.gate is not None and held.gate.why else ""
+    place = f"{run} {held.iteration}"
+    return f"Run {run} waits before iteration {held.iteration}{why}: cairn approve {place}, or cairn reject {place}"
+
+
+def due(ledger: Ledger, config: RunConfig, index: int) -> tuple[str, str] | None:
+    """The cause of a gate before iteration `index` that has no verdict yet, and a sentence; None if none is due."""
+    approval = config.approval
+    verdict = ledger.decisions.gates().get(index)
+    if verdict is not None:
+        return None
+    if index in approval.before:
+        return "before", f"approval.before names iteration {index}"
+    if approval.every is not None and index and index % approval.every == 0:
+        return "every", f"approval.every is {approval.every}"
+    fallen = _fall(ledger, config, index)
+    return None if fallen is None else ("eval_drop", fallen)
+
+
+def decide(
+    ledger: Ledger, config: RunConfig, index: int | None, *, approved: bool, why: str | None, by: str | None
+) -> Decision:
+    """Approve or reject the gate before an iteration, by default the one at which the run stands. Raises ValueError
+    with a sentence where there is nothing to decide."""
+
+    def verdict(so_far: tuple[Decision, ...]) -> Verdict:
+        standing = gates(so_far)
+        chosen = _undecided(ledger, standing) if index is None else index
+        if chosen >= config.rollout.num_rollout:
+            raise ValueError(f"run {ledger.run!r} has iterations 0 to {config.rollout.num_rollout - 1}, no {chosen}")
+        if chosen not in standing and due(ledger, config, chosen) is None:
+            raise ValueError(
+                f"run {ledger.run!r} does not wait before iteration {chosen}, and approval.before and approval.every "
+                "name no gate there"
+            )
+        held = chosen in standing and standing[chosen].state is not GateState.APPROVED
+        begun = ledger.markers(chosen) or chosen < ledger.first_iteration
+        if begun and not held:  # one that was asked for as its iteration began holds the next
+            raise ValueError(f"iteration {chosen} of run {ledger.run!r} has begun: its gate is behind it")
+        return Verdict(iteration=chosen, approved=approved)
+
+    return ledger.decisions.record(verdict, by=by, why=why)
+
+
+def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
+    """Let a run wait before the next iteration that it has not begun, for a program that has found a reason: such as an
+    evaluation elsewhere that fell. Its driver finds the gate before it begins that iteration, or the one after.
+
+    A reason is good for one gate: None, and nothing is recorded, where the run was asked for the same before, or is
+    rejected anyway. Of a run that waits already the gate stays where it is, and has both reasons. Raises ValueError
+    with a sentence where the run has begun all its iterations.
+    """
+    total = from_manifest(ledger.manifest.config).rollout.num_rollout
+
+    def asked(so_far: tuple[Decision, ...]) -> tuple[int, str]:
+        if any(isinstance(one.what, Gate) and why in (one.why or "") for one in so_far):
+            raise _Known
+        held = [one for _, one in sorted(gates(so_far).items()) if one.state is not GateState.APPROVED]
+        if any(one.state is GateState.REJECTED for one in held):
+            raise _Known
+        if held:
+            before = held[0].gate.why if held[0].gate else None
+            return held[0].iteration, "; ".join(filter(None, (before, why)))
+        newest = ledger.last_iteration()
+        following = 0 if newest is None else newest + 1
+        if following >= total:
+            raise ValueError(f"run {ledger.run!r} has begun all its {total} iterations: there is none left to hold")
+        return following, why
+
+    try:
+        _, reasons = asked(ledger.decisions.all())
+        return ledger.decisions.record(
+            lambda so_far: Gate(iteration=asked(so_far)[0], cause="asked"), by=by, why=reasons
+        )
+    except _Known:
+        return None
+
+
+class _Known(Exception):
+    """Nothing is to be recorded."""
+
+
+def _undecided(ledger: Ledger, standing: dict[int, GateStanding]) -> int:
+    waiting = [i for i in sorted(standing) if standing[i].state is not GateState.APPROVED]
+    if not waiting:
+        raise ValueError(f"run {ledger.run!r} waits for nobody; name the iteration to decide ahead")
+    return waiting[0]
+
+
+def _fall(ledger: Ledger, config: RunConfig, index: int) -> str | None:
+    """Whether the newest evaluation that the iteration may know of is new to it, and lies below the best since a fall
+    was last approved."""
+    fall, newest = config.approval.eval_drop, index - 1 - config.rollout.weights_lag
+    if fall is None or newest < 0:
+        return None
+    benchmark = next(benchmark for benchmark in config.eval.benchmarks if benchmark.name == fall.benchmark)
+    since = _last_approved_fall(ledger, index) - 1 - config.rollout.weights_lag
+    scores: list[tuple[int, float]] = []
+    for iteration, version in evaluations(ledger):
+        if max(since, 0) <= iteration <= newest:
+            commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
+            if commit is not None and fall.benchmark in commit.metrics:
+                scores.append((iteration, commit.metrics[fall.benchmark]))
+    if not scores or scores[-1][0] != newest:
+        return None
+    best, last = max(score for _, score in scores), scores[-1][1]
+    if best - last < fall.drop:
+        return None
+    return f"{fall.benchmark} fell from {best:.3f} to {last:.3f}, by {fall.drop:g} or more"
+
+
+def _last_approved_fall(ledger: Ledger, index: int) -> int:
+    """The iteration before which a fall was last approved, by a parent's gates too; 0 if none was."""
+    found = 0 if ledger.parent is None else _last_approved_fall(ledger.parent, ledger.first_iteration)
+    for iteration, gate in ledger.decisions.gates().items():
+        fallen = gate.gate is not None and isinstance(gate.gate.what, Gate) and gate.gate.what.cause == "eval_drop"
+        if fallen and gate.state is GateState.APPROVED and iteration < index:
+            found = max(found, iteration)
+    return found

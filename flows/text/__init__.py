@@ -1,1 +1,0 @@
-"""Text that others wrote, for terminals and for Markdown."""

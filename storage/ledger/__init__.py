@@ -1,0 +1,1 @@
+"""The ledger: commits, leases, manifests, schemas and decisions."""

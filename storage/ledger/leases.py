@@ -1,0 +1,373 @@
+"""Who may commit to a run: one driver at a time, the one with the newest epoch.
+
+```
+runs/<run>/leases/000003.json           created exclusively by the driver that owns the run from then on
+runs/<run>/leases/000003.renewed.json   rewritten every few seconds while that driver lives
+runs/<run>/leases/000003.end.json       its outcome, when it gives the run back
+```
+
+| newest lease | a driver that wants the run |
+|---|---|
+| none | creates epoch 1 |
+| ended | creates the next epoch |
+| its process, on this machine, is gone | creates the next epoch |
+| its process, on this machine, is there | is refused (LeaseHeld) |
+| elsewhere, and something of it changes while it is watched | is refused |
+| elsewhere, and nothing of it changes for its time to live | creates the next epoch |
+| any, with takeover | creates the next epoch |
+
+Of several drivers that create one epoch exactly one wins. Right before each try at a commit a driver asks whether its
+own epoch is still there and a newer one is not, and stops otherwise: one that was suspended and taken over commits
+nothing when it wakes, but for a request that it had sent.
+
+No wall clock decides. A process is known by the tick at which it started, counted by its kernel since the boot; what a
+holder elsewhere does is watched and timed by the watcher's own monotonic clock. The times in a lease are for people.
+"""
+
+import itertools
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from pydantic import ValidationError
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Record
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError
+from cairn.storage.store.store import Store
+
+# Which process holds a lease, and whether it is still there, as far as this machine can tell.
+
+
+_SAME_START = 2.0
+"""Seconds by which two readings of one process's start time may differ: it is derived from an adjustable clock."""
+_START_FIELD = 22
+"""Of /proc/<pid>/stat: clock ticks between the boot and the start of the process."""
+
+
+class Holder(Record):
+    """A driver's process."""
+
+    id: str
+    """Random: no two holders are equal."""
+    host: str
+    machine: str
+    """Boot of the kernel, process and time namespace: where equal, `pid` and `start_ticks` can be looked up."""
+    pid: int
+    process_started_at: float
+    """Unix seconds, by a clock that may be set meanwhile."""
+    start_ticks: int | None = None
+    """Clock ticks of the kernel from its boot to the start of the process: with boot and namespaces they make `pid` one
+    process. None in a lease that an earlier version wrote."""
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """The calling process, with a new id."""
+        return cls(
+            id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            process_started_at=psutil.Process().create_time(),
+            start_ticks=_start_ticks(os.getpid()),
+        )
+
+    def is_gone(self) -> bool | None:
+        """Whether the process has ended; None where this machine cannot tell."""
+        if not self.machine or self.machine != _machine():
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            if self.start_ticks is not None:
+                return _start_ticks(self.pid) != self.start_ticks
+            # Another process may have the number now, or somebody has set the clock.
+            same = abs(process.create_time() - self.process_started_at) < _SAME_START
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            return True
+        return False if same else None
+
+
+def _machine() -> str:
+    """Empty where the kernel does not say: then nobody is known to be on this machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return ""
+    # In a time namespace of its own, ticks since the boot are other ones; older kernels have none.
+    namespaces = [file.stat().st_ino for name in ("pid", "time") if (file := Path("/proc/self/ns", name)).exists()]
+    return " ".join([boot.read_text().strip(), *map(str, namespaces)])
+
+
+def _start_ticks(pid: int) -> int | None:
+    """None where there is no /proc. Raises FileNotFoundError or ProcessLookupError without such a process."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+    return int(after_name[_START_FIELD - 3])
+
+
+TIME_TO_LIVE = 30.0
+"""Seconds without renewal after which a holder on another machine counts as dead."""
+RENEWAL_INTERVAL = 5.0
+"""Seconds between renewals."""
+WATCH_INTERVAL = 0.5
+"""Seconds between two looks at the lease of a holder elsewhere."""
+_MARKER = {"run", "epoch", "holder", "acquired_at", "time_to_live"}
+
+
+class Outcome(StrEnum):
+    """How a driver ended."""
+
+    COMPLETED = "completed"
+    """The run has all its iterations."""
+    FAILED = "failed"
+    """An error that retries did not mend."""
+    STOPPED = "stopped"
+    """Someone asked it to stop."""
+    PREEMPTED = "preempted"
+    """The machine was wanted for something else: it was told to end, and did so in order."""
+
+
+class Owned(NamedTuple):
+    """What a lease is on: a run, unless said."""
+
+    folder: str
+    """Store path of the folder of its leases."""
+    name: str
+    """As the leases and messages name it."""
+    kind: str = "run"
+    """As messages name it."""
+
+    def path(self, epoch: int, sign: str = "") -> str:
+        """Of a lease, or of a sign of its owner: `.renewed` or `.end`."""
+        return layout.lease_file(self.folder, epoch, sign)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+class LeaseState(Record):
+    """The newest lease of a run, or of something else, as the store has it. Times are Unix seconds by the holder's
+    clock."""
+
+    run: str
+    """The name of what it is on."""
+    epoch: int
+    holder: Holder
+    acquired_at: float
+    time_to_live: float
+    renewals: int = 0
+    renewed_at: float
+    outcome: Outcome | None = None
+    """None while the holder has not said how it ended."""
+
+    def is_over(self) -> bool | None:
+        """Whether nobody owns the run any more; None where one look cannot tell, since the holder is elsewhere."""
+        return True if self.outcome is not None else self.holder.is_gone()
+
+    def looks_over(self) -> bool:
+        """The same for people to read, who take the clocks' word for a holder elsewhere: nothing may rest on it."""
+        over = self.is_over()
+        return time.time() - self.renewed_at > self.time_to_live if over is None else over
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.acquired_at))
+        return f"pid {self.holder.pid} on {self.holder.host} since {since}"
+
+
+def on_run(run: str) -> Owned:
+    """What a driver's lease is on."""
+    return Owned(layout.leases(run), run)
+
+
+def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
+    """The lease with the newest epoch, or None if nobody ever owned the run, or what is given. Raises Damaged."""
+    owned = on_run(run) if isinstance(run, str) else run
+    epoch = max(_epochs(store, owned), default=0)
+    while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
+        epoch += 1
+    return _state(store, owned, epoch) if epoch else None
+
+
+def all_leases(store: Store, run: str) -> list[LeaseState]:
+    """Every lease of a run, the oldest first. Three requests each. Raises Damaged."""
+    owned = on_run(run)
+    return [_state(store, owned, epoch) for epoch in sorted(_epochs(store, owned))]
+
+
+def _epochs(store: Store, owned: Owned) -> list[int]:
+    return [epoch for name in store.list(owned.folder) if (epoch := layout.parse_lease(name)) is not None]
+
+
+def _state(store: Store, owned: Owned, epoch: int) -> LeaseState:
+    fields = _read(store, owned.path(epoch))
+    fields["renewed_at"] = fields["acquired_at"]
+    for path in (owned.path(epoch, ".renewed"), owned.path(epoch, ".end")):
+        with suppress(FileNotFoundError):
+            sign = _read(store, path)
+            # A driver of a deleted run may have written it beside the lease of the run that has its name now.
+            if sign.pop("holder_id", None) in (None, fields["holder"]["id"]):
+                fields |= sign
+    try:
+        return LeaseState.model_validate(fields)
+    except ValidationError as error:
+        raise Damaged(f"lease {owned.path(epoch)} cannot be read: {error}") from None
+
+
+def _read(store: Store, path: str) -> dict[str, Any]:
+    try:
+        fields = canonical.unseal(store.read(path))
+    except ValueError as error:
+        raise Damaged(f"{path} cannot be trusted: {error}") from None
+    del fields["digest"]
+    return fields
+
+
+class Lease:
+    """The right to commit to a run, held by this process until `release` or until a newer epoch takes it. The same of
+    anything else that one process at a time is to make, such as the result of an evaluation."""
+
+    def __init__(self, store: Store, owned: Owned, state: LeaseState, renewal_interval: float):
+        """Use `Lease.acquire`."""
+        self.run = state.run
+        self.epoch = state.epoch
+        self.holder = state.holder
+        self._store = store
+        self._owned = owned
+        self._time_to_live = state.time_to_live
+        self._interval = renewal_interval
+        self._renewed = time.monotonic()
+        self._failure: Exception | None = None
+        self._ended = threading.Event()
+        # A daemon: it must not keep a process alive whose driver has ended.
+        self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+        self._renewer.start()
+
+    @classmethod
+    def acquire(
+        cls,
+        store: Store,
+        run: str | Owned,
+        takeover: bool = False,
+        *,
+        time_to_live: float = TIME_TO_LIVE,
+        renewal_interval: float = RENEWAL_INTERVAL,
+    ) -> "Lease":
+        """Own the run from now on. Raises LeaseHeld if a live driver owns it, unless `takeover`, and if another driver
+        was faster. Takes the holder's time to live where it lived on another machine and has not said that it ended."""
+        owned = on_run(run) if isinstance(run, str) else run
+        newest = newest_lease(store, owned)
+        if newest is not None and not takeover:
+            newest = _require_over(store, owned, newest)
+        now = time.time()
+        state = LeaseState(
+            run=owned.name,
+            epoch=newest.epoch + 1 if newest else 1,
+            holder=Holder.this_process(),
+            acquired_at=now,
+            time_to_live=time_to_live,
+            renewed_at=now,
+        )
+        marker = canonical.seal(state.model_dump(mode="json", include=_MARKER))
+        if not store.create(owned.path(state.epoch), marker):
+            winner = newest_lease(store, owned)
+            assert winner is not None
+            raise _held(owned, winner)
+        return cls(store, owned, state, renewal_interval)
+
+    def check(self) -> None:
+        """Raise LeaseLost if this driver does not own the run any more, StoreError if its signs of life have not
+        reached the store for longer than the time to live. Two requests."""
+        if self._ended.is_set():
+            raise LeaseLost(f"this driver has given {self._owned} back")
+        if self._store.exists(self._owned.path(self.epoch + 1)):
+            newest = newest_lease(self._store, self._owned)
+            raise LeaseLost(f"{self._owned} was taken over by {newest}; this driver stops, nothing committed is lost")
+        silent = time.monotonic() - self._renewed
+        if silent > self._time_to_live and self._failure is not None:
+            raise StoreError(
+                f"the lease on {self._owned} could not be renewed for {silent:.0f} s: {self._failure}"
+            ) from self._failure
+        if not self._is_there():
+            self._ended.set()  # no sign of life of this driver belongs to that epoch
+            raise LeaseLost(f"{self._owned} was deleted while this driver had it; this driver stops")
+
+    def release(self, outcome: Outcome) -> None:
+        """Give the run back and say how it went. A second call does nothing."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._renewer.join(self._interval)
+        end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id})
+        if self._is_there():
+            self._store.create(self._owned.path(self.epoch, ".end"), end)
+
+    def _is_there(self) -> bool:
+        """Whether the epoch is still this driver's. Deleting a run ends its epochs, and the next run of its name begins
+        with the first again."""
+        try:
+            holder: str = _read(self._store, self._owned.path(self.epoch))["holder"]["id"]
+        except FileNotFoundError:
+            return False
+        return holder == self.holder.id
+
+    def _renew(self) -> None:
+        for renewals in itertools.count(1):
+            if self._ended.wait(self._interval):
+                return
+            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time(), "holder_id": self.holder.id})
+            try:
+                if not self._is_there():
+                    return  # what is there is another run's; `check` says so
+                self._store.write(self._owned.path(self.epoch, ".renewed"), sign)
+                self._renewed, self._failure = time.monotonic(), None
+            except Exception as error:  # `check` raises it when it lasts; until then the next renewal may succeed
+                self._failure = error
+
+
+def _require_over(store: Store, owned: Owned, newest: LeaseState) -> LeaseState | None:
+    """The newest lease, once its holder owns the run no more. Raises LeaseHeld where it does."""
+    over = newest.is_over()
+    watched = over is None
+    if watched:
+        over = _is_silent(store, owned, newest)
+    if not over:
+        raise _held(owned, newest)
+    if not watched:
+        return newest
+    later = newest_lease(store, owned)
+    if later is not None and later.outcome is None and later.holder.id != newest.holder.id:
+        raise _held(owned, later)
+    return later
+
+
+def _is_silent(store: Store, owned: Owned, seen: LeaseState) -> bool:
+    """Whether a holder elsewhere leaves its lease as it is for as long as it may. Raises LeaseHeld if another driver
+    takes the run meanwhile."""
+    end = time.monotonic() + seen.time_to_live
+    began = 0.0
+    while began < end:  # a look that takes long tells what was at its beginning
+        time.sleep(min(WATCH_INTERVAL, seen.time_to_live))
+        began = time.monotonic()
+        now = newest_lease(store, owned)
+        if now is not None and now.outcome is None and now.holder.id != seen.holder.id:
+            raise _held(owned, now)
+        if now != seen:
+            return now is None or now.outcome is not None
+    return True
+
+
+def _held(owned: Owned, state: LeaseState) -> LeaseHeld:
+    return LeaseHeld(
+        f"{owned} is driven by {state}; wait until it ends, stop it, or take the run over with --takeover",
+        state.holder,
+    )

@@ -1,0 +1,345 @@
+"""All commits of a run, read as one history. See `cairn.storage.ledger.commits` for the layout and
+`cairn.storage.ledger.layout` for every path.
+
+A step is made once: look its commit up with `find`; if there is none, write files into an `attempt` and `commit` them.
+
+A fork has its parent's iterations up to the one it was forked at, and copies nothing: they are read where they lie.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+from pydantic import BaseModel
+
+from cairn.configs.schema.rollout import lag_of
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.decisions import Decisions
+from cairn.storage.ledger.leases import Lease
+from cairn.storage.ledger.manifest import Manifest, Parent, create_manifest, read_manifest
+from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, code_version, input_differences, plain
+from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
+from cairn.storage.store.store import Store
+
+# Which iterations of a run have files. Folders are listed, not what is in them.
+
+
+_PAGE = 1000
+"""Names that an object store lists at a time, at most."""
+
+
+def iterations_with_files(store: Store, run: str) -> list[int]:
+    """All of them, sorted. One request a thousand."""
+    return _numbers(store.list(layout.iterations(run)))
+
+
+def newest_iteration_with_files(store: Store, run: str, first: int) -> int:
+    """The last one from `first` on; less than that if there is none. Lists further and further ahead and then in the
+    middle, so that most of a long run is passed over: requests grow with the logarithm of the iterations."""
+    low, high, stride = first, None, 0
+    numbers, more = _page(store, run, low)
+    while more and numbers:
+        low = numbers[-1] + 1
+        if high is None:
+            ahead, stride = min(low + stride, layout.LAST_NUMBER), max(_PAGE, 2 * stride)
+        else:
+            ahead = low + (high - low) // 2 if high - low > _PAGE else low
+        found, further = _page(store, run, ahead)
+        if found:
+            numbers, more = found, further
+        else:
+            high, more = ahead, ahead > low
+    return numbers[-1] if numbers else first - 1
+
+
+def _page(store: Store, run: str, first: int) -> tuple[list[int], bool]:
+    """Some of those from one on, and whether there are more."""
+    names, more = store.page(layout.iterations(run), layout.digits(first))
+    return _numbers(names), more
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    return [number for name in names if (number := layout.parse_iteration(name)) is not None]
+
+
+_REQUESTS = 8
+"""Commits read at a time: an object store answers one after tens of milliseconds."""
+
+
+class Ledger:
+    """The history of one run. Safe to use from several threads."""
+
+    def __init__(self, store: Store, manifest: Manifest):
+        """Use `Ledger.create` or `Ledger.open`."""
+        self.store = store
+        self.manifest = manifest
+        self.run = manifest.run
+        self._terms = RunTerms(store, manifest)
+        self.decisions = Decisions(store, manifest)
+        """What people decided about the run, its own alone."""
+        self._forks: tuple[str, ...] = ()
+        """The runs by whose parent this ledger was opened, a fork of it the last."""
+        self.lease: Lease | None = None
+        """Set by `acquire`; commits need it."""
+
+    @classmethod
+    def create(
+        cls,
+        store: Store,
+        run: str,
+        config: BaseModel | Mapping[str, Any],
+        inputs: Mapping[str, str] | None = None,
+        parent: Parent | None = None,
+        rules: Mapping[str, Rules] | None = None,
+    ) -> "Ledger":
+        """Start a run, or open it if it exists with the same configuration and inputs: see `open`. Raises RunDiffers if
+        it exists with others, ValueError if the name is not usable."""
+        if not store.exists(layout.run_manifest(run)):
+            manifest = Manifest(
+                run=run,
+                id=uuid.uuid4().hex,
+                config=plain(config),
+                inputs=dict(inputs or {}),
+                rules=None if rules is None else dict(rules),
+                code_version=code_version(),
+                parent=parent,
+                created_at=time.time(),
+            )
+            if create_manifest(store, manifest):
+                created = cls(store, manifest)
+                created._terms.begin()
+                return created
+        return cls.open(store, run, config, inputs, rules)
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        run: str,
+        config: BaseModel | Mapping[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
+        rules: Mapping[str, Rules] | None = None,
+    ) -> "Ledger":
+        """Open a run. Raises FileNotFoundError if there is none, RunDiffers if `config` or `inputs` are given and not
+        those recorded, BeingDeleted and Damaged.
+
+        What was recorded is read as the code that runs reads it: an option that it knows besides has its default if
+        `config` is a model, and an input that it knows besides was not recorded, so it cannot differ. `rules`: what
+        its steps read. The first commit records all three, where they are not those of the run so far.
+        """
+        ledger = cls(store, read_manifest(store, run))
+        if config is not None:
+            ledger._terms.go_on_under(config, inputs, rules)
+        elif inputs is not None and (differing := input_differences(ledger.terms.inputs, inputs)):
+            raise RunDiffers(run, differing)
+        return ledger
+
+    @property
+    def upgrades(self) -> tuple[Upgrade, ...]:
+        """See `RunTerms.upgrades`."""
+        return self._terms.upgrades
+
+    @property
+    def terms(self) -> Terms:
+        """Those that this process has said it goes on under, or else the newest."""
+        return self._terms.now
+
+    def terms_of(self, commit: Commit) -> Terms:
+        """The terms under which a commit was made, the run's or its parent's. Raises Damaged if they are missing."""
+        if commit.run != self.run:
+            if self.parent is None:
+                raise Damaged(f"commit {commit.name} is of run {commit.run!r}, which is no parent of {self.run!r}")
+            return self.parent.terms_of(commit)
+        terms = self._terms.numbered(commit.terms)
+        if terms is None:
+            path = layout.upgrade(self.run, commit.terms)
+            raise Damaged(f"{path} is missing, but commit {commit.name} was made under its terms")
+        return terms
+
+    @cached_property
+    def parent(self) -> "Ledger | None":
+        """The run that this one was forked from. Raises Damaged if that is a run forked from this one."""
+        if self.manifest.parent is None:
+            return None
+        parent = Ledger.open(self.store, self.manifest.parent.run)
+        parent._forks = (*self._forks, self.run)
+        if parent.run in parent._forks:
+            raise Damaged(f"run {parent.run!r} is recorded as forked from itself, over {' and '.join(parent._forks)}")
+        return parent
+
+    @property
+    def first_iteration(self) -> int:
+        """The first iteration that the run makes itself: 0, or the one after those it shares with its parent."""
+        return 0 if self.manifest.parent is None else self.manifest.parent.iteration + 1
+
+    @property
+    def lag(self) -> int:
+        """Iterations that are open besides the newest: sampled for while that one's weights are made."""
+        rollout: Any = self.manifest.config.get("rollout", {})
+        return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"), rollout.get("max_age"))
+
+    def owner(self, iteration: int) -> "Ledger":
+        """The ledger that holds an iteration: this one, or that of a parent."""
+        return self if self.parent is None or iteration >= self.first_iteration else self.parent.owner(iteration)
+
+    def acquire(self, takeover: bool = False) -> Lease:
+        """Own the run, so that commits are allowed. Raises LeaseHeld."""
+        self.lease = Lease.acquire(self.store, self.run, takeover)
+        return self.lease
+
+    def require_held(self) -> None:
+        """To be called before anything of the run is changed other than by a commit. Raises LeaseLost if this process
+        has owned the run and does not any more; one that never did, such as a collector, only tidies up. Two requests.
+        """
+        if self.lease is not None:
+            self.lease.check()
+
+    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        """A step's commit, or None. Raises Damaged if its bytes are not those committed. One request, or two for the
+        restore point of a fork."""
+        for run in self._holders(iteration):
+            commit = self._read(layout.commit(run, iteration, step, shard))
+            if commit is not None or step is not Step.CHECKPOINT:
+                return commit
+        return None
+
+    def commits(self, iteration: int) -> list[Commit]:
+        """All commits of an iteration, sorted by step (in the order of the DAG) and shard. One request for the list
+        and one for each commit. A listing may lag behind: whatever the train step or a listed commit was made from is
+        there though it is not listed."""
+        with ThreadPoolExecutor(_REQUESTS) as readers:
+            read = [commit for commit in readers.map(self._read, self.markers(iteration)) if commit is not None]
+        found = {commit.name: commit for commit in read}
+        name = layout.commit_name(iteration, Step.TRAIN)
+        unlisted = [] if name in found else [name]
+        unlisted += [made_from for commit in read for made_from in commit.inputs]
+        prefix = layout.commit_name(iteration, "")
+        while unlisted:
+            name = unlisted.pop()
+            if name in found or not name.startswith(prefix):
+                continue
+            step, _, shard = name.removeprefix(prefix).partition(".")
+            commit = self.find(iteration, Step(step), shard or None)
+            if commit is not None:
+                found[name] = commit
+                unlisted += commit.inputs
+        order = list(Step)
+        return sorted(found.values(), key=lambda commit: (order.index(commit.step), commit.shard or ""))
+
+    def markers(self, iteration: int) -> list[str]:
+        """Store paths of an iteration's commits, sorted by step and shard as they are spelled."""
+        folders = [layout.iteration(run, iteration) for run in self._holders(iteration)]
+        found = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
+        return [f"{found[name]}/{name}" for name in sorted(found) if _is_marker(name)]
+
+    def iterations(self) -> list[int]:
+        """Numbers of all iterations that have files, sorted. One request a thousand iterations: the store lists
+        folders, not what is in them."""
+        shared = [] if self.parent is None else self.parent.iterations()
+        own = iterations_with_files(self.store, self.run)
+        first = self.first_iteration
+        return [index for index in shared if index < first] + [index for index in own if index >= first]
+
+    def last_iteration(self) -> int | None:
+        """The newest iteration with a commit, or None; that of a fresh fork is the last one it shares. The number of
+        requests grows with the logarithm of the iterations."""
+        first = self.first_iteration
+        for iteration in range(newest_iteration_with_files(self.store, self.run, first), first - 1, -1):
+            names = self.store.list(layout.iteration(self.run, iteration))
+            if any(map(_is_marker, names)):
+                return iteration
+        return None if self.manifest.parent is None else self.manifest.parent.iteration
+
+    def attempt(self, iteration: int, step: Step, shard: str | None = None) -> Attempt:
+        """A fresh folder for the files of a step. Raises LeaseLost if this driver does not own the run."""
+        name = layout.attempt_name(shard, self._held_lease().epoch, uuid.uuid4().hex[:12])
+        return Attempt(self.store, self.run, iteration, step, shard, name)
+
+    def commit(
+        self,
+        *,
+        iteration: int,
+        step: Step,
+        shard: str | None,
+        attempt: Attempt,
+        inputs: Mapping[str, str],
+        config_digest: str,
+        environment: Environment,
+        started_at: float,
+        outputs: Sequence[OutputFile] = (),
+        weight_version_in: int | None = None,
+        weight_version_out: int | None = None,
+        state_digest: str | None = None,
+        values: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> Commit:
+        """Make a snapshot exist: create its commit exclusively. Returns the commit that the ledger now has, which is
+        another driver's if that was first (its `attempt` then differs). See `Commit` for the fields.
+
+        Raises LeaseLost, without creating it, if this driver does not own the run any more: it looks before each try.
+        """
+        lease = self._held_lease()
+        commit = Commit(
+            run=self.run,
+            terms=self._terms.record(lease),
+            iteration=iteration,
+            step=step,
+            shard=shard,
+            attempt=attempt.name,
+            epoch=lease.epoch,
+            inputs=dict(inputs),
+            config_digest=config_digest,
+            outputs=tuple(outputs),
+            weight_version_in=weight_version_in,
+            weight_version_out=weight_version_out,
+            state_digest=state_digest,
+            values=dict(values or {}),
+            metrics=dict(metrics or {}),
+            timings=dict(timings or {}),
+            started_at=started_at,
+            committed_at=time.time(),
+            environment=environment,
+        )
+        path = layout.commit(self.run, iteration, step, shard)
+        if not self.store.create(path, commit.to_bytes(), lease.check):
+            first = self._read(path)
+            if first is None:
+                raise StoreError(f"{path} could not be created, yet it is not there")
+            commit = first
+        attempt.discard_superseded()
+        return commit
+
+    def folder_of(self, commit: Commit) -> str:
+        """Store path of the folder in which a commit's files lie."""
+        return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
+
+    def _holders(self, iteration: int) -> list[str]:
+        """The runs in whose folders an iteration's commits lie. A fork may hold checkpoints of the last iterations that
+        it shares, made because its parent has none there."""
+        if self.parent is None or iteration >= self.first_iteration:
+            return [self.run]
+        shared = self.parent._holders(iteration)
+        return [*shared, self.run] if iteration + 1 + self.lag >= self.first_iteration else shared
+
+    def _held_lease(self) -> Lease:
+        if self.lease is None:
+            raise LeaseLost(f"this process does not own run {self.run!r}; acquire its lease first")
+        return self.lease
+
+    def _read(self, path: str) -> Commit | None:
+        try:
+            data = self.store.read(path)
+        except FileNotFoundError:
+            return None
+        return Commit.from_bytes(data, path)
+
+
+def _is_marker(name: str) -> bool:
+    place = layout.parse_commit(name)
+    return place is not None and place[0] in set(Step)

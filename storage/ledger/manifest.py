@@ -1,0 +1,100 @@
+"""What a run is: `runs/<run>/run.json`, created once. A run exists as long as its manifest does."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+from pydantic import field_validator
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Record, require_readable
+from cairn.storage.ledger.terms import Terms
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut
+from cairn.storage.store.store import Store
+
+_REQUESTS = 8
+"""Looks at manifests at a time."""
+
+
+class Parent(Record):
+    """Where a run was forked from."""
+
+    run: str
+    iteration: int
+    """The last iteration that the fork shares with its parent."""
+    reason: str | None = None
+    """Why there is a fork, where Cairn made it by itself."""
+
+    @field_validator("run")
+    @classmethod
+    def _stays_in_its_folder(cls, run: str) -> str:
+        return layout.check_name(run, "run")
+
+
+class Manifest(Terms):
+    """What a run is: frozen when it is created."""
+
+    id: str | None = None
+    """Random; None where an earlier version created the run."""
+    parent: Parent | None = None
+    created_at: float
+    """Unix seconds."""
+
+    @property
+    def identity(self) -> str:
+        """Unlike that of every other run, also of one that was deleted and had this one's name."""
+        return canonical.digest(self.model_dump(mode="json"))
+
+
+def create_manifest(store: Store, manifest: Manifest) -> bool:
+    """Make the run exist; whether there was none of its name."""
+    return store.create(layout.run_manifest(manifest.run), canonical.seal(manifest.model_dump(mode="json")))
+
+
+def read_manifest(store: Store, run: str) -> Manifest:
+    """Raises FileNotFoundError if there is no such run, BeingDeleted and Damaged."""
+    path = layout.run_manifest(run)
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them") from None
+    try:
+        fields = canonical.unseal(data)
+        if "being_deleted_since" in fields:
+            raise BeingDeleted(f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` goes on")
+        require_readable(fields)
+        del fields["digest"]
+        manifest = Manifest.model_validate(fields)
+        if manifest.run != run:
+            raise ValueError(f"it is that of run {manifest.run!r}")
+    except ValueError as error:
+        raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
+    return manifest
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    logging.getLogger(__name__).warning("%s", sentence)
+
+
+def pass_over(name: str, error: Exception) -> None:
+    """Warn, once, of a folder among the runs that is none, or none any more."""
+    _say_once(f"{layout.run(name)} is passed over, as if no run were there: {ascii(str(error))[1:-1]}")
+
+
+def list_runs(store: Store) -> list[str]:
+    """Names of all runs in a store, sorted. What else may lie there is no run; of a folder that is a link out of the
+    store it is said."""
+
+    def exists(name: str) -> bool:
+        try:
+            return store.exists(layout.run_manifest(name))
+        except LeadsOut as error:
+            pass_over(name, error)
+            return False
+
+    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) is not None]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        exist = pool.map(exists, names)
+        return [name for name, there in zip(names, exist, strict=True) if there]

@@ -1,0 +1,246 @@
+"""Under which terms a run's commits were made: its configuration, what it reads from outside, and what its steps read.
+
+```
+runs/<run>/run.json                  the terms of the version of the code that created the run
+runs/<run>/upgrades/000001.json      those of the first other version that committed anything; then 000002.json, …
+```
+A commit names the number of its terms, 0 for those of the manifest, and is checked against them for ever: what a later
+version lets a step read besides, or an option that it adds, leaves older commits as they are. A terms' configuration
+is the one that the run was created with, in the options of the version that wrote it: an option that a run was created
+without has its default.
+"""
+
+import itertools
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, Field, JsonValue
+
+from cairn.configs.recorded import in_todays_words
+from cairn.configs.schema.base import RECORDED, UNCHECKED
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import FORMAT, Record, readable
+from cairn.storage.ledger.leases import Lease
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, RunDiffers
+from cairn.storage.store.store import Store
+
+# Which code is running.
+
+
+_DEADLINE = 10.0
+
+
+class CodeVersion(Record):
+    """Version of Cairn."""
+
+    package: str
+    """Of the installed distribution."""
+    commit: str | None = None
+    """Git commit of the source tree, with `-dirty` where tracked files differ from it; None outside of git."""
+
+
+@cache
+def code_version() -> CodeVersion:
+    """The version of the code that this process runs."""
+    try:
+        package = version("cairn-rl")
+    except PackageNotFoundError:
+        package = "unknown"
+    here = Path(__file__).resolve()
+    # An installation inside of someone's own repository is not that repository's code.
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return CodeVersion(package=package)
+    return CodeVersion(package=package, commit=_git(here.parent, "describe", "--always", "--dirty", "--abbrev=40"))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_DEADLINE)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+class Rules(Record):
+    """What a step reads, so what its commits' digests cover."""
+
+    reads: tuple[str, ...]
+    """Options, dotted; a section stands for all its options."""
+    externals: tuple[str, ...] = ()
+    """Inputs from outside the ledger, by their names in `Terms.inputs`."""
+    plugins: tuple[str, ...] = ()
+    """Options that name user code."""
+    engines: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Options that each engine it calls is made from, by the engine's name."""
+
+
+class Terms(Record):
+    """What a version of the code commits to a run under."""
+
+    schema_version: int = FORMAT
+    run: str
+    config: dict[str, JsonValue]
+    inputs: dict[str, str]
+    """Digest of everything read from outside the ledger, such as `data` and `model`. What a name's digest is taken of
+    never changes: a version that looks further adds a name, such as `reward.custom_rm_path:modules`."""
+    rules: dict[str, Rules] | None = None
+    """By step; None where the format had none (`cairn.tasks.durable.rules`)."""
+    code_version: CodeVersion
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read a sealed file. Raises ValueError with what is wrong."""
+        return cls.model_validate(readable(data))
+
+    def same_as(self, other: "Terms") -> bool:
+        """Whether they are those of one version of the code, so that commits need not tell the two apart."""
+        names = ("config", "inputs", "rules", "code_version")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def plugin_digest(self, option: str) -> str:
+        """Source digest of the user code that an option names; empty where it names a built-in."""
+        return self.inputs.get(f"{option}:modules", self.inputs.get(option, ""))
+
+
+class Upgrade(Terms):
+    """Terms of a version of the code that went on with a run of another one."""
+
+    number: int
+    epoch: int
+    """The driver's lease."""
+    recorded_at: float
+    """Unix seconds."""
+
+
+def plain(config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as JSON values."""
+    return config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
+
+
+def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded configuration in the options of the version that `config` is of."""
+    if not isinstance(config, BaseModel):
+        return dict(recorded)
+    return type(config).model_validate(in_todays_words(recorded), context=RECORDED | UNCHECKED).model_dump(mode="json")
+
+
+def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:
+    """(name, recorded, given) of inputs that are no longer what was recorded. Names that were not recorded are of a
+    version that looks at more."""
+    return [
+        (f"digest of {name}", value, given.get(name)) for name, value in recorded.items() if given.get(name) != value
+    ]
+
+
+def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted fields in which two JSON values differ, with both values; None where one has no such field."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        names = sorted({*recorded, *given})
+        prefix = f"{field}." if field and not field.endswith(" ") else field
+        return [
+            found for name in names for found in differences(recorded.get(name), given.get(name), f"{prefix}{name}")
+        ]
+    return [] if recorded == given else [(field, recorded, given)]
+
+
+# All terms of a run, from its manifest's to those that the running code commits under. See
+# `cairn.storage.ledger.terms`.
+
+
+class RunTerms:
+    """The terms of one run, by number: 0 are its manifest's. Safe to use from several threads."""
+
+    def __init__(self, store: Store, manifest: Terms):
+        self._store = store
+        self._manifest = manifest
+        self._now: Terms | None = None
+        """Those of the code that runs, where it has said what they are."""
+        self._committing_under: int | None = None
+        self._upgrades: tuple[Upgrade, ...] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def upgrades(self) -> tuple[Upgrade, ...]:
+        """Terms of the versions of the code that went on with the run after the one that created it, as they were when
+        this was first asked for. One request for each, and one. Raises Damaged."""
+        if self._upgrades is None:
+            self._upgrades = tuple(self._read(1))
+        return self._upgrades
+
+    @property
+    def now(self) -> Terms:
+        """Those that this process has said it goes on under, or else the newest."""
+        if self._now is not None:
+            return self._now
+        return self.upgrades[-1] if self.upgrades else self._manifest
+
+    def numbered(self, number: int) -> Terms | None:
+        """None if they are missing."""
+        if number == 0:
+            return self._manifest
+        if number > len(self.upgrades):
+            self._upgrades = (*self.upgrades, *self._read(len(self.upgrades) + 1))
+        return self.upgrades[number - 1] if number <= len(self.upgrades) else None
+
+    def begin(self) -> None:
+        """This process has created the run."""
+        self._now, self._committing_under, self._upgrades = self._manifest, 0, ()
+
+    def go_on_under(
+        self,
+        config: BaseModel | Mapping[str, Any],
+        inputs: Mapping[str, str] | None,
+        rules: Mapping[str, Rules] | None,
+    ) -> None:
+        """This process commits under these, of which None stands for what was recorded. Raises RunDiffers."""
+        recorded = self.now
+        differing = differences(as_read_now(recorded.config, config), plain(config))
+        if inputs is not None:
+            differing += input_differences(recorded.inputs, inputs)
+        if differing:
+            raise RunDiffers(recorded.run, differing)
+        self._now = Terms(
+            run=recorded.run,
+            config=plain(config),
+            inputs=dict(recorded.inputs if inputs is None else inputs),
+            rules=recorded.rules if rules is None else dict(rules),
+            code_version=code_version(),
+        )
+
+    def record(self, lease: Lease) -> int:
+        """The number of the terms that this process commits under, recorded if they are new. Raises LeaseLost."""
+        with self._lock:
+            while self._committing_under is None:
+                recorded = [self._manifest, *self.upgrades]
+                number = len(recorded)
+                if self._now is None or self._now.same_as(recorded[-1]):
+                    self._committing_under = number - 1
+                    continue
+                fields = self._now.model_dump(mode="json", include=set(Terms.model_fields))
+                upgrade = Upgrade(**fields, number=number, epoch=lease.epoch, recorded_at=time.time())
+                data = canonical.seal(upgrade.model_dump(mode="json"))
+                if self._store.create(layout.upgrade(self._manifest.run, number), data, lease.check):
+                    self._committing_under = number
+                self._upgrades = (*self.upgrades, *self._read(number))
+            return self._committing_under
+
+    def _read(self, first: int) -> Iterator[Upgrade]:
+        run = self._manifest.run
+        for number in itertools.count(first):
+            path = layout.upgrade(run, number)
+            try:
+                upgrade = Upgrade.from_bytes(self._store.read(path))
+                if (upgrade.run, upgrade.number) != (run, number):
+                    raise ValueError(f"it says it is number {upgrade.number} of run {upgrade.run!r}")
+                yield upgrade
+            except FileNotFoundError:
+                return
+            except ValueError as error:
+                raise Damaged(f"{path} cannot be trusted: {error}") from None

@@ -1,0 +1,1 @@
+"""What is durable before a commit."""

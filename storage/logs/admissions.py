@@ -1,0 +1,233 @@
+"""Claims of admissions: which prompts a stream admits next is decided before anybody draws them.
+
+Admissions follow each other, and each has its number. Before one is made it claims that number exclusively:
+```
+runs/<run>/stream/admissions/<number>.json
+```
+
+| whoever is to admit the next prompts finds | and |
+|---|---|
+| no claim of that number | claims it, and makes its admission |
+| a claim of its own admission | makes it |
+| a claim of another one, which an earlier driver was about to make | makes that one first, as it was claimed |
+
+So an admission that an earlier driver commits late meets the same one, and never takes a number that another has.
+Claims stay, as commits do. Ledgers of earlier versions have none for the admissions that these made.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, StoreError
+from cairn.storage.store.store import Store
+
+
+class Claim(Record):
+    """What one admission is to be."""
+
+    schema_version: int = 1
+    run: str
+    number: int
+    """Among all of the run, from 0."""
+    iteration: int
+    """Where it is to be committed."""
+    shard: str
+    count: int
+    """Prompts that are drawn."""
+    without: tuple[int, ...]
+    """Prompts that are passed over, as rows of the data set."""
+    epoch: int
+    """Of the driver that claimed it."""
+    id: str
+    """Random: a claim like no other."""
+    claimed_at: float
+    """Unix seconds."""
+
+    @property
+    def admission(self) -> str:
+        """The name of its commit."""
+        return layout.commit_name(self.iteration, Step.ADMIT, self.shard)
+
+
+def claim_admission(
+    ledger: Ledger, number: int, *, iteration: int, shard: str, count: int, without: Sequence[int]
+) -> Claim:
+    """Claim a number for an admission. Returns the claim that the ledger now has, which is that of another admission if
+    that was first. Raises LeaseLost if this driver does not own the run any more, and Damaged."""
+    assert ledger.lease is not None
+    claim = Claim(
+        run=ledger.run,
+        number=number,
+        iteration=iteration,
+        shard=shard,
+        count=count,
+        without=tuple(without),
+        epoch=ledger.lease.epoch,
+        id=uuid.uuid4().hex,
+        claimed_at=time.time(),
+    )
+    path = layout.admission(ledger.run, number)
+    if ledger.store.create(path, canonical.seal(claim.model_dump(mode="json")), ledger.require_held):
+        return claim
+    first = find_claim(ledger.store, ledger.run, number)
+    if first is None:
+        raise StoreError(f"{path} could not be created, yet it is not there")
+    return first
+
+
+def find_claim(store: Store, run: str, number: int) -> Claim | None:
+    """The claim of an admission, or None. Raises Damaged."""
+    path = layout.admission(run, number)
+    try:
+        return read_claim(store.read(path), path)
+    except FileNotFoundError:
+        return None
+
+
+def read_claim(data: bytes, path: str) -> Claim:
+    """The claim that lies at a path. Raises Damaged."""
+    try:
+        fields = canonical.unseal(data)
+        del fields["digest"]
+        claim = Claim.model_validate(fields)
+    except ValueError as error:
+        raise Damaged(f"{path} cannot be trusted: {error}") from None
+    if path != layout.admission(claim.run, claim.number):
+        raise Damaged(f"{path} belongs to another place: it says admission {claim.number} of run {claim.run!r}")
+    return claim
+
+
+def claimed_numbers(store: Store, run: str) -> list[int]:
+    """The numbers of all admissions of a run that are claimed, in order. One listing."""
+    names = store.list(layout.admissions(run))
+    return [number for name in names if (number := layout.parse_admission(name)) is not None]
+
+
+def newest_claim(store: Store, run: str) -> Claim | None:
+    """The newest of a run: the one that may not be an admission yet. None without any. Raises Damaged."""
+    numbers = claimed_numbers(store, run)
+    return find_claim(store, run, numbers[-1]) if numbers else None
+
+
+# What became of every prompt that a stream admitted: a rollout step has taken its group, once, or it is open.
+#
+# a group that is admitted                          by one admission
+# a group that a rollout step takes                 is admitted, and no other step takes it
+# a group that no step takes                        is left open by the newest one, or was admitted after it
+# an admission whose number is claimed              is what was claimed (`cairn.storage.logs.admissions`)
+# a claim                                           has its admission, or is the newest
+
+
+class Admitted:
+    """Follows groups from their admission. Remembers a few bytes of each."""
+
+    def __init__(self, claims: Sequence[Claim] = ()) -> None:
+        """`claims`: those of the run, read before its commits."""
+        self._claims = claims
+        self._numbered: dict[int, Commit] = {}
+        self._admitted: dict[int, Commit] = {}
+        self._taken: dict[int, str] = {}
+        self._newest: Commit | None = None
+        """The newest step that took groups."""
+        self._found: list[Finding] = []
+
+    def take(self, commit: Commit) -> None:
+        """Account for a commit; of all in the order of iterations, steps and shards."""
+        if commit.step is Step.ADMIT:
+            self._numbered[_number(commit)] = commit
+            for id in _ids(commit):
+                earlier = self._admitted.setdefault(id, commit)
+                if earlier.name != commit.name:
+                    self._tell(
+                        commit, Fault.GROUP_DIFFERS, f"group {id} is admitted by {commit.name} and {earlier.name}"
+                    )
+        elif commit.step is Step.ROLLOUT and "admitted" in commit.values:
+            self._newest = commit
+            for id in _ids(commit):
+                earlier_take = self._taken.setdefault(id, commit.name)
+                if earlier_take != commit.name:
+                    self._tell(commit, Fault.GROUP_DIFFERS, f"group {id} is taken by {commit.name} and {earlier_take}")
+
+    def open(self) -> int:
+        """Groups that no step has taken."""
+        return len(self._admitted.keys() - self._taken.keys())
+
+    def findings(self) -> Iterator[Finding]:
+        """After the last commit, all that is not as it must be."""
+        yield from self._found
+        yield from self._not_as_claimed()
+        newest = self._newest
+        if newest is None:
+            return
+        for id in sorted(self._taken.keys() - self._admitted.keys()):
+            yield _finding(newest, Fault.GROUP_DIFFERS, f"group {id} is taken by {self._taken[id]}, and never admitted")
+        left, last = newest.values["open"], str(newest.values["admitted"])
+        assert isinstance(left, dict)
+        still = {id for ids in left.values() for id in ids}  # type: ignore[union-attr]
+        number = next((_number(one) for one in self._admitted.values() if one.name == last), -1)
+        for id, admission in self._admitted.items():
+            if id not in self._taken and id not in still and _number(admission) <= number:
+                told = f"group {id} is admitted by {admission.name}, and {newest.name} neither took it nor left it open"
+                yield _finding(newest, Fault.GROUP_LOST, told)
+
+    def _not_as_claimed(self) -> Iterator[Finding]:
+        last = max(self._numbered, default=-1)
+        for claim in self._claims:
+            found, name = self._numbered.get(claim.number), claim.admission
+            if found is None and claim.number < last:
+                message = f"admission {claim.number} is claimed for {name}, and is missing, though later ones are there"
+            elif found is not None and (found.name, len(_ids(found))) != (name, claim.count):
+                message = (
+                    f"admission {claim.number} is claimed for {name} with {claim.count} groups, and is {found.name} "
+                    f"with {len(_ids(found))}"
+                )
+            else:
+                continue
+            path = layout.admission(claim.run, claim.number)
+            yield Finding(fault=Fault.ADMISSION_DIFFERS, path=path, message=message)
+
+    def _tell(self, commit: Commit, fault: Fault, message: str) -> None:
+        self._found.append(_finding(commit, fault, message))
+
+
+def open_groups(ledger: Ledger) -> set[int]:
+    """The groups of a run that no rollout step has taken: those that the newest one left, and what was admitted after.
+    While a driver is at work, those of a moment ago. Reads the commits of the newest iterations."""
+    admissions: list[Commit] = []
+    for iteration in reversed(ledger.iterations()):
+        commits = ledger.commits(iteration)
+        admissions += [commit for commit in commits if commit.step is Step.ADMIT]
+        takes = [commit for commit in commits if commit.step is Step.ROLLOUT and "admitted" in commit.values]
+        if takes:
+            newest = takes[-1]
+            place, _, shard = str(newest.values["admitted"]).partition(f"/{Step.ADMIT}.")
+            last = ledger.find(int(place), Step.ADMIT, shard)
+            number = -1 if last is None else _number(last)
+            left = newest.values["open"]
+            assert isinstance(left, dict)
+            still: set[int] = {id for ids in left.values() for id in ids}  # type: ignore[union-attr, misc]
+            return still | {id for one in admissions if _number(one) > number for id in _ids(one)}
+    return {id for one in admissions for id in _ids(one)}
+
+
+def _ids(commit: Commit) -> list[int]:
+    groups = commit.values["groups"]
+    assert isinstance(groups, list)
+    return groups  # type: ignore[return-value]
+
+
+def _number(admission: Commit) -> int:
+    number = admission.values["number"]
+    assert isinstance(number, int)
+    return number
+
+
+def _finding(commit: Commit, fault: Fault, message: str) -> Finding:
+    path = layout.commit(commit.run, commit.iteration, commit.step, commit.shard)
+    return Finding(fault=fault, path=path, message=message)

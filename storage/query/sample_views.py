@@ -1,0 +1,360 @@
+"""Views of what an iteration makes of samples: `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`,
+`tokens`."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+# What a view is: a SELECT over the tables of one step, `base`, and joins.
+#
+# A column's expression names the joins that it needs by their alias: a query's view is made of the columns that it
+# names and of their joins alone.
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a view."""
+
+    type: str
+    """Of DuckDB."""
+    about: str
+    sql: str
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A join that mostly has a row for each row of the base, and then can stand for it."""
+
+    alias: str
+    base: str
+    columns: frozenset[str]
+    """Of the base that the join has as well, with the same values."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of the ledger."""
+
+    name: str
+    about: str
+    """What a row is."""
+    base: str
+    columns: Mapping[str, Column]
+    joins: Mapping[str, str] = field(default_factory=dict)
+    """By alias, in an order in which each needs those before it only."""
+    anchor: str = ""
+    """A column that makes the rows, and is always selected: the one that unnests."""
+    twin: Twin | None = None
+
+    def select(self, names: Collection[str], *, same_rows: bool = False) -> str:
+        """The SELECT of some columns, in the view's order; one that is asked for none has its first. `same_rows`: the
+        base and its twin have a row for each row of the other."""
+        chosen = [name for name in self.columns if name in names or name == self.anchor] or [next(iter(self.columns))]
+        items = ", ".join(f'{self.columns[name].sql} AS "{name}"' for name in chosen)
+        joins: dict[str, str] = {}
+        for alias, join in reversed(list(self.joins.items())):
+            if re.search(rf"\b{alias}\.", " ".join([items, *joins.values()])):
+                joins = {alias: join, **joins}
+        if same_rows and self.twin is not None and self.twin.alias in joins:
+            others = " ".join(join for alias, join in joins.items() if alias != self.twin.alias)
+            if set(re.findall(r"\bb\.(\w+)", items + others)) <= self.twin.columns:
+                renamed = re.sub(rf"\b{self.twin.alias}\.", "b.", items)
+                return f"SELECT {renamed} FROM {self.twin.base} {others}"
+        return f"SELECT {items} FROM {self.base} {' '.join(joins.values())}"
+
+
+def column(type_: str, sql: str, about: str) -> Column:
+    """In the order in which a view's columns read best."""
+    return Column(type_, about, sql)
+
+
+OF_RUN = {
+    "run": column(
+        "VARCHAR", "b.run", "the run; iterations that a fork shares stand under the fork and under its parent"
+    ),
+    "owner": column("VARCHAR", "b.owner", "the run that made it: `run = owner` counts each thing once"),
+}
+"""Columns of every view of what runs made."""
+
+
+def time(name: str) -> str:
+    """The expression of a column of `b` in seconds since the epoch."""
+    return f"to_timestamp(b.{name})"
+
+
+OF_PLACE = {
+    **OF_RUN,
+    "iteration": column("BIGINT", "b.iteration", "in which it was made"),
+    "shard": column("VARCHAR", "b.shard", "of the rollout that generated it"),
+}
+OF_SAMPLE = {
+    **OF_PLACE,
+    "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
+    "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
+}
+_TRAINED = "any_value(iteration) FILTER (WHERE disposition = 'train')"
+_DECISION = (
+    "LEFT JOIN (SELECT run, generated_in, shard, group_id, arg_max(disposition, iteration) AS disposition, "
+    f"arg_max(reason, iteration) AS reason, {_TRAINED} AS trained_in FROM cairn_filter GROUP BY ALL) d "
+    "ON d.run = b.run AND d.generated_in = b.iteration AND d.shard = b.shard AND d.group_id = b.group_id"
+)
+
+
+def _per_sample(name: str, alias: str, conditions: str) -> str:
+    return (
+        f"LEFT JOIN cairn_{name} {alias} ON {alias}.run = b.run AND {alias}.group_id = b.group_id "
+        f"AND {alias}.sample_index = b.sample_index AND {conditions.format(alias)}"
+    )
+
+
+_TRAINED_WITH = "{0}.generated_in = b.iteration AND {0}.iteration = d.trained_in"
+_OF_A_SAMPLE = {
+    "g": _per_sample("reward", "g", "{0}.iteration = b.iteration AND {0}.shard = b.shard"),
+    "d": _DECISION,
+    "a": _per_sample("advantage_by_origin", "a", _TRAINED_WITH),
+    "s": _per_sample("score_by_origin", "s", _TRAINED_WITH),
+}
+_GRADED = Twin(
+    "g", "cairn_reward b", frozenset({"run", "owner", "iteration", "shard", "group_id", "sample_index", "status"})
+)
+"""A grade for each sample, in which the status is that of both; so it is once all shards are graded."""
+_DECIDED = {
+    "disposition": column(
+        "VARCHAR", "d.disposition", "what became of the group at last: `train`, `buffer`, `continue` or `drop`"
+    ),
+    "reason": column("VARCHAR", "d.reason", "why it was dropped"),
+    "trained_in": column("BIGINT", "d.trained_in", "the iteration that trained on it; NULL: none did"),
+}
+
+GROUPS = View(
+    "groups",
+    "a group as the filter step of an iteration judged it; one that waited in the buffer has a row in each iteration",
+    "cairn_filter b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", "that judged it"),
+        "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
+        "generated_in": column("BIGINT", "b.generated_in", "the iteration whose rollout holds its samples"),
+        "shard": column("VARCHAR", "b.shard", "of that rollout"),
+        "kept": column("BOOLEAN", "b.kept", "passed the filter, or trained on all the same"),
+        "disposition": column("VARCHAR", "b.disposition", "`train`, `buffer`, `continue` or `drop`"),
+        "reason": column("VARCHAR", "b.reason", "why it was dropped"),
+        "mean_reward": column("FLOAT", "b.mean_reward", ""),
+        "std_reward": column("FLOAT", "b.std_reward", ""),
+        "age": column("INTEGER", "b.age", "of its newest tokens, in publications"),
+        "max_age": column("INTEGER", "b.max_age", "of the tokens that are trained on; NULL: of any age"),
+        "stale_tokens": column("INTEGER", "b.stale_tokens", "that are older than that; NULL: none"),
+        "stale_weights": column(
+            "FLOAT[]", "b.stale_weights", "of its tokens 1, 2, … publications older than that; NULL: 0"
+        ),
+        "priority": column("DOUBLE", "b.priority", "that the filter gave it; NULL: none"),
+        "key": column("VARCHAR", "b.key", "JSON: what its metadata has under `rollout.buffer_key`"),
+        "removed": column("INTEGER[]", "b.removed", "its samples, by their places, that are not trained on"),
+        "prompt_index": column("BIGINT", "p.prompt_index", "row of the data set"),
+        "epoch": column("INTEGER", "p.epoch", "pass through the data set"),
+        "prompt": column("VARCHAR", "p.prompt", ""),
+        "label": column("VARCHAR", "p.label", "expected answer"),
+        "samples": column("BIGINT", "p.samples", "of the group"),
+    },
+    {
+        "p": "LEFT JOIN (SELECT run, iteration, shard, group_id, any_value(prompt_index) AS prompt_index, "
+        "any_value(epoch) AS epoch, any_value(prompt_text) AS prompt, any_value(label) AS label, "
+        "count(*) AS samples FROM cairn_rollout GROUP BY ALL) p ON p.run = b.run AND p.iteration = b.generated_in "
+        "AND p.shard = b.shard AND p.group_id = b.group_id"
+    },
+)
+SAMPLES = View(
+    "samples",
+    "a sample as a shard's rollout left it, with what later steps made of it; one that was continued has a row in each "
+    "shard",
+    "cairn_rollout b",
+    {
+        **OF_SAMPLE,
+        "rollout_id": column("BIGINT", "b.rollout_id", ""),
+        "prompt_index": column("BIGINT", "b.prompt_index", "row of the data set"),
+        "epoch": column("INTEGER", "b.epoch", "pass through the data set"),
+        "prompt": column("VARCHAR", "b.prompt_text", ""),
+        "response": column("VARCHAR", "b.response_text", ""),
+        "label": column("VARCHAR", "b.label", "expected answer"),
+        "metadata": column("VARCHAR", "b.metadata", "JSON object of the data row"),
+        "prompt_tokens": column("BIGINT", "len(b.prompt_ids)", ""),
+        "response_tokens": column("BIGINT", "len(b.response_ids)", ""),
+        "masked_tokens": column("BIGINT", "len(list_filter(b.loss_mask, lambda m: m = 0))", "given by the world"),
+        "prompt_ids": column("INTEGER[]", "b.prompt_ids", ""),
+        "response_ids": column("INTEGER[]", "b.response_ids", ""),
+        "trajectories": column("INTEGER[]", "b.trajectories", "tokens of each trajectory; NULL: it has one"),
+        "trajectory_prompts": column(
+            "INTEGER[][]",
+            "b.trajectory_prompts",
+            "prompts that trajectories have of their own; NULL: all come after the row's",
+        ),
+        "trajectory_rewards": column(
+            "DOUBLE[]", "b.trajectory_rewards", "that user code gave each trajectory while it generated; NULL: none"
+        ),
+        "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "of each trajectory; NULL: none has one"),
+        "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "that user code gave each segment; NULL: none"),
+        "retold_tokens": column(
+            "INTEGER", "b.retold_tokens", "sampled tokens that a later prompt tells in other ones; NULL: none"
+        ),
+        "images": column(
+            "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
+            "b.images",
+            "of the prompt, in order, and the pixels in which the model saw them; NULL: it has none",
+        ),
+        "log_prob": column("DOUBLE", "list_avg(b.log_probs)", "mean over the response's tokens, of the rollout engine"),
+        "weight_version": column("INTEGER", "list_max(b.weight_versions)", "the newest that sampled a token of it"),
+        "finish_reason": column("VARCHAR", "b.finish_reason", "`stop`, `length` or `abort`"),
+        "status": column(
+            "VARCHAR",
+            "coalesce(g.status, b.status)",
+            "`completed`, `truncated`, `aborted` or `failed`, by its grader too",
+        ),
+        "error": column("VARCHAR", "coalesce(g.error, b.error)", "of its generation or grading"),
+        "seed": column("UBIGINT", "b.seed", "of the first call"),
+        "engine": column("VARCHAR", "b.engine", "that generated it last"),
+        "seconds": column("FLOAT", "b.seconds", "from its admission to its end"),
+        "cached_tokens": column("BIGINT", "b.cached_tokens", "that the engine had in its prefix cache"),
+        "reward": column("FLOAT", "g.reward", "NULL: not graded, or failed"),
+        "components": column("VARCHAR", "g.components", "JSON object of partial rewards"),
+        "grader": column("VARCHAR", "g.grader", ""),
+        "grader_version": column("VARCHAR", "g.grader_version", ""),
+        **_DECIDED,
+        "advantage": column(
+            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: in no batch that has them yet"
+        ),
+        "age": column("INTEGER", "list_max(a.ages)", "of its oldest token when it was trained on, in publications"),
+    },
+    _OF_A_SAMPLE,
+    twin=_GRADED,
+)
+SEGMENTS = View(
+    "segments",
+    "a piece of a response, which the policy sampled in one call or the world gave",
+    "(SELECT *, unnest(pieces) AS piece, generate_subscripts(pieces, 1) - 1 AS segment FROM (SELECT *, "
+    "coalesce(segments, [{'tokens': len(response_ids)::INTEGER, 'call': '', 'seed': seed, "
+    "'finish_reason': finish_reason}]) AS pieces FROM cairn_rollout)) b",
+    {
+        **OF_SAMPLE,
+        "segment": column("BIGINT", "b.segment", "position in the response, from 0"),
+        "first_token": column(
+            "BIGINT",
+            "coalesce(list_sum(list_transform(b.pieces[:b.segment], lambda p: p.tokens)), 0)::BIGINT",
+            "position of its first token in the response",
+        ),
+        "tokens": column("INTEGER", "b.piece.tokens", ""),
+        "sampled": column("BOOLEAN", "b.piece.call IS NOT NULL", "by the policy; else the world gave it"),
+        "call": column("VARCHAR", "nullif(b.piece.call, '')", "id of the call that sampled it"),
+        "seed": column("UBIGINT", "b.piece.seed", "of that call"),
+        "finish_reason": column("VARCHAR", "b.piece.finish_reason", "of that call"),
+    },
+)
+_ONE_PIECE = "[{'tokens': len(response_ids)::INTEGER, 'call': '0', 'seed': seed, 'finish_reason': finish_reason}]"
+_ANSWERS = (
+    "(SELECT run, iteration, shard, group_id, sample_index, piece.call AS call, any_value(piece.tokens) AS tokens, "
+    "any_value(piece.finish_reason) AS finish_reason FROM (SELECT run, iteration, shard, group_id, sample_index, "
+    f"unnest(coalesce(segments, {_ONE_PIECE})) AS piece FROM cairn_rollout WHERE len(response_ids) > 0) "
+    "WHERE piece.call IS NOT NULL GROUP BY ALL)"
+)
+"""The answers of the policy that a response is made of, each once."""
+CALLS = View(
+    "calls",
+    "a call that a sample's code made: of the policy, a tool, a grader or the clock",
+    "cairn_calls b",
+    {
+        **OF_SAMPLE,
+        "order": column("INTEGER", 'b."order"', "which of the sample's answers it got, from 0; NULL: it got none"),
+        "call": column("VARCHAR", "b.call", "its id in the sample, as `segments` has it"),
+        "kind": column("VARCHAR", "b.kind", "`sample` (of the policy), `tool`, `judge` or `now`"),
+        "name": column("VARCHAR", "b.name", "of the tool or grader"),
+        "turn": column("INTEGER", "b.turn", "answers of the policy before it"),
+        "arguments": column("VARCHAR", "b.arguments", "JSON; NULL: of the policy and the clock"),
+        "arguments_digest": column("VARCHAR", "b.arguments_digest", ""),
+        "result": column(
+            "VARCHAR", "coalesce(b.result, l.result)", "JSON; NULL: it failed, or the policy answered: see `segments`"
+        ),
+        "result_digest": column("VARCHAR", "b.result_digest", "SHA-256 of a long result"),
+        "error": column("VARCHAR", "b.error", "why it failed"),
+        "failure": column(
+            "VARCHAR", "b.reason", "of a tool: `arguments`, `raised`, `deadline`, `died`, `memory`, `type` or `size`"
+        ),
+        "given_tokens": column("INTEGER", "b.given_tokens", "that the policy went on from"),
+        "sampled_tokens": column("BIGINT", "coalesce(len(b.response_ids), p.tokens)", "that the policy answered"),
+        "cached_tokens": column("BIGINT", "b.cached_tokens", "of those given, in the engine's prefix cache"),
+        "finish_reason": column("VARCHAR", "coalesce(b.finish_reason, p.finish_reason)", "of an answer of the policy"),
+        "used": column(
+            "BOOLEAN",
+            "CASE WHEN b.kind = 'sample' THEN p.tokens IS NOT NULL END",
+            "whether an answer of the policy is in the sample's response",
+        ),
+        "started_at": column("TIMESTAMP WITH TIME ZONE", time("started_at"), ""),
+        "seconds": column("FLOAT", "b.seconds", "until it was answered"),
+    },
+    {
+        "l": "LEFT JOIN (SELECT DISTINCT run, iteration, shard, sha256, result FROM cairn_long_results) l ON "
+        "l.run = b.run AND l.iteration = b.iteration AND l.shard = b.shard AND l.sha256 = b.result_digest",
+        "p": f"LEFT JOIN {_ANSWERS} p ON p.run = b.run AND p.iteration = b.iteration AND p.shard = b.shard "
+        "AND p.group_id = b.group_id AND p.sample_index = b.sample_index AND p.call = b.call",
+    },
+)
+REWARDS = View(
+    "rewards",
+    "a grade",
+    "cairn_reward b",
+    {
+        **OF_SAMPLE,
+        "reward": column("FLOAT", "b.reward", "NULL: failed, or of a group that is not finished"),
+        "components": column("VARCHAR", "b.components", "JSON object of partial rewards"),
+        "raw_reward": column("FLOAT", "coalesce(b.raw_reward, b.reward)", "as graded, before it was shaped"),
+        "trajectory_rewards": column(
+            "DOUBLE[]", "b.trajectory_rewards", "of each trajectory; NULL: all have the reward"
+        ),
+        "grader": column("VARCHAR", "b.grader", ""),
+        "grader_version": column("VARCHAR", "b.grader_version", ""),
+        "status": column("VARCHAR", "b.status", "`completed`, `truncated`, `aborted` or `failed`"),
+        "error": column("VARCHAR", "b.error", ""),
+    },
+)
+ADVANTAGES = View(
+    "advantages",
+    "a sample of an iteration's batch, once its advantages are estimated",
+    "cairn_advantage b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", "that trains on it"),
+        "group_id": column("BIGINT", "b.group_id", ""),
+        "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
+        "reward": column("FLOAT", "b.reward", "as the update uses it"),
+        "advantage": column("DOUBLE", "list_avg(b.advantages)", "mean over the response's tokens"),
+        "return": column("DOUBLE", "list_avg(b.returns)", "mean over the response's tokens"),
+        "tokens": column("BIGINT", "len(b.advantages)", "of the response"),
+        "age": column("INTEGER", "list_max(b.ages)", "of its oldest token, in publications; NULL: not known"),
+    },
+)
+TOKENS = View(
+    "tokens",
+    "a token of a response",
+    "cairn_rollout b",
+    {
+        **OF_SAMPLE,
+        "position": column("BIGINT", "unnest(range(len(b.response_ids)))", "in the response, from 0"),
+        "token_id": column("INTEGER", "unnest(b.response_ids)", ""),
+        "log_prob": column("FLOAT", "unnest(b.log_probs)", "under the rollout engine; 0 where the world gave it"),
+        "loss_mask": column("UTINYINT", "unnest(b.loss_mask)", "1: trained on, unless it was too old"),
+        "weight_version": column("INTEGER", "unnest(b.weight_versions)", "that sampled it"),
+        **_DECIDED,
+        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: in no batch that has them yet"),
+        "return": column("FLOAT", "unnest(a.returns)", ""),
+        "age": column("INTEGER", "unnest(a.ages)", "when it was trained on, in publications"),
+        "old_log_prob": column("FLOAT", "unnest(s.log_probs)", "under the policy before the update; NULL: not scored"),
+        "ref_log_prob": column("FLOAT", "unnest(s.ref_log_probs)", "under the reference model"),
+        "teacher_log_prob": column("FLOAT", "unnest(s.teacher_log_probs)", "under the teacher"),
+        "value": column("FLOAT", 'unnest(s."values")', "of the critic before the update"),
+        "ratio": column(
+            "DOUBLE",
+            "unnest(list_transform(list_zip(s.log_probs, b.log_probs), lambda p: exp(p[1]::DOUBLE - p[2])))",
+            "probability under the policy before the update over that under the rollout engine; NULL: not scored",
+        ),
+    },
+    {name: _OF_A_SAMPLE[name] for name in ("d", "a", "s")},
+    anchor="token_id",
+)

@@ -1,0 +1,180 @@
+"""The views of the ledger: their columns, types and meanings. `docs/views.md` and `cairn sql --schema` are these
+files."""
+
+from cairn.storage.query.sample_views import (
+    ADVANTAGES,
+    CALLS,
+    GROUPS,
+    OF_RUN,
+    REWARDS,
+    SAMPLES,
+    SEGMENTS,
+    TOKENS,
+    Column,
+    Twin,
+    View,
+    column,
+    time,
+)
+
+# Views of what stands in manifests and commits: `runs`, `steps`, `costs`.
+
+
+RUNS = View(
+    "runs",
+    "a run",
+    "cairn_runs b",
+    {
+        "run": column("VARCHAR", "b.run", "its name"),
+        "id": column("VARCHAR", "b.id", "random, unlike that of every other run"),
+        "parent": column("VARCHAR", "b.parent", "the run that it was forked from"),
+        "parent_iteration": column("BIGINT", "b.parent_iteration", "the last iteration that the two share"),
+        "created_at": column("TIMESTAMPTZ", time("created_at"), ""),
+        "code_version": column("VARCHAR", "b.code_version", "of Cairn, that created it: JSON"),
+        "last_iteration": column("BIGINT", "b.last_iteration", "the newest with a commit"),
+        "model": column("VARCHAR", "b.config->>'$.model.path'", ""),
+        "data": column("VARCHAR", "b.config->>'$.data.path'", ""),
+        "seed": column("BIGINT", "(b.config->>'$.seed')::BIGINT", ""),
+        "inputs": column("VARCHAR", "b.inputs", "JSON object of the digests of model, data and the like"),
+        "config": column(
+            "VARCHAR", "b.config", "JSON object; take options by `config->>'$.rollout.rollout_temperature'`"
+        ),
+    },
+)
+STEPS = View(
+    "steps",
+    "a commit",
+    "cairn_commits b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", ""),
+        "step": column("VARCHAR", "b.step", "`rollout`, `reward`, `filter`, `score`, `advantage`, `train`, …"),
+        "shard": column("VARCHAR", "b.shard", "NULL where the step has none"),
+        "name": column("VARCHAR", "b.name", "as `inputs` of other commits names it"),
+        "digest": column("VARCHAR", "b.digest", "SHA-256 of the commit"),
+        "attempt": column("VARCHAR", "b.attempt", "the folder of its files"),
+        "epoch": column("BIGINT", "b.epoch", "the driver's lease"),
+        "terms": column("BIGINT", "b.terms", "number of the terms that it was made under: see upgrades"),
+        "started_at": column("TIMESTAMPTZ", time("started_at"), ""),
+        "committed_at": column("TIMESTAMPTZ", time("committed_at"), ""),
+        "seconds": column("DOUBLE", "b.committed_at - b.started_at", "from its start to its commit"),
+        "weight_version_in": column("BIGINT", "b.weight_version_in", "optimizer steps behind the weights that it read"),
+        "weight_version_out": column("BIGINT", "b.weight_version_out", "and behind those that it left"),
+        "state_digest": column("VARCHAR", "b.state_digest", "of the training state that it left"),
+        "config_digest": column("VARCHAR", "b.config_digest", "of the options that it read"),
+        "inputs": column("MAP(VARCHAR, VARCHAR)", "b.inputs", "digest of everything that it read, by name"),
+        "values": column("VARCHAR", 'b."values"', "JSON object of small results that later steps read"),
+        "metrics": column("MAP(VARCHAR, DOUBLE)", "b.metrics", "take one by `metrics['loss']`; see metrics.md"),
+        "timings": column("MAP(VARCHAR, DOUBLE)", "b.timings", "seconds, by what they went into"),
+        "device": column("VARCHAR", "b.device", "processor or GPU that computed"),
+        "threads": column("BIGINT", "b.threads", ""),
+        "host": column("VARCHAR", "b.host", ""),
+        "versions": column("MAP(VARCHAR, VARCHAR)", "b.versions", "of the packages that computed"),
+        "files": column("BIGINT", "b.files", "of its snapshot"),
+        "bytes": column("BIGINT", "b.bytes", "of all its files"),
+        "rows": column("BIGINT", 'b."rows"', "of all its tables"),
+    },
+)
+COSTS = View(
+    "costs",
+    "what a step took; see `steps` for the rest of its commit",
+    "cairn_commits b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", ""),
+        "step": column("VARCHAR", "b.step", ""),
+        "shard": column("VARCHAR", "b.shard", ""),
+        "seconds": column("DOUBLE", "b.committed_at - b.started_at", "of the committed attempt, from start to commit"),
+        "generating": column("DOUBLE", "b.timings['generate']", "seconds of these in which a rollout engine generated"),
+        "prompt_tokens": column("DOUBLE", "b.metrics['prompt_tokens']", "given to rollout engines"),
+        "cached_tokens": column("DOUBLE", "b.metrics['cached_tokens']", "of these in a prefix cache"),
+        "response_tokens": column("DOUBLE", "b.metrics['response_tokens']", "generated"),
+        "trained_tokens": column(
+            "DOUBLE", "CASE WHEN b.step = 'train' THEN b.metrics['tokens'] END", "trained on, prompts included"
+        ),
+        "bytes": column("BIGINT", "b.bytes", "written"),
+        "device": column("VARCHAR", "b.device", ""),
+        "threads": column("BIGINT", "b.threads", "of the engine that computed"),
+        "host": column("VARCHAR", "b.host", ""),
+    },
+)
+
+
+# Views of evaluations: `evals` of runs, and `evaluations`, which the store keeps by their weights.
+
+
+EVALS = View(
+    "evals",
+    "a sample of a benchmark",
+    "cairn_eval b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", "after which it was evaluated; version 0 stands in the first"),
+        "weight_version": column("BIGINT", "b.weight_version", ""),
+        "benchmark": column("VARCHAR", "b.benchmark", ""),
+        "prompt_index": column("BIGINT", "b.prompt_index", "row of the benchmark"),
+        "sample_index": column("INTEGER", "b.sample_index", ""),
+        "prompt": column("VARCHAR", "b.prompt_text", ""),
+        "response": column("VARCHAR", "b.response_text", ""),
+        "response_tokens": column("BIGINT", "len(b.response_ids)", ""),
+        "response_ids": column("INTEGER[]", "b.response_ids", ""),
+        "log_probs": column("FLOAT[]", "b.log_probs", "of the response tokens; NULL: an earlier version kept none"),
+        "reward": column("FLOAT", "b.reward", "NULL: failed"),
+        "label": column("VARCHAR", "b.label", "expected answer"),
+        "finish_reason": column("VARCHAR", "b.finish_reason", ""),
+        "status": column("VARCHAR", "b.status", ""),
+        "error": column("VARCHAR", "b.error", ""),
+        "seed": column("UBIGINT", "b.seed", ""),
+    },
+)
+EVALUATIONS = View(
+    "evaluations",
+    "a sample of a result that the store keeps by its weights, from `cairn eval`, a schedule or anyone",
+    "cairn_evaluations b",
+    {
+        "result": column("VARCHAR", "b.result", "store path of the result's folder"),
+        "run": column("VARCHAR", "b.run", "whose weights they were when they were evaluated; NULL: a folder's"),
+        "iteration": column(
+            "BIGINT", "b.iteration", "that left them; NULL: a folder's, or those that the run began with"
+        ),
+        "weight_version": column("BIGINT", "b.weight_version", ""),
+        "model": column("VARCHAR", "b.model", "the folder; NULL: a run's"),
+        "weights": column("VARCHAR", "b.weights", "digest of the weights"),
+        "tokenizer": column("VARCHAR", "b.tokenizer", "digest of what the tokenizer means"),
+        "engine": column("VARCHAR", "b.engine", ""),
+        "dtype": column("VARCHAR", "b.dtype", ""),
+        "settings": column("VARCHAR", "b.settings", "JSON object of all else that the result depends on"),
+        "score": column("DOUBLE", "b.score", "avg@n of the whole result"),
+        "metrics": column("VARCHAR", "b.metrics", "JSON object of all figures of the result"),
+        "committed_at": column("TIMESTAMPTZ", "to_timestamp(b.committed_at)", "of the result"),
+        "benchmark": column("VARCHAR", "b.benchmark", ""),
+        "prompt_index": column("BIGINT", "b.prompt_index", "row of the benchmark"),
+        "prompt_id": column("VARCHAR", "b.prompt_id", "what names the row"),
+        "sample_index": column("INTEGER", "b.sample_index", ""),
+        "prompt": column("VARCHAR", "b.prompt_text", ""),
+        "response": column("VARCHAR", "b.response_text", ""),
+        "response_tokens": column("BIGINT", "len(b.response_ids)", ""),
+        "response_ids": column("INTEGER[]", "b.response_ids", ""),
+        "log_probs": column("FLOAT[]", "b.log_probs", "of the response tokens"),
+        "answer": column("VARCHAR", "b.answer", "what the grader took for the answer"),
+        "reward": column("DOUBLE", "b.reward", "NULL: failed"),
+        "components": column("VARCHAR", "b.components", "JSON object of what else the grader said"),
+        "label": column("VARCHAR", "b.label", "expected answer"),
+        "grader": column("VARCHAR", "b.grader", ""),
+        "grader_version": column("VARCHAR", "b.grader_version", ""),
+        "finish_reason": column("VARCHAR", "b.finish_reason", ""),
+        "status": column("VARCHAR", "b.status", "`completed`, `truncated` or `failed`"),
+        "error": column("VARCHAR", "b.error", ""),
+        "seed": column("UBIGINT", "b.seed", ""),
+        "seconds": column("FLOAT", "b.seconds", "from the sample's admission to its end"),
+    },
+)
+
+
+__all__ = ["VIEWS", "Column", "Twin", "View"]
+
+VIEWS: dict[str, View] = {
+    view.name: view
+    for view in (RUNS, STEPS, GROUPS, SAMPLES, SEGMENTS, CALLS, REWARDS, ADVANTAGES, TOKENS, EVALS, EVALUATIONS, COSTS)
+}
+"""All views, by name."""

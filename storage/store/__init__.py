@@ -1,0 +1,1 @@
+"""Bytes under a root: exclusive create, local files, S3, signing."""

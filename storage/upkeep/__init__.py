@@ -1,0 +1,1 @@
+"""Verify, retain, redact, collect and delete."""

@@ -1,0 +1,238 @@
+"""What became of every group that a run generated: it is trained on once, dropped, or still open.
+
+The last filter step of an iteration is the cut of its batch: it has a row for every group that the iteration generated,
+and for every one that the cut before left open. Iterations are read in their order:
+
+| a group of | must be in the cut of |
+|---|---|
+| a rollout of iteration i | i |
+| the cut of i that is buffered or to be continued | i + 1, with the samples that it has then |
+| the cut of i that is trained on or dropped | none after i |
+
+A cut that was not made from the one before takes nothing over: it is the first of a fork whose data hold the responses.
+What was open then stays open. Of an iteration whose tables are retired or damaged nothing can be said, and neither
+where the groups come from that the next one has from it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.ledger.schemas import SCHEMAS, Disposition
+from cairn.storage.ledger.snapshots import read_columns
+from cairn.storage.store.store import Store
+
+Unread = Literal["retired", "unreadable"]
+"""Why a table cannot be read."""
+
+_CUT_COLUMNS = ("group_id", "iteration", "shard", "disposition", "reason")
+_NO_REASON = "not_kept"
+"""Of a filter of the user's that gave none."""
+_TOLD = {
+    Disposition.TRAIN: "trained on",
+    Disposition.DROP: "dropped",
+    Disposition.BUFFER: "buffered",
+    Disposition.CONTINUE: "left unfinished",
+}
+
+
+class GroupCounts(Record):
+    """What became of the groups of a run, as far as its tables are there."""
+
+    trained: int
+    """In the batch of an iteration."""
+    dropped: dict[str, int]
+    """By reason."""
+    open: int
+    """In the buffer, unfinished, of an iteration whose batch is not full yet, or in a stream."""
+    retired: tuple[int, ...]
+    """Iterations whose groups cannot be accounted for since the run does not keep their tables."""
+    unreadable: tuple[int, ...]
+    """Likewise, since their tables or commits are damaged."""
+
+
+def tells_of_groups(commit: str) -> bool:
+    """Whether the tables of a commit say which groups there are, or what becomes of them. `commit` is its name."""
+    return commit.partition("/")[2].partition(".")[0] in (Step.ROLLOUT, Step.FILTER)
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """The table of a rollout or filter step."""
+
+    commit: Commit
+    path: str
+    """In the store."""
+    bytes: int
+    """That it has: a redacted one has others than were committed."""
+    unread: Unread | None = None
+
+    def read(self, store: Store, columns: Sequence[str]) -> pa.Table:
+        """Some of its columns. Raises FileNotFoundError, and ValueError if it is no such table."""
+        schema = SCHEMAS[self.commit.step]
+        table = read_columns(lambda start, end: store.read_range(self.path, start, end), self.bytes, columns)
+        return table.cast(pa.schema([schema.field(name) for name in columns]))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A group in a cut."""
+
+    group_id: int
+    iteration: int
+    """Where its samples lie."""
+    rollout: str
+    """The commit that holds them."""
+    disposition: Disposition
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class _Fate:
+    """What a cut made of groups, for good."""
+
+    cut: str
+    disposition: Disposition
+
+
+class Accounting:
+    """Follows groups from iteration to iteration. Remembers a few bytes of every group, and nothing of its samples."""
+
+    def __init__(self, store: Store, readers: Executor):
+        self._store, self._readers = store, readers
+        self._fates: dict[int, _Fate] = {}
+        self._open: dict[int, _Row] | None = {}
+        """What the newest cut left, by id; None where that cannot be read."""
+        self._cut: Commit | None = None
+        """The newest."""
+        self._given_up = 0
+        """Open groups that no later cut will take over."""
+        self._uncut: tuple[int, frozenset[int]] | None = None
+        """The iteration before, if it has no cut, and what it generated."""
+        self._dropped: Counter[str] = Counter()
+        self._unaccounted: dict[Unread, list[int]] = {"retired": [], "unreadable": []}
+
+    def take(self, iteration: int, tables: Sequence[GroupTable], *, whole: bool) -> list[Finding]:
+        """Account for the next iteration that has commits. `tables`: of its steps that tell of groups, `whole`: all of
+        them."""
+        if not tables and whole:  # a stream has admitted prompts for it, and no more
+            return []
+        if self._uncut is not None:  # a later one cannot begin without it
+            self._pass_over(self._uncut[0], "unreadable")
+        unread = {table.unread for table in tables}
+        if not whole or "unreadable" in unread:
+            self._pass_over(iteration, "unreadable")
+            return []
+        if "retired" in unread:
+            self._pass_over(iteration, "retired")
+            return []
+        try:
+            generated = self._generated(tables)
+            cut = next((t for t in tables if t.commit.step is Step.FILTER and t.commit.values.get("full")), None)
+            rows = None if cut is None else self._rows(cut)
+        except (FileNotFoundError, ValueError):
+            self._pass_over(iteration, "unreadable")
+            return []
+        if cut is None or rows is None:
+            self._uncut = (iteration, frozenset(generated)) if tables else None
+            return []
+        return list(self._account(cut.commit, rows, generated))
+
+    def groups(self) -> GroupCounts:
+        """What became of all of them, after the last iteration."""
+        waiting = set(self._open or ()) | (self._uncut[1] if self._uncut is not None else set())
+        return GroupCounts(
+            trained=sum(fate.disposition is Disposition.TRAIN for fate in self._fates.values()),
+            dropped=dict(sorted(self._dropped.items())),
+            open=len(waiting) + self._given_up,
+            retired=tuple(self._unaccounted["retired"]),
+            unreadable=tuple(self._unaccounted["unreadable"]),
+        )
+
+    def _pass_over(self, iteration: int, why: Unread) -> None:
+        self._unaccounted[why].append(iteration)
+        self._open = self._uncut = self._cut = None
+
+    def _generated(self, tables: Sequence[GroupTable]) -> dict[int, str]:
+        """The rollout that holds the newest samples of each group that an iteration generated or went on with."""
+        rollouts = sorted((table for table in tables if table.commit.step is Step.ROLLOUT), key=_round_and_part)
+        found: dict[int, str] = {}
+        for rollout, ids in zip(rollouts, self._readers.map(self._ids, rollouts), strict=True):
+            found |= dict.fromkeys(ids, rollout.commit.name)
+        return found
+
+    def _ids(self, rollout: GroupTable) -> list[int]:
+        ids: list[int] = rollout.read(self._store, ["group_id"]).column("group_id").unique().to_pylist()
+        return ids
+
+    def _rows(self, cut: GroupTable) -> list[_Row]:
+        columns = cut.read(self._store, _CUT_COLUMNS).to_pydict().values()
+        return [
+            _Row(id, index, layout.commit_name(index, Step.ROLLOUT, shard), Disposition(disposition), reason)
+            for id, index, shard, disposition, reason in zip(*columns, strict=True)
+        ]
+
+    def _account(self, cut: Commit, rows: Sequence[_Row], generated: Mapping[int, str]) -> Iterator[Finding]:
+        known, before = self._open is not None, self._cut
+        carried = self._open or {}
+        if before is not None and before.name not in cut.inputs:
+            self._given_up += len(carried)
+            carried = {}
+        expected = {id: row.rollout for id, row in carried.items()} | dict(generated)
+        fates = {disposition: _Fate(cut.name, disposition) for disposition in (Disposition.TRAIN, Disposition.DROP)}
+        seen: set[int] = set()
+        self._open, self._cut = {}, cut
+        for row in rows:
+            yield from self._contradictions(cut, row, expected.get(row.group_id), seen, known)
+            seen.add(row.group_id)
+            if row.disposition not in fates:
+                self._open[row.group_id] = row
+            elif row.group_id not in self._fates:
+                self._fates[row.group_id] = fates[row.disposition]
+                if row.disposition is Disposition.DROP:
+                    self._dropped[row.reason or _NO_REASON] += 1
+        for id in sorted(expected.keys() - seen):
+            if id in generated:
+                was = f"was generated in {expected[id]}"
+            else:
+                was = f"was {_TOLD[carried[id].disposition]} by {before.name if before is not None else 'a cut'}"
+            yield _finding(cut, Fault.GROUP_LOST, f"group {id} {was} and is not among the groups of {cut.name}")
+
+    def _contradictions(
+        self, cut: Commit, row: _Row, rollout: str | None, seen: set[int], known: bool
+    ) -> Iterator[Finding]:
+        """What a row of a cut says otherwise than the commits before. `rollout`: the commit that holds the group's
+        newest samples, as far as these say; `known`: they were all read."""
+        id, told, fate = row.group_id, _TOLD[row.disposition], self._fates.get(row.group_id)
+        trains = row.disposition is Disposition.TRAIN
+        if id in seen:
+            again = trains and fate is not None and fate.disposition is Disposition.TRAIN
+            fault = Fault.TRAINED_TWICE if again else Fault.GROUP_DIFFERS
+            yield _finding(cut, fault, f"group {id} is {'trained on twice' if again else 'named twice'} in {cut.name}")
+        elif fate is not None:
+            again = trains and fate.disposition is Disposition.TRAIN
+            fault = Fault.TRAINED_TWICE if again else Fault.GROUP_DIFFERS
+            message = f"group {id} is {told} in {cut.name}, though {_TOLD[fate.disposition]} in {fate.cut}"
+            yield _finding(cut, fault, message)
+        elif rollout is None and (known or row.iteration == cut.iteration):
+            message = f"group {id} is {told} in {cut.name}, though neither the cut before left it nor a rollout made it"
+            yield _finding(cut, Fault.GROUP_DIFFERS, message)
+        elif rollout is not None and rollout != row.rollout:
+            message = f"group {id} is {told} in {cut.name} with samples of {row.rollout}, its newest are in {rollout}"
+            yield _finding(cut, Fault.GROUP_DIFFERS, message)
+
+
+def _finding(cut: Commit, fault: Fault, message: str) -> Finding:
+    return Finding(fault=fault, path=layout.commit(cut.run, cut.iteration, cut.step, cut.shard), message=message)
+
+
+def _round_and_part(rollout: GroupTable) -> tuple[str, ...]:
+    """For sorting: as numbers, of however many digits."""
+    return tuple(part.zfill(9) for part in (rollout.commit.shard or "").split("-"))

@@ -1,0 +1,113 @@
+"""Reading the results of evaluations again, and removing what interrupted ones left behind.
+
+| found in a result's folder | garbage |
+|---|---|
+| a file that the result names, the result, its claims | no |
+| any other file, once there is a result | yes |
+| a finished sample's part of the log, without a result | no: who asks next takes it over |
+| another file of an attempt without a result | yes, unless its claimant lives |
+| a write that did not end | yes, but where a claimant lives after a day only |
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from cairn.storage import evals
+from cairn.storage.evals import Evaluation
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import OutputFile
+from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.ledger.snapshots import PARTS
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store
+from cairn.storage.upkeep.collector import Garbage, Reason
+from cairn.storage.upkeep.retention import delete_all
+from cairn.storage.upkeep.verification import Verified
+
+_DAY = 24 * 3600.0
+
+
+def verify(store: Store) -> Iterator[Verified]:
+    """Read every result of a store and its files, and hold them against their digests. Yields as it goes; changes
+    nothing."""
+    for folder in evals.folders(store):
+        path = layout.evaluation_result(folder)
+        try:
+            data = store.read(path)
+        except FileNotFoundError:
+            continue  # nobody has finished it
+        name = folder.removeprefix(f"{layout.evals()}/")
+        try:
+            result = Evaluation.from_bytes(data, path)
+        except Damaged as error:
+            finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
+            yield Verified(name=name, files=1, bytes=len(data), findings=(finding,))
+            continue
+        findings = [found for output in result.outputs if (found := _fault(store, folder, output)) is not None]
+        size = len(data) + sum(output.bytes for output in result.outputs)
+        yield Verified(name=name, files=1 + len(result.outputs), bytes=size, findings=tuple(findings))
+
+
+def garbage(store: Store) -> Iterator[Garbage]:
+    """What nobody needs of the evaluations of a store. Changes nothing."""
+    for folder in evals.folders(store):
+        files = store.find(folder)
+        path = layout.evaluation_result(folder)
+        try:
+            result = Evaluation.from_bytes(store.read(path), path)
+            named = {f"{folder}/{output.path}" for output in result.outputs}
+        except FileNotFoundError:
+            result, named = None, set()
+        except Damaged:
+            continue  # what it names cannot be told
+        alive = _has_live_claimant(store, folder)
+        for file, size in files.items():
+            if file in named or _attempt(folder, file) is None:
+                continue
+            if result is not None:
+                lost = _attempt(folder, file) != result.attempt
+                yield Garbage(path=file, bytes=size, reason=Reason.LOST if lost else Reason.SUPERSEDED)
+            elif not alive and f"/{PARTS}/" not in file:
+                yield Garbage(path=file, bytes=size, reason=Reason.ABANDONED)
+        oldest = time.time() - (_DAY if alive else 0)
+        for write in store.unfinished(folder):
+            if write.touched_at < oldest:
+                yield Garbage(path=write.path, bytes=write.bytes, reason=Reason.UNFINISHED)
+
+
+def collect(store: Store, found: Iterable[Garbage]) -> None:
+    """Remove what `garbage` found, as far as it is still there."""
+    found = list(found)
+    files = [one.path for one in found if one.reason is not Reason.UNFINISHED]
+    delete_all(store, files)
+    for folder in sorted({file.rpartition("/")[0] for file in files}, reverse=True):
+        store.remove_empty_folders(folder)
+        store.remove_empty_folders(folder.removesuffix(f"/{PARTS}"))
+    unfinished = {one.path for one in found if one.reason is Reason.UNFINISHED}
+    for write in store.unfinished(layout.evals()) if unfinished else ():
+        if write.path in unfinished:
+            store.discard(write)
+
+
+def _attempt(folder: str, file: str) -> str | None:
+    """The attempt that a file in a result's folder is of."""
+    name, slash, _ = file.removeprefix(f"{folder}/").partition("/")
+    return layout.parse_attempt(f"{name}{slash}")
+
+
+def _has_live_claimant(store: Store, folder: str) -> bool:
+    lease = evals.claimant(store, folder)
+    return lease is not None and not lease.is_over()
+
+
+def _fault(store: Store, folder: str, output: OutputFile) -> Finding | None:
+    path = f"{folder}/{output.path}"
+    expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
+    try:
+        size, sha256 = store.sha256(path)
+    except FileNotFoundError:
+        return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
+    if (size, sha256) == (output.bytes, output.sha256):
+        return None
+    found = f"found {size} bytes with sha256 {sha256}"
+    return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")

@@ -1,0 +1,365 @@
+"""Redaction: the text and the tokens of a prompt's samples are taken out of a run's tables, and the ledger says so.
+
+Rows stay, with rewards, counts and everything else that is no text: what was drawn, trained on and scored can still be
+told. Commits stay as they are, too; a decision (`cairn.storage.ledger.decisions`) names each table with the digest that
+was committed and the one that it has instead, and whoever reads one takes either.
+
+| order | what a crash right after it leaves |
+|---|---|
+| it is made sure that nobody needs the samples any more | the run as it was |
+| the decision is recorded | tables as they were; `cairn verify` says that a redaction is not finished |
+| what graders answered about the prompt is removed from `answers/` | the same; it is asked again where it is needed |
+| tables are replaced, one by one: what is made from samples first, the samples last | some of each; the same |
+| what interrupted attempts left of the same iterations is removed | the run redacted |
+
+Given again, it finishes what is left: a table without the prompt's text is not touched again.
+
+| refused, since the samples are needed | by |
+|---|---|
+| of iterations after the checkpoint from which recovery begins, and those that wait to be trained on | the driver |
+| the same of a run that was forked from this one | the fork's driver |
+| of which write-ahead parts of an open shard exist | the shard |
+| from which a pinned iteration without a checkpoint is brought back | whoever pinned it |
+
+What is shared is redacted in the run that made it, and its forks read the redacted tables. Weights cannot forget: which
+ones saw the samples stands in the decision.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.storage import evals
+from cairn.storage.ledger import layout
+from cairn.storage.ledger import snapshots as tables
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, pinned, redacted_files
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import without_text
+from cairn.storage.ledger.schemas import IMAGES
+from cairn.storage.ledger.snapshots import read_bytes
+from cairn.storage.logs.answers import forget
+from cairn.storage.logs.stream_log import prompts_in_stream
+from cairn.storage.logs.write_ahead import groups_of_calls, is_calls, waiting_prompts
+from cairn.storage.store.errors import Retired
+from cairn.storage.upkeep.collector import collect, garbage
+from cairn.storage.upkeep.retention import brought_back_from, forks, needed_iterations, newest_checkpoint
+
+_ORDER = (Step.EVAL, Step.ADVANTAGE, Step.SCORE, Step.REWARD, Step.ROLLOUT)
+"""Evaluations are found by the prompt's text, which the rollouts hold: those go last."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run holds of a prompt."""
+
+    prompt: int
+    samples: int
+    """That it generated itself."""
+    files: tuple[RedactedFile, ...]
+    """Its own tables with text or tokens of them, in the order in which they are replaced."""
+    iterations: frozenset[int]
+    """With such tables, but for those of evaluations, which nobody reads again."""
+    trained_in: tuple[int, ...]
+    weight_versions: tuple[int, ...]
+    owners: tuple[str, ...]
+    """Other runs, with which it shares iterations that hold some."""
+    seen: "_Seen"
+
+
+def redact(
+    ledger: Ledger,
+    prompt: int,
+    *,
+    by: str | None = None,
+    why: str | None = None,
+    progress: Callable[[str], None] = lambda sentence: None,
+    unreached: Callable[[str], None] = lambda sentence: None,
+) -> Decision:
+    """Take the samples of a prompt out of a run, or finish where that was interrupted. Raises ValueError, with a
+    sentence, where there is nothing to do or the samples are needed; nothing is changed then. `unreached` hears of what
+    may hold the same text and stays, a sentence each: results of evaluations, and episodes that are under way."""
+    found = find(ledger, prompt, progress)
+    decision = _begun(ledger, found)
+    if decision is None:
+        require_unneeded(ledger, found)
+        decision = ledger.decisions.record(lambda so_far: _decision(ledger, found, so_far), by=by, why=why)
+    require_unneeded(ledger, found)  # somebody may have forked the run or pinned something before it was recorded
+    for sentence in _unreached(ledger, found.seen):
+        unreached(sentence)
+    forget(ledger.store, found.seen.texts)
+    for number, file in enumerate(found.files):
+        progress(f"{number} of {len(found.files)} tables redacted, next that of {file.commit}")
+        _replace(ledger, file, found)
+    assert isinstance(decision.what, Redaction)
+    touched = {_iteration_of(ledger, layout.in_run(ledger.run, file.path)) for file in decision.what.files}
+    collect(ledger, [one for one in garbage(ledger) if _iteration_of(ledger, one.path) in touched])
+    return decision
+
+
+def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Redaction:
+    """Raises ValueError where a table was not read as the redactions so far leave it: it would be replaced by one that
+    neither they nor this one know."""
+    earlier = redacted_files(so_far)
+    for file in found.files:
+        for decision, before in earlier.get(file.path, ())[-1:]:
+            if file.old_sha256 != before.new_sha256:
+                raise ValueError(
+                    f"{layout.in_run(ledger.run, file.path)} is being redacted by decision {decision.number} of "
+                    f"{decision.by}: give the command again when that is done"
+                )
+    return Redaction(
+        prompt=found.prompt,
+        samples=found.samples,
+        files=found.files,
+        trained_in=found.trained_in,
+        weight_versions=found.weight_versions,
+    )
+
+
+def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda sentence: None) -> Found:
+    """What a run holds of a prompt's text and tokens. Reads the samples of all iterations that it still has."""
+    seen = _Seen()
+    for commit, output in _tables(ledger, {Step.ROLLOUT}):
+        if output not in commit.tables:
+            continue
+        progress(f"looking for prompt {prompt} in {commit.name}")
+        if (data := _read(ledger, commit, output)) is not None:
+            table = tables.from_parquet(data)
+            seen.committed |= set(table.column("group_id").to_pylist())
+            seen.note(ledger, commit, table.filter(pc.equal(table.column("prompt_index"), prompt)))
+    changed: dict[Step, list[RedactedFile]] = {step: [] for step in _ORDER}
+    iterations, trained = set(), set()
+    for commit, output in _tables(ledger, set(_ORDER)) if seen.groups else ():
+        progress(f"looking at {commit.name}")
+        if commit.run != ledger.run or (data := _read(ledger, commit, output)) is None:
+            continue
+        new, holds_some = _bytes_without(ledger, data, commit, output, prompt, seen)
+        if commit.step is Step.ADVANTAGE and holds_some:
+            trained.add(commit.iteration)
+        if new is not data:
+            changed[commit.step].append(
+                RedactedFile(
+                    commit=commit.name,
+                    path=output.path,
+                    old_bytes=len(data),
+                    old_sha256=hashlib.sha256(data).hexdigest(),
+                    new_bytes=len(new),
+                    new_sha256=hashlib.sha256(new).hexdigest(),
+                )
+            )
+            iterations |= set() if commit.step is Step.EVAL else {commit.iteration}
+    updates = [trained_by for i in sorted(trained) if (trained_by := ledger.find(i, Step.TRAIN)) is not None]
+    return Found(
+        prompt=prompt,
+        samples=seen.own_samples,
+        files=tuple(file for step in _ORDER for file in changed[step]),
+        iterations=frozenset(iterations),
+        trained_in=tuple(sorted(trained)),
+        weight_versions=tuple(update.weight_version_out or 0 for update in updates),
+        owners=tuple(sorted(seen.owners)),
+        seen=seen,
+    )
+
+
+def require_unneeded(ledger: Ledger, found: Found) -> None:
+    """Raise ValueError, naming who needs them, unless a prompt's samples can go."""
+    place = f"prompt {found.prompt} of run {ledger.run!r} cannot be redacted"
+    newest = ledger.last_iteration() or 0
+    for iteration in range(max(0, newest - ledger.lag), newest + ledger.lag + 2):
+        done = {commit.shard for commit in ledger.commits(iteration) if commit.step is Step.ROLLOUT}
+        if found.prompt in waiting_prompts(ledger.store, ledger.run, iteration, done):
+            raise ValueError(f"{place} yet: samples of it are being generated in iteration {iteration}")
+    if found.prompt in prompts_in_stream(ledger.store, ledger.run):
+        raise ValueError(f"{place} yet: samples of it are generated, and no iteration has taken them")
+    for one in _with_forks(ledger):
+        clash = sorted(found.iterations & _needed_for_recovery(one))
+        if clash:
+            raise ValueError(
+                f"{place} yet: run {one.run!r} would need its samples of iteration {clash[-1]} to recover, which no "
+                f"checkpoint follows that it begins from; let it go on to its next one, or fork nothing from there"
+            )
+    for pin in pinned(ledger.decisions.all()):
+        saved = newest_checkpoint(ledger, pin)
+        needed = {i for i, kind in brought_back_from(ledger, pin) if kind is layout.Kind.SNAPSHOTS}
+        if (saved is None or saved.iteration < pin) and (clash := sorted(found.iterations & needed)):
+            raise ValueError(
+                f"{place}: iteration {pin} is pinned, and its weights are brought back from samples of iteration "
+                f"{clash[-1]}; cairn unpin {ledger.run} {pin}"
+            )
+
+
+def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
+    """What of a prompt may stay, a sentence each."""
+    for folder in evals.asking(ledger.store, seen.texts):
+        yield f"the result of an evaluation in {folder} holds the same text: remove that folder, it is computed again"
+    for folder in sorted(
+        {path.rpartition("/")[0] for path in ledger.store.find(layout.run(ledger.run)) if is_calls(path)}
+    ):
+        paths = [f"{folder}/{name}" for name in ledger.store.list(folder)]
+        if groups_of_calls(ledger.store, paths) - seen.committed:
+            yield (
+                f"episodes are under way whose calls in {folder} do not say of which prompt: give the command again "
+                "when they are committed"
+            )
+
+
+@dataclass
+class _Seen:
+    """What the rollouts hold of a prompt."""
+
+    groups: set[int] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
+    owners: set[str] = field(default_factory=set)
+    own_samples: int = 0
+    committed: set[int] = field(default_factory=set)
+    """All groups that there are."""
+
+    def note(self, ledger: Ledger, commit: Commit, rows: pa.Table) -> None:
+        self.groups |= set(rows.column("group_id").to_pylist())
+        self.texts |= set(rows.column("prompt_text").to_pylist()) - {""}
+        if commit.run == ledger.run:
+            self.own_samples += rows.num_rows
+        elif rows.num_rows:
+            self.owners.add(commit.run)
+
+
+def _tables(ledger: Ledger, steps: set[Step]) -> Iterator[tuple[Commit, OutputFile]]:
+    for iteration in ledger.iterations():
+        for commit in ledger.commits(iteration):
+            if commit.step in steps:
+                yield from ((commit, output) for output in commit.outputs)
+
+
+def _read(ledger: Ledger, commit: Commit, output: OutputFile) -> bytes | None:
+    """None where retention has removed it."""
+    try:
+        return read_bytes(ledger.store, commit.run, output)
+    except Retired:
+        return None
+
+
+def _rows(step: Step, table: pa.Table, prompt: int, seen: _Seen) -> pa.Array:
+    """Which rows are the prompt's."""
+    if step is Step.ROLLOUT and "prompt_index" in table.column_names:
+        found = pc.equal(table.column("prompt_index"), prompt)
+    elif step is Step.EVAL:
+        found = pc.is_in(table.column("prompt_text"), pa.array(sorted(seen.texts), pa.string()))
+    else:
+        found = pc.is_in(table.column("group_id"), pa.array(sorted(seen.groups), pa.int64()))
+    return found.combine_chunks()
+
+
+def _bytes_without(
+    ledger: Ledger, data: bytes, commit: Commit, output: OutputFile, prompt: int, seen: _Seen
+) -> tuple[bytes, bool]:
+    """A table's file with the prompt's text taken out, the same one where there is none; whether rows are its. Of
+    images, and of long results of calls, those go that no other prompt's samples have."""
+    table = tables.from_parquet(data)
+    if output in (commit.images, commit.beside(layout.RESULTS_FILE)):
+        is_image = output == commit.images
+        kept = _images_of_others(ledger, commit, prompt) if is_image else _results_of_others(ledger, commit, seen)
+        left = table.filter(pc.is_in(table.column("sha256"), pa.array(sorted(kept), pa.string())))
+        return (data if left.num_rows == table.num_rows else tables.to_parquet(left)), False
+    rows = _rows(commit.step, table, prompt, seen)
+    emptied = without_text(table, rows)
+    return (data if emptied.equals(table) else tables.to_parquet(emptied)), bool(pc.any(rows).as_py())
+
+
+def _images_of_others(ledger: Ledger, commit: Commit, prompt: int) -> set[str]:
+    """SHA-256 of the images in a rollout that other prompts have."""
+    data = _read(ledger, commit, commit.table)
+    assert data is not None  # a commit's files retire together
+    samples = tables.from_parquet(data)
+    others = samples.filter(pc.not_equal(samples.column("prompt_index"), prompt))
+    return {image["sha256"] for images in others.column(IMAGES.name).to_pylist() for image in images or ()}
+
+
+def _results_of_others(ledger: Ledger, commit: Commit, seen: _Seen) -> set[str]:
+    """SHA-256 of the long results in a rollout that calls of other prompts' samples got."""
+    output = commit.beside(layout.CALLS_FILE)
+    data = None if output is None else _read(ledger, commit, output)
+    assert data is not None  # as above, and long results are of calls
+    calls = tables.from_parquet(data)
+    others = calls.filter(pc.invert(pc.is_in(calls.column("group_id"), pa.array(sorted(seen.groups), pa.int64()))))
+    return set(others.column("result_digest").drop_null().to_pylist())
+
+
+def _replace(ledger: Ledger, file: RedactedFile, found: Found) -> None:
+    commit = _commit(ledger, file)
+    (output,) = (output for output in commit.outputs if output.path == file.path)
+    before = read_bytes(ledger.store, ledger.run, output)
+    data, _ = _bytes_without(ledger, before, commit, output, found.prompt, found.seen)
+    ledger.store.write(layout.in_run(ledger.run, file.path), data)
+
+
+def _commit(ledger: Ledger, file: RedactedFile) -> Commit:
+    iteration, _, rest = file.commit.partition("/")
+    step, _, shard = rest.partition(".")
+    commit = ledger.find(int(iteration), Step(step), shard or None)
+    assert commit is not None
+    return commit
+
+
+def _begun(ledger: Ledger, found: Found) -> Decision | None:
+    """The decision that covers what is left. Raises ValueError where there is nothing to do, or another prompt's
+    redaction is to be finished first."""
+    decisions = ledger.decisions.all()
+    own: Decision | None = None
+    for path, versions in redacted_files(decisions).items():
+        decision, file = versions[-1]
+        assert isinstance(decision.what, Redaction)
+        if decision.what.prompt == found.prompt:
+            continue
+        if _sha256(ledger, path) == file.old_sha256:
+            raise ValueError(
+                f"the redaction of prompt {decision.what.prompt} is not finished: cairn delete {ledger.run} --prompt "
+                f"{decision.what.prompt} first"
+            )
+    for decision in decisions:
+        if isinstance(decision.what, Redaction) and decision.what.prompt == found.prompt:
+            made = {(file.path, file.new_sha256) for file in decision.what.files}
+            own = decision if {(file.path, file.new_sha256) for file in found.files} <= made else None
+    if own is None and not found.files:
+        elsewhere = f"; {', '.join(found.owners)} holds what it shares" if found.owners else ""
+        raise ValueError(f"run {ledger.run!r} holds no text of prompt {found.prompt} in samples of its own{elsewhere}")
+    return own
+
+
+def _sha256(ledger: Ledger, path: str) -> str | None:
+    """None where the file is retired."""
+    try:
+        return ledger.store.sha256(layout.in_run(ledger.run, path))[1]
+    except FileNotFoundError:
+        return None
+
+
+def _with_forks(ledger: Ledger) -> Iterator[Ledger]:
+    """The run and all that go on from it."""
+    yield ledger
+    for name in forks(ledger.store, ledger.run):
+        yield from _with_forks(Ledger.open(ledger.store, name))
+
+
+def _needed_for_recovery(ledger: Ledger) -> set[int]:
+    """Iterations whose samples a driver of the run may read: to train on them, or to bring weights back."""
+    newest = ledger.last_iteration()
+    if newest is None:
+        return set()
+    rollout: Any = ledger.manifest.config.get("rollout", {})
+    over = newest + 1 >= rollout.get("num_rollout", newest + 2) and ledger.find(newest, Step.SYNC) is not None
+    behind = newest - 1 - ledger.lag if ledger.lag and not over else newest
+    saved = newest_checkpoint(ledger, behind)
+    checkpoint = -1 if saved is None else saved.iteration
+    if over and checkpoint == newest:
+        return set()
+    return {*range(checkpoint + 1, newest + 1)} | needed_iterations(ledger, checkpoint, newest)
+
+
+def _iteration_of(ledger: Ledger, path: str) -> int | None:
+    place = layout.parse_file(ledger.run, path)
+    return None if place is None else place[0]

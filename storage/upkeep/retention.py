@@ -1,0 +1,359 @@
+"""Files that a run does not keep for ever: older checkpoints and older snapshots, as its configuration says.
+
+```
+runs/<run>/retired/000042.checkpoint.json    the files of iteration 42's checkpoint are removed
+runs/<run>/retired/000042.snapshots.json     those of all its other steps
+```
+Commits stay: the Merkle chain is whole. Markers are created, exclusively, before the first file is removed; what a
+crash leaves in between is garbage, which `cairn.storage.upkeep.collector` finds.
+
+Someone may fork the run meanwhile. Each side says first what it is about to do and then looks what the other has said:
+
+| a fork's manifest appears | the fork | retirement |
+|---|---|---|
+| before the marker | is made, unless it sees the marker already | sees the fork, takes the marker back |
+| between marker and second look | sees the marker: is refused and withdrawn | sees the fork, takes the marker back |
+| after the second look | sees the marker: is refused and withdrawn | removes the files |
+
+A crash may leave a marker that was to be taken back. To a fork that was made, a marker at an iteration that it shares
+says nothing as long as the files are there.
+
+| never retired | because |
+|---|---|
+| the newest checkpoint at or below the oldest weights that are still sampled from | recovery begins there |
+| checkpoints and snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
+| snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
+| snapshots of groups that earlier selections kept which are yet to be trained on | steps will read them |
+| everything up to where another run was forked | the fork reads it here |
+| what brings a pinned iteration back: its checkpoint, or the one before and the snapshots since | a person wants it |
+
+A pin, too, may be set meanwhile, and the same table holds for it: it is recorded and then looks for markers.
+
+So nothing is retired before there is a checkpoint: recovery then replays the run from its initial weights.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from cairn.configs.schema.operations import CheckpointConfig
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Record, Step, newest_selection
+from cairn.storage.ledger.decisions import Decision, Pin, pinned
+from cairn.storage.ledger.layout import Kind
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import pass_over
+from cairn.storage.ledger.redacted import redacted_samples
+from cairn.storage.ledger.schemas import Disposition
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut, Redacted, Retired
+from cairn.storage.store.store import Store
+
+_REQUESTS = 8
+_WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
+
+
+class Retirement(Record):
+    """Files of one iteration that go."""
+
+    iteration: int
+    kind: Kind
+    commits: tuple[str, ...]
+    """Names of those that lose their files."""
+    files: tuple[str, ...]
+    """Store paths."""
+    bytes: int
+
+
+def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> list[Retirement]:
+    """Remove what a run need not keep, `due` of it; returns what went. Raises LeaseLost if this process was the run's
+    driver and is not any more."""
+    found = list(due(ledger, config, everything=everything))
+    marked: set[str] = set()
+    for one in found:
+        fields = {"run": ledger.run, "id": uuid.uuid4().hex, "retired_at": time.time()}
+        path = layout.retired(ledger.run, one.iteration, one.kind)
+        marker = canonical.seal(fields | one.model_dump(mode="json", exclude={"files"}))
+        if ledger.store.create(path, marker, ledger.require_held):
+            marked.add(path)
+    shared = shared_with_forks(ledger) if found else -1
+    wanted = kept_by_pins(ledger, marked=marked) if found else set()
+    staying = [one for one in found if one.iteration <= shared or (one.iteration, one.kind) in wanted]
+    for one in staying:
+        path = layout.retired(ledger.run, one.iteration, one.kind)
+        if path in marked:  # someone else's may stand for files that are gone
+            ledger.require_held()
+            ledger.store.delete(path)
+    going = [one for one in found if one not in staying]
+    remove(ledger.store, [path for one in going for path in one.files], ledger.require_held)
+    return going
+
+
+def remove(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
+    """Delete files of attempts, and folders that are empty then."""
+    paths = list(paths)
+    delete_all(store, paths, guard)
+    for folder in sorted({layout.attempt_folder(path) for path in paths}):
+        store.remove_empty_folders(folder)
+
+
+def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
+    """Delete files, eight at a time. `guard` is called before each time; what it raises ends the deletion and is
+    raised."""
+    paths = list(paths)
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for first in range(0, len(paths), _REQUESTS):
+            guard()
+            list(pool.map(store.delete, paths[first : first + _REQUESTS]))
+
+
+def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:
+    """What a run has and need not keep, of its own iterations. Looks from the newest backwards as far as the last that
+    is retired already, or, for `everything`, to the first."""
+    if config.save_retain_interval is None and config.retain_snapshots is None:
+        return
+    newest = ledger.last_iteration()
+    saved = None if newest is None else newest_checkpoint(ledger, newest - 1 - ledger.lag if ledger.lag else newest)
+    if newest is None or saved is None:
+        return
+    checkpoint = saved.iteration
+    first = max(ledger.first_iteration, shared_with_forks(ledger) + 1)
+    needed = needed_iterations(ledger, checkpoint, newest)
+    needed_by_pins = kept_by_pins(ledger)
+    gone = retired(ledger) if everything else set()
+    finished: set[Kind] = set()
+    for iteration, kind in candidates(config, newest=newest, checkpoint=checkpoint, needed=needed, first=first):
+        if kind in finished or (iteration, kind) in gone or (iteration, kind) in needed_by_pins:
+            continue
+        if not everything and ledger.store.exists(layout.retired(ledger.run, iteration, kind)):
+            finished.add(kind)
+            continue
+        commits = [commit for commit in _commits(ledger, iteration, kind) if commit.outputs]
+        if commits:
+            outputs = [output for commit in commits for output in commit.outputs]
+            yield Retirement(
+                iteration=iteration,
+                kind=kind,
+                commits=tuple(commit.name for commit in commits),
+                files=tuple(layout.in_run(ledger.run, output.path) for output in outputs),
+                bytes=sum(output.bytes for output in outputs),
+            )
+
+
+def candidates(
+    config: CheckpointConfig, *, newest: int, checkpoint: int, needed: Collection[int], first: int
+) -> Iterator[tuple[int, Kind]]:
+    """What a run need not keep, from the newest to the oldest, whether it has it or not.
+
+    `newest`: its last iteration with commits. `checkpoint`: that of the checkpoint from which recovery begins.
+    `needed`: iterations whose snapshots are read although they lie before it. `first`: the first iteration that may
+    lose anything.
+    """
+    kept = config.save_retain_interval
+    if kept is not None:
+        for iteration in range(checkpoint - 1, first - 1, -1):  # those of preempted drivers lie anywhere
+            if (iteration + 1) % kept != 0:
+                yield iteration, Kind.CHECKPOINT
+    if config.retain_snapshots is not None:
+        for iteration in range(min(checkpoint, newest - max(config.retain_snapshots, 2)), first - 1, -1):
+            if iteration not in needed:
+                yield iteration, Kind.SNAPSHOTS
+
+
+def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> Commit | None:
+    """The newest checkpoint at or below an iteration, of a run or of what it shares with its parent, that has its
+    files: from it weights of that age are had again. Looks at every iteration: a preempted driver leaves one where none
+    is due. `marked`: markers, by their store paths, that stand for files which are still there."""
+    found = (ledger.find(i, Step.CHECKPOINT) for i in range(iteration, -1, -1))
+    return next(
+        (one for one in found if one is not None and (_mark(one) in marked or not is_retired(ledger, one))), None
+    )
+
+
+def _mark(saved: Commit) -> str:
+    return layout.retired(saved.run, saved.iteration, Kind.CHECKPOINT)
+
+
+def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
+    """Iterations whose snapshots the steps after a checkpoint were made from, and those of groups that a selection
+    which is yet to be trained on trains on, or that the newest leaves waiting."""
+    needed: set[int] = set()
+    selection = None
+    for iteration in range(min(checkpoint + 1, newest - 1), newest + 1):
+        commits = ledger.commits(iteration) if iteration >= 0 else []
+        if iteration > checkpoint:
+            needed |= _made_from(commits)
+        if (found := newest_selection(commits)) is None:
+            continue
+        selection = found
+        if iteration > checkpoint and not any(commit.step is Step.TRAIN for commit in commits):
+            needed |= _places_of_groups(ledger, found, {Disposition.TRAIN})
+    if selection is not None:
+        needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, *_WAITING})
+    return needed
+
+
+def kept_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
+    """What is not retired since somebody pinned an iteration. `marked`: markers, by their store paths, that stand for
+    files which are still there."""
+    return {
+        place
+        for iteration in pinned(ledger.decisions.all())
+        for place in brought_back_from(ledger, iteration, marked)
+        if place[0] >= ledger.first_iteration
+    }
+
+
+def brought_back_from(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
+    """What the weights and the samples of an iteration are had again from: the newest checkpoint at or below it, the
+    snapshots since then and those that their steps were made from."""
+    saved = newest_checkpoint(ledger, iteration, marked)
+    since = -1 if saved is None else saved.iteration
+    samples = {iteration, *range(since + 1, iteration + 1)}
+    samples |= {i for one in samples for i in _made_from(ledger.commits(one))}
+    kept = {(i, Kind.SNAPSHOTS) for i in samples}
+    return kept if saved is None else kept | {(since, Kind.CHECKPOINT)}
+
+
+def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
+    """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint of weights as
+    old as those that it samples from with its `lag`, and from the snapshots since then and of the groups that wait, in
+    the buffer or unfinished."""
+    gone = retired(ledger.owner(iteration))
+    if not gone and not ledger.owner(iteration).decisions.all():
+        return
+    saved = newest_checkpoint(ledger, iteration - lag)
+    checkpoint = -1 if saved is None else saved.iteration
+    at_end = ledger.find(iteration, Step.CHECKPOINT)
+    if at_end is not None and is_retired(ledger, at_end):
+        raise Retired(f"run {ledger.run!r} cannot be forked at iteration {iteration}: its checkpoint is retired")
+    needed = set(range(checkpoint + 1, iteration + 1))
+    for since in range(checkpoint + 1, iteration + 1):
+        needed |= _made_from(ledger.commits(since))
+    selection = newest_selection(ledger.commits(iteration))
+    if selection is not None and (selection.values["buffered"] or selection.values["unfinished"]):
+        needed |= {iteration, *_places_of_groups(ledger, selection, _WAITING)}
+    for name, number in redacted_samples(ledger).items():
+        if int(name.partition("/")[0]) in needed:
+            raise Redacted(
+                f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs {name}, of which decision "
+                f"{number} has redacted samples"
+            )
+    for i in sorted(needed) if gone else ():
+        if ledger.store.exists(layout.retired(ledger.owner(i).run, i, Kind.SNAPSHOTS)):
+            raise Retired(
+                f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs the snapshots of iteration "
+                f"{i}, which are retired"
+            )
+
+
+def is_retired(ledger: Ledger, commit: Commit) -> bool:
+    """Whether the files of a commit of a run or its parents are gone, or about to go. One request, or one for each file
+    of a commit that the run shares with its parent."""
+    store = ledger.store
+    if not store.exists(layout.retired(commit.run, commit.iteration, Kind.of(commit.step))):
+        return False
+    shared = commit.iteration < ledger.first_iteration
+    return not shared or not all(store.exists(layout.in_run(commit.run, output.path)) for output in commit.outputs)
+
+
+def retired(ledger: Ledger) -> set[tuple[int, Kind]]:
+    """All that a run has retired. One request a thousand."""
+    names = ledger.store.list(layout.retirements(ledger.run))
+    return {place for name in names if (place := layout.parse_retired(name)) is not None}
+
+
+def forks(store: Store, run: str) -> dict[str, int]:
+    """The runs that were forked from a run, and the last iteration that each shares with it. Reads the manifests of all
+    runs. A folder that holds none of its name (a copy, a link, something else) is passed over, with a warning: nobody
+    can go on with it."""
+
+    def parent(name: str) -> int | None:
+        try:
+            parent = Ledger.open(store, name).manifest.parent
+        except (FileNotFoundError, BeingDeleted):  # no run, or none any more
+            return None
+        except (Damaged, LeadsOut) as error:
+            pass_over(name, error)
+            return None
+        return parent.iteration if parent is not None and parent.run == run else None
+
+    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) not in (None, run)]
+    with ThreadPoolExecutor(_REQUESTS) as readers:
+        found = dict(zip(names, readers.map(parent, names), strict=True))
+    return {name: iteration for name, iteration in found.items() if iteration is not None}
+
+
+def shared_with_forks(ledger: Ledger) -> int:
+    """The last iteration of a run that a fork reads; -1 without forks."""
+    return max(forks(ledger.store, ledger.run).values(), default=-1)
+
+
+def _commits(ledger: Ledger, iteration: int, kind: Kind) -> list[Commit]:
+    if kind is Kind.CHECKPOINT:
+        saved = ledger.find(iteration, Step.CHECKPOINT)
+        return [] if saved is None else [saved]
+    return [commit for commit in ledger.commits(iteration) if Kind.of(commit.step) is kind]
+
+
+def _made_from(commits: Iterable[Commit]) -> set[int]:
+    """Iterations of the commits with files that commits were made from; a train step leaves none."""
+    names = (name.partition("/") for commit in commits for name in commit.inputs)
+    return {int(iteration) for iteration, slash, step in names if slash and step != Step.TRAIN}
+
+
+def _places_of_groups(ledger: Ledger, selection: Commit, dispositions: Collection[Disposition]) -> set[int]:
+    """Iterations in which groups with one of the dispositions lie."""
+    (output,) = selection.outputs
+    rows = read_table(ledger.store, selection.run, output, ["iteration", "disposition"]).to_pylist()
+    return {row["iteration"] for row in rows if row["disposition"] in dispositions}
+
+
+# Pins: an iteration whose weights and samples are kept, whatever the run's retention says.
+#
+# A pin is a decision (`cairn.storage.ledger.decisions`); `cairn.storage.upkeep.retention` keeps what it needs. Somebody
+# may retire that very iteration meanwhile: the pin is recorded first and then looks for the markers of retirement, and
+# retirement, which marks first, looks for pins. Where both see each other the files stay, and so does the pin that is
+# set again.
+
+
+def pin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | None = None) -> Decision:
+    """Keep what brings an iteration back. Raises ValueError if the run has not made it or shares it with its parent,
+    Retired if something of it is gone."""
+    if iteration < ledger.first_iteration:
+        assert ledger.parent is not None
+        raise ValueError(
+            f"iteration {iteration} of run {ledger.run!r} is one of {ledger.owner(iteration).run!r}: pin it there"
+        )
+    if ledger.find(iteration, Step.TRAIN) is None:
+        raise ValueError(f"run {ledger.run!r} has not trained iteration {iteration} yet")
+    _require_there(ledger, iteration)
+    decision = ledger.decisions.record(lambda so_far: Pin(iteration=iteration, kept=True), by=by, why=why)
+    try:
+        _require_there(ledger, iteration)
+    except Retired:
+        ledger.decisions.record(lambda so_far: Pin(iteration=iteration, kept=False), by=by, why="it was being retired")
+        raise
+    return decision
+
+
+def unpin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | None = None) -> Decision:
+    """Leave an iteration to the run's retention again. Raises ValueError if it is not pinned."""
+
+    def release(so_far: tuple[Decision, ...]) -> Pin:
+        if iteration not in pinned(so_far):
+            raise ValueError(f"iteration {iteration} of run {ledger.run!r} is not pinned")
+        return Pin(iteration=iteration, kept=False)
+
+    return ledger.decisions.record(release, by=by, why=why)
+
+
+def _require_there(ledger: Ledger, iteration: int) -> None:
+    for i, kind in sorted(brought_back_from(ledger, iteration)):
+        if i >= ledger.first_iteration and ledger.store.exists(layout.retired(ledger.run, i, kind)):
+            raise Retired(
+                f"iteration {iteration} of run {ledger.run!r} cannot be pinned: that needs the {kind} of iteration "
+                f"{i}, retired already"
+            )

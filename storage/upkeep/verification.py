@@ -1,0 +1,360 @@
+"""Reading a whole run again and holding it against its digests."""
+
+import hashlib
+import itertools
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, repeat
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+import pyarrow.compute as pc
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, OutputFile, Record, Step
+from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, read_decision, redacted_files
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.ledger.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS
+from cairn.storage.ledger.snapshots import is_retired, read_table
+from cairn.storage.logs.admissions import Admitted, Claim, claimed_numbers, read_claim
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store
+from cairn.storage.upkeep.accounting import Accounting, GroupCounts, GroupTable, tells_of_groups
+
+# Whether the tokens of committed samples are those of their committed calls: one history, whatever drivers made it.
+
+
+SAMPLES_FILE = "samples.parquet"
+_COLUMNS = (
+    *("group_id", "sample_index", "prompt_ids", "response_ids", "segments"),
+    *(TRAJECTORIES.name, TRAJECTORY_PROMPTS.name),
+)
+
+
+def mixed_histories(store: Store, commit: Commit) -> Iterator[Finding]:
+    """The first sample of a rollout of which a segment was not sampled as its calls say, if there is one."""
+    files = {output.path.rpartition("/")[2]: output for output in commit.outputs}
+    if commit.step is not Step.ROLLOUT or not files.keys() >= {SAMPLES_FILE, layout.CALLS_FILE}:
+        return
+    calls = _calls(store, commit.run, files[layout.CALLS_FILE])
+    samples = read_table(store, commit.run, files[SAMPLES_FILE])
+    for row in samples.select([name for name in _COLUMNS if name in samples.column_names]).to_pylist():
+        key = row["group_id"], row["sample_index"]
+        for call, before in _asked(row):
+            recorded = calls.get((*key, call))
+            if recorded is None or not _is_after(recorded, before):
+                path = layout.in_run(commit.run, files[SAMPLES_FILE].path)
+                told = "is not recorded" if recorded is None else f"went on from other tokens than these {len(before)}"
+                message = f"{path} has a sample {key[0]}/{key[1]} whose call {call} of the policy {told}"
+                yield Finding(fault=Fault.CALLS_DIFFER, path=path, message=message)
+                return
+
+
+def _calls(store: Store, run: str, output: OutputFile) -> dict[tuple[int, int, str], dict[str, Any]]:
+    """Return the answered calls of the policy, by (group, sample, call)."""
+    table = read_table(store, run, output)
+    table = table.filter(pc.field("order").is_valid() & (pc.field("kind") == "sample"))
+    rows = table.select(["group_id", "sample_index", "call", "given_tokens", "arguments"]).to_pylist()
+    return {(row["group_id"], row["sample_index"], row["call"]): row for row in rows}
+
+
+def _asked(row: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
+    """The calls of a sample's segments, and the tokens before each in its trajectory."""
+    lengths = row.get(TRAJECTORIES.name) or [len(row["response_ids"])]
+    prompts = row.get(TRAJECTORY_PROMPTS.name) or repeat(None)
+    begins = dict(zip((0, *accumulate(lengths)), prompts, strict=False))
+    prompt, start, place = row["prompt_ids"], 0, 0
+    for segment in row["segments"] or ():
+        if place in begins:
+            prompt, start = begins[place] or row["prompt_ids"], place
+        if segment["call"] is not None:
+            yield segment["call"], [*prompt, *row["response_ids"][start:place]]
+        place += segment["tokens"]
+
+
+def _is_after(recorded: Mapping[str, Any], before: Sequence[int]) -> bool:
+    """Earlier versions of the code recorded how many tokens these were, and not which."""
+    if recorded["arguments"] is None:
+        return bool(recorded["given_tokens"] == len(before))
+    sha256 = hashlib.sha256(np.asarray(before, np.int32).tobytes())
+    return bool(recorded["arguments"] == canonical.to_json({"sha256": sha256.hexdigest()}))
+
+
+_REQUESTS = 8
+_RETIRED: Final = "retired"
+_REDACTED: Final = "redacted"
+_Found = Finding | Literal["retired", "redacted"] | None
+"""What reading a file again found; None: what was committed."""
+_Redactions = Mapping[str, tuple[tuple[Decision, RedactedFile], ...]]
+_GROUPS = "groups"
+Item = TypeVar("Item")
+_COMMIT_NAME = re.compile(r"\d{6}/")
+
+
+class Verified(Record):
+    """What reading one commit (or the manifest, the terms of an upgrade, a decision, the claim of an admission) and its
+    files again found; or, at last, what became of the groups of all of them."""
+
+    name: str
+    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, `stream/admissions/000000.json`, the commit as
+    `000042/rollout.00-000`, or `groups`."""
+    files: int
+    """Files read, the marker included."""
+    bytes: int
+    retired: int = 0
+    """Files that are gone on purpose: the run does not keep them for ever."""
+    redacted: int = 0
+    """Files that are other than committed on purpose, and as a redaction says."""
+    findings: tuple[Finding, ...] = ()
+    groups: GroupCounts | None = None
+    """Of `groups` alone."""
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether it is of a commit."""
+        return _COMMIT_NAME.match(self.name) is not None
+
+
+def verify(ledger: Ledger) -> Iterator[Verified]:
+    """Read every marker and every committed file of a run, in the order of iterations, and compare them with their
+    digests, and each commit's inputs with the commits they name. What a fork shares with its parent is its own history
+    and read too. Every group of it is accounted for: see `cairn.storage.upkeep.accounting`. Yields as it goes; reads
+    everything, changes nothing."""
+    store = ledger.store
+    yield _verify_manifest(store, ledger.run)
+    yield from _verify_upgrades(store, ledger.run)
+    yield from _verify_decisions(ledger)
+    claims: list[Claim] = []
+    yield from _verify_claims(ledger, claims)
+    digests: dict[str, str] = {}
+    redactions = _redactions(ledger)
+    with ThreadPoolExecutor(_REQUESTS) as readers:
+        accounting, contradictions = Accounting(store, readers), list[Finding]()
+        # Newest first: a driver that is at work commits what is read before what is made from it.
+        markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
+        history = _read_all(store, reversed(markers), readers, digests)
+        admitted = Admitted(claims)
+        for iteration, paths, commits in _ahead(ledger.lag, history):
+            tables: list[GroupTable] = []
+            for path, commit in zip(paths, commits, strict=True):
+                if isinstance(commit, Finding):
+                    yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
+                    continue
+                read = list(
+                    readers.map(
+                        lambda output, run=commit.run: _verify_file(store, run, output, redactions[run]), commit.outputs
+                    )
+                )
+                redacted = [found for found in read if found == _REDACTED]
+                there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
+                faults = [found for found in read if isinstance(found, Finding)]
+                admitted.take(commit)
+                _look_again(ledger, commit, digests, admitted)
+                tables += _group_tables(commit, read, redactions[commit.run])
+                yield Verified(
+                    name=commit.name,
+                    files=1 + len(there),
+                    bytes=len(commit.to_bytes()) + sum(output.bytes for output in there),
+                    retired=len(read) - len(there),
+                    redacted=len(redacted),
+                    findings=(
+                        *faults,
+                        *_verify_terms(ledger, commit),
+                        *_verify_inputs(commit, path, digests),
+                        *(() if any(read) else mixed_histories(store, commit)),
+                    ),
+                )
+            damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
+            whole = not any(tells_of_groups(name) for name in damaged)
+            contradictions += accounting.take(iteration, tables, whole=whole)
+        contradictions += admitted.findings()
+    groups = accounting.groups()
+    groups = groups.model_copy(update={"open": groups.open + admitted.open()})
+    yield Verified(name=_GROUPS, files=0, bytes=0, findings=tuple(contradictions), groups=groups)
+
+
+def _look_again(ledger: Ledger, commit: Commit, digests: dict[str, str], admitted: Admitted) -> None:
+    """Read admissions that a commit was made from and that were not there yet when their iteration was listed: a
+    stream's lie in later iterations than its own."""
+    for name in commit.inputs.keys() - digests.keys():
+        iteration, _, rest = name.partition("/")
+        step, _, shard = rest.partition(".")
+        if step == Step.ADMIT and (found := ledger.find(int(iteration), Step.ADMIT, shard)) is not None:
+            digests[name] = found.digest
+            admitted.take(found)
+
+
+def _read_all(
+    store: Store, markers: Iterable[tuple[int, list[str]]], readers: ThreadPoolExecutor, digests: dict[str, str]
+) -> Iterator[tuple[int, list[str], list[Commit | Finding]]]:
+    """The commits of each iteration, with their paths; their digests are added by their names."""
+    for iteration, paths in markers:
+        commits = list(readers.map(lambda path: _read_commit(store, path), paths))
+        digests |= {commit.name: commit.digest for commit in commits if isinstance(commit, Commit)}
+        yield iteration, paths, commits
+
+
+def _ahead(count: int, items: Iterator[Item]) -> Iterator[Item]:
+    """The same, each when `count` more have been read: what a stream admits for later iterations, an earlier one may
+    take."""
+    waiting: deque[Item] = deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _name(path: str) -> str:
+    return path.partition("/iterations/")[2].removesuffix(".json")
+
+
+def _verify_manifest(store: Store, run: str) -> Verified:
+    path = layout.run_manifest(run)
+    return _verify_sealed("run.json", path, store.read(path))
+
+
+def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
+    for number in itertools.count(1):
+        path = layout.upgrade(run, number)
+        try:
+            data = store.read(path)
+        except FileNotFoundError:
+            return
+        yield _verify_sealed(path.removeprefix(f"{layout.run(run)}/"), path, data)
+
+
+def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
+    """Each decision by itself, and that they follow each other."""
+    store, run = ledger.store, ledger.run
+    names = store.list(layout.decisions(run))
+    numbers = [number for name in names if (number := layout.parse_decision(name)) is not None]
+    before: str | None = None
+    for number in range(1, max(numbers, default=0) + 1):
+        path, name = layout.decision(run, number), f"decisions/{number:06d}.json"
+        try:
+            data = store.read(path)
+            decision = read_decision(data, path)
+            if decision.previous != before:
+                message = f"{path} follows a decision with digest {decision.previous}, the one before it has {before}"
+                yield Verified(
+                    name=name,
+                    files=1,
+                    bytes=len(data),
+                    findings=(Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message),),
+                )
+            else:
+                yield Verified(name=name, files=1, bytes=len(data))
+            before = decision.digest
+        except FileNotFoundError:
+            finding = Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing, though later ones are there")
+            yield Verified(name=name, files=0, bytes=0, findings=(finding,))
+        except Damaged as error:
+            finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
+            yield Verified(name=name, files=1, bytes=0, findings=(finding,))
+
+
+def _verify_claims(ledger: Ledger, claims: list[Claim]) -> Iterator[Verified]:
+    """Each claim of an admission by itself; those that can be read are added to `claims`."""
+    for number in claimed_numbers(ledger.store, ledger.run):
+        path = layout.admission(ledger.run, number)
+        name, data = path.removeprefix(f"{layout.run(ledger.run)}/"), ledger.store.read(path)
+        findings = []
+        try:
+            claims.append(read_claim(data, path))
+        except Damaged as error:
+            findings.append(Finding(fault=Fault.UNREADABLE, path=path, message=str(error)))
+        yield Verified(name=name, files=1, bytes=len(data), findings=tuple(findings))
+
+
+def _verify_sealed(name: str, path: str, data: bytes) -> Verified:
+    findings = []
+    try:
+        canonical.unseal(data)
+    except ValueError as error:
+        findings.append(Finding(fault=Fault.UNREADABLE, path=path, message=f"{path} cannot be trusted: {error}"))
+    return Verified(name=name, files=1, bytes=len(data), findings=tuple(findings))
+
+
+def _verify_terms(ledger: Ledger, commit: Commit) -> Iterator[Finding]:
+    try:
+        ledger.terms_of(commit)
+    except Damaged as error:
+        path = layout.upgrade(commit.run, commit.terms)
+        yield Finding(fault=Fault.MISSING, path=path, message=str(error))
+
+
+def _read_commit(store: Store, path: str) -> Commit | Finding:
+    try:
+        return Commit.from_bytes(store.read(path), path)
+    except Damaged as error:
+        return Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
+
+
+def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
+    """Of a run and those that it was forked from, by their names. Decisions that are damaged are findings of their
+    own."""
+    found: dict[str, _Redactions] = {}
+    while ledger is not None:
+        try:
+            found[ledger.run] = redacted_files(ledger.decisions.all())
+        except Damaged:
+            found[ledger.run] = {}
+        ledger = ledger.parent
+    return found
+
+
+def _verify_file(store: Store, run: str, output: OutputFile, redactions: _Redactions) -> _Found:
+    path = layout.in_run(run, output.path)
+    expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
+    try:
+        size, sha256 = store.sha256(path)
+    except FileNotFoundError:
+        if is_retired(store, run, path):
+            return _RETIRED
+        return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
+    if versions := redactions.get(output.path):
+        decision, redacted = versions[-1]
+        if sha256 == redacted.new_sha256:
+            return _REDACTED
+        if sha256 in {output.sha256, *(file.new_sha256 for _, file in versions)}:
+            assert isinstance(decision.what, Redaction)
+            message = (
+                f"{path} still holds what decision {decision.number} redacts: cairn delete {run} --prompt "
+                f"{decision.what.prompt} finishes that"
+            )
+            return Finding(fault=Fault.UNREDACTED, path=path, message=message)
+        expected = f"expected {redacted.new_bytes} bytes with sha256 {redacted.new_sha256} since it was redacted"
+    elif (size, sha256) == (output.bytes, output.sha256):
+        return None
+    found = f"found {size} bytes with sha256 {sha256}"
+    return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")
+
+
+def _group_tables(commit: Commit, read: Sequence[_Found], redactions: _Redactions) -> Iterator[GroupTable]:
+    """The tables of a commit that tell of groups, and what reading its files found of them."""
+    for output, found in zip(commit.outputs, read, strict=True) if tells_of_groups(commit.name) else ():
+        if output in commit.tables:
+            versions = redactions.get(output.path, ())
+            yield GroupTable(
+                commit,
+                layout.in_run(commit.run, output.path),
+                versions[-1][1].new_bytes if versions else output.bytes,
+                unread="retired" if found == _RETIRED else "unreadable" if isinstance(found, Finding) else None,
+            )
+
+
+def _verify_inputs(commit: Commit, path: str, digests: dict[str, str]) -> Iterator[Finding]:
+    for name, digest in commit.inputs.items():
+        if not _COMMIT_NAME.match(name):
+            continue
+        made_from = f"{commit.name} was made from {name} with digest {digest}"
+        if name not in digests:
+            yield Finding(fault=Fault.INPUT_MISSING, path=path, message=f"{made_from}, which cannot be read")
+        elif digests[name] != digest:
+            message = f"{made_from}, which has digest {digests[name]} now"
+            yield Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message)

@@ -1,0 +1,1 @@
+"""From committed snapshots to arrays."""

@@ -1,0 +1,227 @@
+"""From committed snapshots to the batch that the training engine takes."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cairn.engines.training.needs import loss_needs
+from cairn.engines.types.images import Image
+from cairn.engines.types.types import KeptTokens, TrainBatch
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.schemas import IMAGES, KEPT, RAW_REWARD, ROUTED, SEQUENCES
+from cairn.tasks.batch.sequences import own_prompts, routed_experts, several_trajectories, split_trajectories
+from cairn.tasks.durable.recorded_run import RecordedRun
+from cairn.tasks.durable.selection import max_ages, removed_samples, stale_weights, trained_groups
+from cairn.tasks.durable.versions import token_ages
+
+
+def trained_shards(run: RecordedRun, selection: Commit) -> tuple[list[Commit], list[Commit]]:
+    """The rollout and the reward commits that hold the groups to train on, in pairs, each once; no reward commits where
+    nothing is graded.
+
+    Groups from the buffer lie in an earlier iteration's shards.
+    """
+    places = dict.fromkeys((iteration, shard) for iteration, shard, _ in trained_groups(run, selection))
+    return (
+        [run.committed(iteration, Step.ROLLOUT, shard) for iteration, shard in places],
+        [run.committed(iteration, Step.REWARD, shard) for iteration, shard in places if run.config.samples_responses],
+    )
+
+
+def rows_of_groups(
+    run: RecordedRun, selection: Commit, shards: Sequence[Commit], columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """One table a trained group, in the order of the batch, its samples by index. A column that a shard may lack is
+    null where it does."""
+    wanted = ["group_id", "sample_index", *columns]
+    tables = {(shard.iteration, shard.shard): with_optional(run.read(shard), wanted) for shard in shards}
+    starts: dict[tuple[int, str | None], dict[int, tuple[int, int]]] = {
+        place: _group_slices(table) for place, table in tables.items()
+    }
+    for iteration, shard, group_id in trained_groups(run, selection):
+        start, length = starts[iteration, shard][group_id]
+        yield tables[iteration, shard].slice(start, length)
+
+
+def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Loss mask and age of every response token of the batch's samples, [T_i] uint8 and [T_i] int32 each.
+
+    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group, or has a
+    weight all the same, of samples that it has not removed.
+
+    Args:
+        samples: `group_id`, `sample_index`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
+    """
+    iteration, lists = selection.iteration, samples.column("weight_versions").combine_chunks()
+    flat = token_ages(run.ledger, iteration, lists.values.to_numpy(zero_copy_only=False))
+    ages = [flat[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
+    bounds, removed = max_ages(run, selection), removed_samples(run, selection)
+    stale = stale_weights(run, selection)
+    masks = []
+    places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
+    for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
+        bound, kept = bounds[group_id], mask
+        if bound is not None and age.max(initial=0) > bound:  # few samples have such tokens
+            kept = mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
+        masks.append(np.zeros_like(kept) if index in removed.get(group_id, ()) else kept)
+    return masks, ages
+
+
+def mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
+    """Mean over the trained tokens of a batch, 0 where there is none. `fields`, `masks`: [T_i] of each sample."""
+    trained = np.concatenate(fields)[np.concatenate(masks).astype(bool)]
+    return float(trained.mean()) if trained.size else 0.0
+
+
+def age_weights(ages: np.ndarray, max_age: int, stale: Sequence[float]) -> np.ndarray:
+    """[T] float32: the weights of tokens by their ages [T]. 1 up to `max_age`, then as `stale` says, and 0 beyond."""
+    beyond = np.asarray([*stale, 0.0], np.float32)[np.clip(ages - max_age - 1, 0, len(stale))]
+    return np.where(ages <= max_age, np.float32(1), beyond)
+
+
+def train_batch(
+    run: RecordedRun,
+    selection: Commit,
+    rollouts: Sequence[Commit],
+    advantages: Commit | None = None,
+    scores: Commit | None = None,
+) -> TrainBatch:
+    """The batch of an iteration: trained groups in order, with advantages and scores where they are given; a sample
+    of several trajectories is as many sequences of it."""
+    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions"]
+    columns += [field.name for field in (KEPT, *SEQUENCES, IMAGES)]
+    replays = run.config.algorithm.use_rollout_routing_replay
+    columns += [ROUTED.name] if replays else []
+    samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
+    prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
+    loss_mask, _ = trained_tokens(run, selection, samples)
+    divisor_mask = arrays(samples, "loss_mask")
+    rollout_log_probs = arrays(samples, "log_probs")
+    old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
+    ref_log_probs = teacher_log_probs = top_log_probs = top_ids = values = None
+    if scores is not None:
+        scored = run.read(scores)
+        old_log_probs = optional_arrays(scored, "log_probs") or old_log_probs
+        ref_log_probs = optional_arrays(scored, "ref_log_probs")
+        teacher_log_probs = optional_arrays(scored, "teacher_log_probs")
+        top_log_probs, top_ids = (rows_of(scored, name) for name in ("teacher_top_log_probs", "teacher_top_ids"))
+        values = optional_arrays(scored, "values")
+    estimated = None if advantages is None else run.read(advantages)
+    batch = TrainBatch(
+        input_ids=[np.concatenate(pair) for pair in zip(prompts, responses, strict=True)],
+        response_lengths=[len(response) for response in responses],
+        loss_mask=loss_mask,
+        divisor_mask=None if all(map(np.array_equal, loss_mask, divisor_mask)) else divisor_mask,
+        advantages=None if estimated is None else arrays(estimated, "advantages"),
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs if run.config.samples_responses else None,
+        ref_log_probs=ref_log_probs,
+        teacher_log_probs=teacher_log_probs,
+        teacher_top_log_probs=top_log_probs,
+        teacher_top_ids=top_ids,
+        values=values,
+        returns=None
+        if estimated is None or "returns" not in loss_needs(run.config.algorithm)
+        else arrays(estimated, "returns"),
+        groups=samples.column("group_id").to_pylist(),
+        kept=kept_tokens(samples, responses),
+        routed_experts=routed_experts(samples) if replays else None,
+        images=_images(run, rollouts, samples),
+    )
+    trajectories = several_trajectories(samples)
+    return batch if trajectories is None else split_trajectories(batch, trajectories, own_prompts(samples))
+
+
+def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
+    """What the tokens of each sample were drawn from, as `cairn.storage.ledger.schemas.KEPT` has it."""
+    counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
+    ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
+    return _nested(ids, counts, list(map(len, kept)), KEPT.type)
+
+
+def rows_column(rows: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """A column of [T_i, k] of each sample, a list of k numbers for each token."""
+    table = np.concatenate(rows)
+    return _nested(table.ravel(), np.repeat([0, table.shape[1]], [1, len(table)]), list(map(len, rows)), kind)
+
+
+def rows_of(table: pa.Table, column: str) -> list[np.ndarray] | None:
+    """What `rows_column` made; None where the step had no need of the column."""
+    if column not in table.column_names:
+        return None
+    lists = table.column(column).combine_chunks()
+    values = lists.values.values.to_numpy(zero_copy_only=False)
+    rows = values.reshape(len(lists.values), len(values) // max(1, len(lists.values)))
+    return [rows[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
+
+
+def _nested(values: np.ndarray, counts: np.ndarray, tokens: Sequence[int], kind: pa.DataType) -> pa.Array:
+    """`counts`: 0, and how many of the values are of each token. `tokens`: of each sample."""
+    of_tokens = pa.LargeListArray.from_arrays(pa.array(np.cumsum(counts, dtype=np.int64)), pa.array(values))
+    ends = np.cumsum([0, *tokens], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), of_tokens).cast(kind)
+
+
+def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[KeptTokens] | None:
+    """What the tokens of each sample were drawn from; None where that was always the whole vocabulary, as it was where
+    the column is null."""
+    lists = samples.column(KEPT.name).combine_chunks()
+    if lists.null_count == len(lists):
+        return None
+    tokens = lists.values
+    ends, ids = tokens.offsets.to_numpy(), tokens.values.to_numpy(zero_copy_only=False)
+    found = []
+    for (start, end), response in zip(itertools.pairwise(lists.offsets.to_numpy()), responses, strict=True):
+        if start == end:
+            found.append(KeptTokens.whole(len(response)))
+        else:
+            found.append(KeptTokens(ids[ends[start] : ends[end]], np.diff(ends[start : end + 1]).astype(np.int32)))
+    return found
+
+
+def row_images(value: Sequence[Mapping[str, Any]] | None, data: Mapping[str, bytes]) -> tuple[Image, ...]:
+    """The images of a row of the rollout table. `data`: their bytes, by their SHA-256."""
+    return tuple(Image(data[one["sha256"]], one["height"], one["width"]) for one in value or ())
+
+
+def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> list[tuple[Image, ...]] | None:
+    """Those of each sample's prompt, out of the snapshots; None where none has any."""
+    column = samples.column(IMAGES.name)
+    if column.null_count == len(column):
+        return None
+    data = {sha256: bytes for commit in rollouts for sha256, bytes in run.images(commit).items()}
+    return [row_images(own, data) for own in column.to_pylist()]
+
+
+def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a table; null those that a step writes only where it has something to say."""
+    for field in (KEPT, *SEQUENCES, ROUTED, IMAGES, RAW_REWARD):
+        if field.name in columns and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(list(columns))
+
+
+def arrays(table: pa.Table, column: str) -> list[np.ndarray]:
+    """A list column as one numpy array a row."""
+    lists = table.column(column).combine_chunks()
+    values = lists.values.to_numpy(zero_copy_only=False)
+    offsets = lists.offsets.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+def optional_arrays(table: pa.Table, column: str) -> list[np.ndarray] | None:
+    """As `arrays`, or None where the step had no need of the column."""
+    if column not in table.column_names or table.column(column).null_count:
+        return None
+    return arrays(table, column)
+
+
+def _group_slices(table: pa.Table) -> dict[int, tuple[int, int]]:
+    """group_id -> (first row, rows); snapshots are sorted by group and sample."""
+    ids = table.column("group_id").to_numpy()
+    starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
+    lengths = np.diff(np.r_[starts, len(ids)])
+    return {int(ids[start]): (int(start), int(n)) for start, n in zip(starts, lengths, strict=True)}

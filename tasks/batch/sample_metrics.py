@@ -1,0 +1,99 @@
+"""Metrics of samples: of all that an iteration generated, and of those among them that it trained on.
+
+With a dynamic filter the two part: what is trained on was chosen by its reward, so its mean says little about the
+policy. The filter step tells the first, the advantage step the second, under the same names (see
+`cairn.flows.reading.metrics`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.storage.ledger.commits import Commit
+from cairn.storage.ledger.schemas import Status
+from cairn.tasks.data import MixedData
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.grading.shaping import as_graded, sampled_tokens
+
+
+def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[str]) -> dict[str, float]:
+    """Mean reward, share of truncated responses and lengths of responses; nothing of what there is none of.
+
+    Args:
+        rewards: [R] as graded, of the samples that were.
+        lengths: [N] sampled tokens of every response.
+        statuses: [N] that the responses ended with.
+    """
+    metrics = {"raw_reward": float(rewards.mean())} if len(rewards) else {}
+    if len(lengths):
+        metrics |= {
+            "truncated_ratio": list(statuses).count(Status.TRUNCATED) / len(lengths),
+            "response_len/mean": float(lengths.mean()),
+            "response_len/median": float(np.median(lengths)),
+            "response_len/max": int(lengths.max()),
+            "response_len/min": int(lengths.min()),
+        }
+    return metrics
+
+
+def sampled_lengths(samples: pa.Table) -> np.ndarray:
+    """[N] tokens of each response that the policy sampled, not those that the world gave.
+
+    Args:
+        samples: `response_ids` and `segments` of N samples.
+    """
+    lengths: np.ndarray = pc.list_value_length(samples.column("response_ids")).to_numpy().astype(np.int64)
+    segments = samples.column("segments")
+    if segments.null_count < len(segments):
+        rows = zip(lengths.tolist(), segments.to_pylist(), strict=True)
+        lengths = np.array([sampled_tokens(length, own) for length, own in rows])
+    return lengths
+
+
+def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequence[Commit]) -> dict[str, float]:
+    """Of every sample of an iteration's shards whose group is finished, kept by the filter or not. A sample that could
+    not be generated has no response, one that could not be graded no reward: neither counts as 0.
+
+    `rollouts` and `rewards` are the shards, in pairs.
+    """
+    found = [_finished(run, *pair) for pair in zip(rollouts, rewards, strict=True)]
+    if not found:
+        return {}
+    samples = pa.concat_tables(found)
+    generated = samples.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
+    metrics = sample_metrics(
+        samples.column("reward").drop_null().to_numpy().astype(np.float64),
+        generated.column("length").to_numpy(),
+        generated.column("status").to_pylist(),
+    )
+    return metrics | _by_source(run.data, samples) if isinstance(run.data, MixedData) else metrics
+
+
+def _by_source(data: MixedData, samples: pa.Table) -> dict[str, float]:
+    """Mean reward of the samples of each source of a mixture, and how many were generated."""
+    sources = np.array([data.source_of(index) for index in samples.column("prompt_index").to_pylist()])
+    rewards = samples.column("reward").to_numpy(zero_copy_only=False).astype(np.float64)
+    found: dict[str, float] = {}
+    for name in sorted(set(sources.tolist())):
+        graded = rewards[(sources == name) & ~np.isnan(rewards)]
+        found |= {f"source/{name}/samples": float((sources == name).sum())}
+        found |= {f"source/{name}/raw_reward": float(graded.mean())} if len(graded) else {}
+    return found
+
+
+def _finished(run: RunContext, generated: Commit, graded: Commit) -> pa.Table:
+    """`reward`, and `status` and `length` of the response, of the samples of a shard whose groups are finished."""
+    samples = run.read(generated, ["group_id", "prompt_index", "status", "response_ids", "segments"])
+    table = pa.table(
+        {
+            "group_id": samples.column("group_id"),
+            "prompt_index": samples.column("prompt_index"),
+            "status": samples.column("status"),
+            "length": sampled_lengths(samples),
+            "reward": as_graded(run.read(graded)),
+        }
+    )
+    parts = table.filter(pc.equal(table.column("status"), str(Status.ABORTED))).column("group_id")
+    return table.filter(pc.invert(pc.is_in(table.column("group_id"), parts.combine_chunks())))

@@ -1,0 +1,147 @@
+"""The trajectories of samples as sequences of a batch, and back.
+
+Everywhere but in the training engine a sample is one row, whose tokens are those of its trajectories, one after the
+other. The model reads each trajectory by itself, after the prompt; what it says of the tokens is put together again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cairn.engines.training.batching import PER_TOKEN
+from cairn.engines.types.types import KeptTokens, TrainBatch
+from cairn.storage.ledger.schemas import ROUTED, TRAJECTORIES, TRAJECTORY_PROMPTS
+
+# The column of the experts that tokens were routed to, and the arrays that engines exchange.
+
+
+def routed_column(samples: Sequence[Sequence[np.ndarray | None]]) -> pa.Array:
+    """The experts of the tokens of each sample, as `cairn.storage.ledger.schemas.ROUTED` has it: null where those of
+    one of its trajectories are not known.
+
+    Args:
+        samples: [tokens, layers, top-k] of each trajectory of each.
+    """
+    values: list[dict[str, Any] | None] = []
+    for parts in samples:
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            values.append(None)
+            continue
+        experts = known[0] if len(known) == 1 else np.concatenate(known)
+        _, layers, top_k = experts.shape
+        little = experts.astype(experts.dtype.newbyteorder("<"), copy=False)
+        values.append({"layers": layers, "top_k": top_k, "bytes": experts.itemsize, "experts": little.tobytes()})
+    return pa.array(values, ROUTED.type)
+
+
+def routes_of(value: Mapping[str, Any] | None) -> np.ndarray | None:
+    """[tokens, layers, top-k] from one value of the column."""
+    if value is None:
+        return None
+    experts = np.frombuffer(value["experts"], np.dtype(f"<u{value['bytes']}"))
+    return experts.reshape(-1, value["layers"], value["top_k"])
+
+
+def routed_experts(samples: pa.Table) -> list[np.ndarray | None] | None:
+    """Of each sample, [tokens, layers, top-k]; None where no sample of the batch has any."""
+    column = samples.column(ROUTED.name)
+    return None if column.null_count == len(column) else [routes_of(value.as_py()) for value in column]
+
+
+Prompts = Sequence[Sequence[int] | np.ndarray | None]
+"""Of the trajectories of a sample those that have one of their own, None for the others."""
+
+
+def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
+    """Tokens of each trajectory of each sample, None for a sample that has one; None where all have."""
+    column = samples.column(TRAJECTORIES.name)
+    return None if column.null_count == len(column) else column.to_pylist()
+
+
+def own_prompts(samples: pa.Table) -> list[Prompts | None]:
+    """The prompts of each sample's trajectories; None where all come after the sample's."""
+    found: list[Prompts | None] = samples.column(TRAJECTORY_PROMPTS.name).to_pylist()
+    return found
+
+
+def last_trajectory(ids: Sequence[int], lengths: Sequence[int] | None) -> Sequence[int]:
+    """Of a response's tokens those of its last trajectory: what is graded, and shown as text."""
+    return ids if lengths is None else ids[len(ids) - lengths[-1] :]
+
+
+def split_trajectories(
+    batch: TrainBatch, trajectories: Sequence[Sequence[int] | None], own: Sequence[Prompts | None] | None = None
+) -> TrainBatch:
+    """A batch of samples as one of their trajectories, in order.
+
+    Args:
+        trajectories: tokens of each one of each sample; None where it has one.
+        own: prompts of their own of each one of each sample, which has none of the sample's images then; None where
+            all come after the sample's.
+    """
+    lengths = [one or [total] for one, total in zip(trajectories, batch.response_lengths, strict=True)]
+    spans = [list(pairwise(np.cumsum([0, *one]).tolist())) for one in lengths]
+    samples = [sample for sample, own in enumerate(spans) for _ in own]
+
+    def cut(name: str) -> list[Any] | None:
+        values = getattr(batch, name)
+        if values is None:
+            return None
+        return [_span(values[sample], *span) for sample, own in enumerate(spans) for span in own]
+
+    prompts = [
+        [
+            given if given is None else np.asarray(given, np.int32)
+            for given in (own and own[sample]) or [None] * len(one)
+        ]
+        for sample, one in enumerate(spans)
+    ]
+    input_ids = list[list[np.ndarray]]()
+    for ids, total, one, given in zip(batch.input_ids, batch.response_lengths, spans, prompts, strict=True):
+        before, response = ids[: len(ids) - total], ids[len(ids) - total :]
+        input_ids.append(
+            [
+                np.concatenate([before if prompt is None else prompt, response[start:end]])
+                for (start, end), prompt in zip(one, given, strict=True)
+            ]
+        )
+    routed: list[np.ndarray | None] | None = None
+    if batch.routed_experts is not None:
+        routed = []
+        for sequences, experts in zip(input_ids, batch.routed_experts, strict=True):
+            ends = np.cumsum([len(ids) - 1 for ids in sequences])
+            routed += [None] * len(sequences) if experts is None else np.split(experts, ends[:-1])
+    per_token: dict[str, Any] = {name: cut(name) for name in PER_TOKEN}
+    return replace(
+        batch,
+        input_ids=[ids for sequences in input_ids for ids in sequences],
+        response_lengths=[length for one in lengths for length in one],
+        groups=None if batch.groups is None else [batch.groups[sample] for sample in samples],
+        images=None
+        if batch.images is None
+        else [
+            images if prompt is None else ()
+            for images, given in zip(batch.images, prompts, strict=True)
+            for prompt in given
+        ],
+        samples=samples,
+        routed_experts=routed,
+        **per_token,
+    )
+
+
+def of_samples(batch: TrainBatch, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What an engine says of the tokens of each sequence, as one array a sample."""
+    if batch.samples is None:
+        return list(values)
+    starts = np.flatnonzero(np.diff(batch.samples, prepend=-1))
+    return [np.concatenate(values[start:end]) for start, end in pairwise([*starts.tolist(), len(values)])]
+
+
+def _span(values: np.ndarray | KeptTokens, start: int, end: int) -> np.ndarray | KeptTokens:
+    return values.at(np.arange(start, end)) if isinstance(values, KeptTokens) else values[start:end]

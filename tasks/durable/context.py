@@ -1,0 +1,321 @@
+"""What every step of a live run shares: configuration, ledger, data, grader and fleet."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import JsonValue
+
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types.trajectories import SampleRequest
+from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import Disposition, Status
+from cairn.storage.store import canonical
+from cairn.storage.store.canonical import from_json
+from cairn.storage.store.errors import Damaged
+from cairn.tasks.data import (
+    Data,
+    DemonstrationData,
+    Draw,
+    PromptData,
+    PromptRow,
+    learns_from_results,
+    next_prompts,
+)
+from cairn.tasks.data.stream import GroupResult
+from cairn.tasks.durable.casualties import Casualties
+from cairn.tasks.durable.events import StepEvent
+from cairn.tasks.durable.recorded_run import RecordedRun
+from cairn.tasks.durable.retries import RetryTally
+from cairn.tasks.durable.rules import untold
+from cairn.tasks.durable.selection import last_selection
+from cairn.tasks.grading.graders import share_of_right
+from cairn.tasks.grading.protocol import Grading
+
+if TYPE_CHECKING:
+    from cairn.engines.fleet.fleet import Fleet
+    from cairn.tasks.streaming.stream import Stream
+
+
+# What a filter step says of the groups that its own round judged, with their prompts.
+
+
+def untold_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
+    """What became of the prompts that were judged since prompts were drawn last: by a round and, where that generated
+    nothing since the batch was filled from the buffer, by those before it."""
+    found = round_results(run, selection)
+    while run.find(selection.iteration, Step.ROLLOUT, f"{selection.shard}-000") is None and selection.iteration:
+        selection = last_selection(run, selection.iteration - 1)
+        found = round_results(run, selection) + found
+    return found
+
+
+def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
+    """By group id. A group is told once: by the filter step of the round that finished it."""
+    rows = {
+        row["group_id"]: row
+        for row in run.read(selection).to_pylist()
+        if row["iteration"] == selection.iteration
+        and row["shard"].startswith(f"{selection.shard}-")
+        and row["disposition"] != Disposition.CONTINUE
+    }
+    found = {}
+    for shard in sorted({row["shard"] for row in rows.values()}):
+        rollout = run.committed(selection.iteration, Step.ROLLOUT, shard)
+        columns = run.read(rollout, ["group_id", "prompt_index", "label", "metadata"]).to_pylist()
+        graders = run.read(run.committed(selection.iteration, Step.REWARD, shard), ["grader"]).column("grader")
+        for prompt, grader in zip(columns, graders.to_pylist(), strict=True):
+            row = rows.get(prompt["group_id"])
+            if row is not None and row["shard"] == shard and row["group_id"] not in found:
+                found[row["group_id"]] = GroupResult(
+                    row["group_id"],
+                    prompt["prompt_index"],
+                    prompt["label"],
+                    from_json(prompt["metadata"] or "{}"),
+                    row["mean_reward"],
+                    row["std_reward"],
+                    row["kept"],
+                    row["reason"],
+                    None if row["mean_reward"] is None else share_of_right(row["mean_reward"], grader),
+                )
+    return tuple(found[group_id] for group_id in sorted(found))
+
+
+# Which samples a shard's engine is given first: those of the prompts whose responses were the longest before.
+#
+# An engine decodes so many samples at a time, and the others wait: a long one that begins last is waited for by all.
+# From the second epoch on it is known how long the responses to a prompt were, and the longest begin first (the LPT
+# rule of Graham, Bounds on multiprocessing timing anomalies, 1969). A prompt that is not known goes before those that
+# are: it may be the longest, and begun last would cost the most. No sample is another for it where the engine is
+# batch-invariant; elsewhere the order is part of the company that samples have anyway.
+#
+# What is known lies in the driver's memory, from the rollouts that it made itself: nothing is read for it.
+
+
+class ResponseLengths:
+    """Tokens of the responses to each prompt, on average over its samples in the newest epoch. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._means: dict[int, tuple[int, float]] = {}
+        """By the prompt's row in the data: the epoch, and tokens."""
+
+    def add(self, samples: pa.Table) -> None:
+        """Rows of the rollout table; failed ones tell nothing."""
+        tokens = pc.list_value_length(samples.column("response_ids"))
+        table = samples.select(["prompt_index", "epoch"]).append_column("tokens", tokens)
+        table = table.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
+        means = table.group_by(["prompt_index", "epoch"]).aggregate([("tokens", "mean")])
+        with self._lock:
+            for row in means.sort_by("epoch").to_pylist():
+                if row["epoch"] >= self._means.get(row["prompt_index"], (0, 0.0))[0]:
+                    self._means[row["prompt_index"]] = row["epoch"], row["tokens_mean"]
+
+    def longest_first(self, samples: Iterable[SampleRequest], prompts: Mapping[int, int]) -> list[SampleRequest]:
+        """The samples in the order in which they are to begin, those of a prompt together. `prompts`: by the group's
+        id, its row in the data."""
+        with self._lock:
+            known = {id: self._means[row][1] for id, row in prompts.items() if row in self._means}
+        return sorted(samples, key=lambda sample: -known.get(sample.group_id, float("inf")))
+
+
+# Committed train steps that a driver does again to restore the trainer, until a commit records them.
+#
+# A restore may come before any step, for the publications that open halves need, or within one. So the next commit of
+# the driver records what was replayed since the one before, whatever step that is.
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Train steps that were done again, and the seconds that they took."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """As a commit records them; nothing where there were none."""
+        return {"recovery/replayed_steps": self.steps} if self.steps else {}
+
+    def timings(self) -> dict[str, float]:
+        """The same, in seconds."""
+        return {"replay": self.seconds} if self.steps else {}
+
+
+class ReplayTally:
+    """What no commit has recorded yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._replayed = Replayed()
+
+    def add(self, seconds: float) -> None:
+        """A step was replayed."""
+        with self._lock:
+            self._replayed = Replayed(self._replayed.steps + 1, self._replayed.seconds + seconds)
+
+    def take(self) -> Replayed:
+        """What was replayed since this was last asked."""
+        with self._lock:
+            replayed, self._replayed = self._replayed, Replayed()
+            return replayed
+
+
+class RunContext(RecordedRun):
+    """A live run in its driver's process. Thread-safe: shards of a step run at the same time.
+
+    A plain class on purpose: Prefect looks into dataclasses and models that are passed to tasks.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        *,
+        fleet: "Callable[[], Fleet]",
+        tokenizer: Any,
+        data: Data,
+        max_prompt_len: int,
+        benchmarks: dict[str, PromptData],
+        graders: dict[str | None, Grading],
+        environment: Environment,
+        emit: Callable[[StepEvent], None],
+        trusted: Callable[[RunConfig], RunConfig] = lambda recorded: recorded,
+    ) -> None:
+        """`fleet` returns the engines once they are up. `max_prompt_len` is in tokens. `graders` maps the name of a
+        benchmark to its grader, None to the training's. `trusted` returns a recorded configuration with code that may
+        be imported, or raises ConfigError; by default none may."""
+        super().__init__(config, ledger)
+        self._whole_config, self._trusted = config, trusted
+        self.tokenizer = tokenizer
+        self.data = data
+        self.max_prompt_len = max_prompt_len
+        self.emit = emit
+        self.environment = environment
+        self.weights_lock = threading.RLock()
+        """Held while the training engine is moved to a state, works from it, or publishes its weights."""
+        self.stopping = threading.Event()
+        """Set when the driver ends before its time: no step is to begin, or to be tried again."""
+        self.suspects_lock = threading.Lock()
+        """Held while a group that may end its engine is generated alone."""
+        self.stream: Stream | None = None
+        """What generates samples all the time, where the run streams."""
+        self.side_by_side = False
+        """Whether one thread learns while another collects."""
+        self.failed_generations: Counter[tuple[str, int]] = Counter()
+        """How often an engine itself failed on a group, by step and request: see cairn.tasks.generation.generation."""
+        self.casualties = Casualties()
+        """What engines had before them when they were lost."""
+        self.response_lengths = ResponseLengths()
+        """Of the rollouts that this driver made."""
+        self.retries = RetryTally(config.retry)
+        """New tries of steps."""
+        self.replays = ReplayTally()
+        """Train steps that are done again."""
+        self._fleet = fleet
+        self._benchmarks = benchmarks
+        self._graders = graders
+        self._drawing = threading.Lock()
+        self._draws: dict[str, Draw[PromptRow]] = {}
+        self._noticed: set[str] = set()
+
+    def seen_as(self, config: RunConfig) -> "RunContext":
+        """This run, all of its state shared, with another view of its configuration."""
+        return _Seen(self, config)
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether rollouts record what was left of the vocabulary to draw each token from, for it to be scored within
+        that."""
+        rollout = self.config.rollout
+        return rollout.cuts_vocabulary and untold(rollout, self.ledger.manifest.schema_version) is None
+
+    @property
+    def fleet(self) -> "Fleet":
+        """The engines. They start beside everything else; whoever needs them first waits, with the start's deadline."""
+        return self._fleet()
+
+    @property
+    def grader(self) -> Grading:
+        """The grader of the training samples."""
+        return self._graders[None]
+
+    def benchmark_data(self, name: str) -> PromptData:
+        """Prompts of a benchmark."""
+        return self._benchmarks[name]
+
+    def benchmark_grader(self, name: str) -> Grading:
+        """Grader of a benchmark."""
+        return self._graders[name]
+
+    def draw(
+        self, cursor: JsonValue, count: int, without: Sequence[int] = (), earlier: Sequence[Commit] = ()
+    ) -> Draw[PromptRow]:
+        """The `count` prompts after `cursor` that are none of `without`; the shards of a round share one draw.
+        `earlier`: the filter step that left the cursor, whose groups say where what comes next depends on them."""
+        assert not isinstance(self.data, DemonstrationData)
+        key = canonical.digest([cursor, count, list(without), [commit.digest for commit in earlier]])
+        with self._drawing:
+            if key not in self._draws:
+                learns = earlier and learns_from_results(self.config)
+                self._draws = {
+                    key: next_prompts(
+                        self.config,
+                        self.data,
+                        cursor,
+                        count,
+                        untold_results(self, earlier[-1]) if learns else (),
+                        max_prompt_len=self.max_prompt_len,
+                        without=frozenset(without),
+                    )
+                }
+            return self._draws[key]
+
+    def notice(self, what: str) -> bool:
+        """Whether this is new to the driver: for what is told once."""
+        with self._lock:
+            new = what not in self._noticed
+            self._noticed.add(what)
+        return new
+
+    def input_commit(self, commit: Commit, name: str) -> Commit:
+        """The commit that `commit` names as an input. Raises Damaged if it is not the one that was read then."""
+        iteration, _, rest = name.partition("/")
+        step, _, shard = rest.partition(".")
+        found = self.committed(int(iteration), Step(step), shard or None)
+        if found.digest != commit.inputs[name]:
+            raise Damaged(
+                f"{commit.name} was made from {name} with digest {commit.inputs[name]}, the ledger holds {found.digest}"
+            )
+        return found
+
+    def config_of(self, commit: Commit) -> RunConfig:
+        """All of the configuration that a commit was made under, a parent's for one shared with it, to be executed.
+        Raises ConfigError where a store must not ask for something in it."""
+        recorded = from_manifest(self.ledger.terms_of(commit).config)
+        return self._whole_config if recorded == self._whole_config else self._trusted(recorded)
+
+    def commit(self, **fields: Any) -> Commit:
+        """Create a commit, or adopt the one that another driver created first."""
+        commit = self.ledger.commit(**fields)
+        self._commits[commit.iteration, commit.step, commit.shard] = commit
+        return commit
+
+
+class _Seen(RunContext):
+    """A run as one step sees it. Methods run on it, so that they see the step's configuration too; attributes are the
+    run's own."""
+
+    def __init__(self, run: RunContext, config: RunConfig) -> None:
+        self.__dict__.update(_run=run, config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_run"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._run, name, value)

@@ -1,0 +1,79 @@
+"""Prompts that are not drawn any more.
+
+| who | does |
+|---|---|
+| a person | records that a prompt shall be passed over (`cairn quarantine`) |
+| the driver, before it draws the prompts of an iteration | records which are from that iteration on |
+| `rollout` | passes over those, which are among its commit's inputs |
+| whoever does an iteration again | finds in the ledger which they were |
+
+So nothing depends on when a person's word arrived: before anyone acts on it, it is a commit that names the iteration.
+An iteration of which something was generated already is finished as it began. Groups that were drawn before, and wait
+in the buffer or unfinished, are trained on. A fork goes on with what its parent passed over where it parted.
+"""
+
+from collections.abc import Sized
+from math import inf
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.decisions import Decision, InForce, Quarantine
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.logs.admissions import newest_claim
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+
+
+def passed_over(ledger: Ledger, iteration: int) -> list[int]:
+    """The prompts that an iteration passes over, as rows of the data set, sorted."""
+    return list(_in_force(ledger, ledger.decisions.all(), iteration))
+
+
+def wanted(ledger: Ledger, decisions: tuple[Decision, ...]) -> list[int]:
+    """The prompts that people want to be passed over, sorted."""
+    prompts = set(_inherited(ledger))
+    for decision in decisions:
+        if isinstance(decision.what, Quarantine):
+            (prompts.add if decision.what.passed_over else prompts.discard)(decision.what.prompt)
+    return sorted(prompts)
+
+
+def put_in_force(run: RunContext, iteration: int) -> None:
+    """To be called before an iteration begins: what people wanted so far holds from here on."""
+    ledger = run.ledger
+    lease = ledger.lease
+    assert lease is not None
+    decisions = ledger.decisions.all()
+    if wanted(ledger, decisions) == passed_over(ledger, iteration) or _has_begun(ledger, iteration):
+        return
+
+    def from_here(so_far: tuple[Decision, ...]) -> InForce:
+        return InForce(iteration=iteration, prompts=tuple(wanted(ledger, so_far)))
+
+    decision = ledger.decisions.record(from_here, by=f"driver of epoch {lease.epoch}", guard=lease.check)
+    assert isinstance(decision.what, InForce)
+    prompts = ", ".join(map(str, decision.what.prompts)) or "none"
+    run.emit(Message(f"From iteration {iteration} on these prompts are passed over: {prompts}"))
+    count = len(run.data) if isinstance(run.data, Sized) else inf
+    if absent := [prompt for prompt in decision.what.prompts if prompt >= count]:
+        run.emit(Message(f"{run.data.path} has no prompt {absent[0]}: its rows are 0 to {count - 1}", "warning"))
+
+
+def _in_force(ledger: Ledger, decisions: tuple[Decision, ...], iteration: int) -> tuple[int, ...]:
+    own = [d.what.prompts for d in decisions if isinstance(d.what, InForce) and d.what.iteration <= iteration]
+    return own[-1] if own else _inherited(ledger)
+
+
+def _inherited(ledger: Ledger) -> tuple[int, ...]:
+    if ledger.parent is None:
+        return ()
+    return _in_force(ledger.parent, ledger.parent.decisions.all(), ledger.first_iteration - 1)
+
+
+def _has_begun(ledger: Ledger, iteration: int) -> bool:
+    """Whether anything of an iteration's samples is there, committed or not; of a stream, a claim of its admission."""
+    attempts = layout.attempts(ledger.run, iteration, Step.ROLLOUT)
+    if ledger.markers(iteration) or ledger.store.list(attempts):
+        return True
+    claim = newest_claim(ledger.store, ledger.run)
+    return claim is not None and claim.iteration == iteration

@@ -1,0 +1,91 @@
+"""A run as its ledger has it: what its steps have left, without its engines."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import CALLS, IMAGE_BYTES, complete
+from cairn.storage.ledger.snapshots import read_recorded_table, read_table
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store
+
+TABLE_BYTES_KEPT = 2 << 30
+"""Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
+beyond it, the one that was asked for longest ago goes."""
+
+
+class RecordedRun:
+    """Commits and tables of a run, each read once. Thread-safe."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self.config = config
+        self.ledger = ledger
+        self._lock = threading.Lock()
+        self._commits: dict[tuple[int, Step, str | None], Commit] = {}
+        self._tables: OrderedDict[str, tuple[pa.Table, int]] = OrderedDict()
+        """Snapshots and their bytes, by their digests, the one that was asked for longest ago first."""
+        self._bytes_kept = 0
+
+    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
+        key = (iteration, step, shard)
+        if key not in self._commits:
+            commit = self.ledger.find(iteration, step, shard)
+            if commit is None:
+                return None
+            self._commits[key] = commit
+        return self._commits[key]
+
+    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
+        """The step's commit. Raises Damaged where it must be and is not."""
+        commit = self.find(iteration, step, shard)
+        if commit is None:
+            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
+            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
+        return commit
+
+    def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
+        """The Parquet snapshot of a commit that has exactly one, checked against its digest."""
+        table = self._read(commit.run, commit.table, read_table)
+        return table if columns is None else table.select(list(columns))
+
+    def images(self, commit: Commit) -> dict[str, bytes]:
+        """The images of the prompts of a rollout, by their SHA-256, checked as `read` does."""
+        if commit.images is None:
+            return {}
+        table = self._read(commit.run, commit.images, read_recorded_table)
+        return dict(zip(*(table.column(name).to_pylist() for name in IMAGE_BYTES.names), strict=True))
+
+    def calls(self, commit: Commit) -> tuple[pa.Table, pa.Table | None] | None:
+        """What the code of a step's samples was given, and its long results, checked as `read` does: rows of CALLS and
+        of LONG_RESULTS. None where nothing was recorded."""
+        calls, results = (commit.beside(name) for name in (CALLS_FILE, RESULTS_FILE))
+        if calls is None:
+            return None
+        long = None if results is None else self._read(commit.run, results, read_recorded_table)
+        return complete(self._read(commit.run, calls, read_recorded_table), CALLS), long
+
+    def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
+        with self._lock:
+            if (kept := self._tables.get(output.sha256)) is not None:
+                self._tables.move_to_end(output.sha256)
+                return kept[0]
+        table = read(self.ledger.store, run, output)
+        self.remember(output, table)
+        return table
+
+    def remember(self, output: OutputFile, table: pa.Table) -> None:
+        """Keep a snapshot that was just written: the next steps read it."""
+        with self._lock:
+            self._bytes_kept -= self._tables.pop(output.sha256, (table, 0))[1]
+            self._tables[output.sha256] = table, table.nbytes
+            self._bytes_kept += table.nbytes
+            while self._bytes_kept > TABLE_BYTES_KEPT:
+                _, (_, least_wanted) = self._tables.popitem(last=False)
+                self._bytes_kept -= least_wanted

@@ -1,0 +1,294 @@
+"""The one durable-step wrapper.
+
+A step is a pure function of commits. Calling it looks its commit up in the ledger:
+
+    there, same inputs and configuration   -> returned as it is; nothing runs. What a version of the code wrote is
+                                              held against what that version read (`cairn.storage.ledger.terms`)
+    there, other inputs or configuration   -> StaleCommits; the run must not go on
+    not there                              -> the body runs, writes files into a fresh attempt folder, and the commit
+                                              is created exclusively; whoever loses that race adopts the winner's
+
+so a step may be called any number of times, by any driver, and happens once.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Concatenate, Generic, ParamSpec
+
+import pyarrow as pa
+
+from cairn.configs.digest import digest as config_digest_of
+from cairn.configs.engines import ENGINES
+from cairn.configs.kinds import naming_code
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import Reader, reads_under, view
+from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.ledger.terms import Rules
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import StaleCommits, StoreError, StoreRefused
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
+from cairn.tasks.durable.rules import config_digest as recorded_config
+from cairn.tasks.durable.rules import external_inputs
+
+# What computed a step, compared: bitwise equality is claimed between equal environments only.
+
+
+def changes(then: Environment, now: Environment) -> Iterator[str]:
+    """A phrase for each difference; the machine's name is none."""
+    old, new = (one.model_dump(exclude={"host", "versions"}) | one.versions for one in (then, now))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield f"{name} was {old.get(name)}, is {new.get(name)}"
+
+
+def tell_changed_environment(run: RunContext, before: Commit, now: Environment) -> None:
+    """Tell, once, that a step is not computed where it was when `before` was committed."""
+    changed = "; ".join(changes(before.environment, now))
+    if changed and run.notice(f"{before.step} {changed}"):
+        run.emit(
+            Message(
+                f"{before.step} does not run where it ran in iteration {before.iteration} ({changed}): bits may differ "
+                "from here on",
+                "warning",
+            )
+        )
+
+
+Args = ParamSpec("Args")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step's body made, to be committed."""
+
+    tables: Mapping[str, pa.Table] = field(default_factory=dict)
+    """Parquet files to write, by name."""
+    files: Sequence[OutputFile] = ()
+    """Files that the body has already written into the attempt's folder."""
+    found: Sequence[Commit] = ()
+    """Commits that the body read besides its arguments, of the steps that it `finds`: inputs like these."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Small results that later steps read, as JSON values."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds, by what they went into."""
+    weight_version_in: int | None = None
+    weight_version_out: int | None = None
+    state_digest: str | None = None
+    environment: Environment | None = None
+    """What computed it; None for the driver's own process and its graders."""
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One execution of a step's body: where it stands and where it may write."""
+
+    run: RunContext
+    iteration: int
+    shard: str | None
+    attempt: Attempt
+    input_digest: str
+    """Of all inputs and the configuration read: equal for every driver that executes this step."""
+    earlier_digests: frozenset[str] = frozenset()
+    """The same by the rules of earlier versions of the code that went on with the run."""
+
+
+@dataclass(frozen=True)
+class DurableStep(Generic[Args]):
+    """A step body with its name and what it reads of the configuration. What else it asks of it raises UndeclaredRead,
+    in the body and in all that the body calls: see `cairn.configs.view`."""
+
+    name: Step
+    body: Callable[Concatenate[StepCall, Args], Outcome]
+    reads: tuple[str, ...]
+    """Configuration fields, dotted, that the body reads: their digest is part of the commit."""
+    externals: tuple[str, ...]
+    """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`,
+    `teacher_model` and `critic_model` where the run has them."""
+    engines: tuple[str, ...]
+    """Engines that the body calls, `rollout` and `training`: what they are made from is an input."""
+    finds: tuple[Step, ...] = ()
+    """Steps of which the body itself finds out, when it runs, which commits it reads: a matter of time, which its own
+    commit decides."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All that its commits depend on, by the body or by an engine."""
+        return (*self.reads, *(option for name in self.engines for option in ENGINES[name]))
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Of these, those that name user code: its source is part of the configuration digest."""
+        return naming_code(self.options)
+
+    def __call__(
+        self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
+    ) -> Commit:
+        """Return the step's commit, made now if it is not there. Raises what the body raises, and StaleCommits."""
+        given = _given(args, kwargs)
+        inputs = given | self._external_inputs(run)
+        config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
+        committed = run.find(iteration, self.name, shard)
+        if committed is not None:
+            self._require_fresh(run, committed, given, inputs, config_digest)
+            run.emit(StepCommitted(committed, adopted=True))
+            return committed
+        run.emit(StepStarted(iteration, self.name, shard))
+        started_at, began = time.time(), time.perf_counter()
+        attempt = run.ledger.attempt(iteration, self.name, shard)
+        call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), self._earlier(run, given))
+        try:
+            outcome = self._perform_or_discard(call, *args, **kwargs)
+        except Exception:
+            run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
+            raise
+        tried, replayed = run.retries.take((iteration, self.name, shard)), run.replays.take()
+        commit = run.commit(
+            iteration=iteration,
+            step=self.name,
+            shard=shard,
+            attempt=attempt,
+            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.found}).items())),
+            config_digest=config_digest,
+            outputs=tuple(outcome.files),
+            weight_version_in=outcome.weight_version_in,
+            weight_version_out=outcome.weight_version_out,
+            state_digest=outcome.state_digest,
+            values=dict(outcome.values),
+            metrics={**outcome.metrics, **tried.metrics(), **replayed.metrics()},
+            timings={**outcome.timings, **tried.timings(), **replayed.timings()},
+            started_at=started_at,
+            environment=outcome.environment or run.environment,
+        )
+        before = run.find(iteration - 1, self.name, shard) if iteration else None
+        if before is not None:
+            tell_changed_environment(run, before, commit.environment)
+        self._require_fresh(run, commit, given, inputs, config_digest)
+        run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
+        return commit
+
+    def _perform_or_discard(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
+        """Run the body; if it fails, nothing stays of the attempt but finished groups. A store that did not answer is
+        not asked once more."""
+        try:
+            return self.perform(call, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, StoreError) or isinstance(error, StoreRefused):
+                call.attempt.discard()
+            raise
+
+    def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
+        """Run the body and write its tables; the outcome then names every file and the seconds that both took."""
+        call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
+        began = time.perf_counter()
+        outcome = self.body(call, *args, **kwargs)
+        ran = time.perf_counter()
+        written = []
+        for name, table in outcome.tables.items():
+            written.append(call.attempt.write_table(name, table))
+            call.run.remember(written[-1], table)
+        timings = {"run": ran - began, "write": time.perf_counter() - ran, **outcome.timings}
+        return replace(outcome, tables={}, files=[*outcome.files, *written], timings=timings)
+
+    def rules(self, config: RunConfig) -> Rules:
+        """What the step reads under a configuration, user code that it names included."""
+        engines = {name: reads_under(config, ENGINES[name]) for name in self.engines}
+        reads = reads_under(config, self.reads)
+        return Rules(reads=reads, externals=self.externals, plugins=self.plugins, engines=engines)
+
+    def circumstances(self, run: RunContext) -> str:
+        """Digest of all that its commits depend on besides its arguments."""
+        config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
+        return input_digest(self._external_inputs(run), config_digest)
+
+    def earlier_circumstances(self, run: RunContext) -> frozenset[str]:
+        """The same by the rules of earlier versions of the code that went on with the run."""
+        return self._earlier(run, {})
+
+    def _reader(self, config: RunConfig) -> Reader:
+        where = f"`reads` of {self.body.__name__} in {self.body.__module__}, or of your `cairn.plugin`"
+        return Reader(f"step {self.name}", where, reads_under(config, self.options))
+
+    def _external_inputs(self, run: RunContext) -> dict[str, str]:
+        inputs = run.ledger.terms.inputs
+        read = {name: inputs[name] for name in self.externals if name in inputs}
+        engines = self.rules(run.config).engines
+        return read | {f"engine.{name}": config_digest_of(run.config, options) for name, options in engines.items()}
+
+    def _require_fresh(
+        self, run: RunContext, commit: Commit, given: Mapping[str, str], inputs: Mapping[str, str], config_digest: str
+    ) -> None:
+        terms = run.ledger.terms_of(commit)
+        if not terms.same_as(run.ledger.terms):
+            inputs, config_digest = {**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name)
+        found = {name: digest for name, digest in commit.inputs.items() if step_of(name) in self.finds}
+        require_fresh(commit, {**inputs, **found}, config_digest)
+
+    def _earlier(self, run: RunContext, given: Mapping[str, str]) -> frozenset[str]:
+        return frozenset(
+            input_digest({**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name))
+            for terms in (run.ledger.manifest, *run.ledger.upgrades)
+            if not terms.same_as(run.ledger.terms)
+        )
+
+    def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
+        """Of what the step reads of a configuration, the source of user code included."""
+        fields = config_digest_of(config, reads_under(config, self.reads))
+        sources = {name: plugin_digest(name) for name in self.plugins}
+        return canonical.digest({"fields": fields, "plugins": sources}) if any(sources.values()) else fields
+
+
+def durable(
+    name: Step,
+    *,
+    reads: tuple[str, ...] = (),
+    externals: tuple[str, ...] = (),
+    engines: tuple[str, ...] = (),
+    finds: tuple[Step, ...] = (),
+) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
+    """Make a durable step of a body. Its Commit arguments become inputs; its other arguments must be JSON values. See
+    `DurableStep` for the others."""
+
+    def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
+        return DurableStep(name, body, reads, externals, engines, finds)
+
+    return wrap
+
+
+def step_of(name: str) -> str | None:
+    """The step of an input, where it is a commit: `rollout` of `000042/rollout.00-000`."""
+    _, separator, rest = name.partition("/")
+    return rest.partition(".")[0] if separator else None
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of a step's arguments."""
+    commits, scalars = [], {}
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Commit):
+            commits.append(value)
+        elif isinstance(value, list | tuple) and all(isinstance(item, Commit) for item in value):
+            commits.extend(value)
+        elif value is not None:
+            scalars[str(name)] = value
+    inputs = {commit.name: commit.digest for commit in commits}
+    if scalars:
+        inputs["arguments"] = canonical.digest(scalars)
+    return inputs
+
+
+def require_fresh(commit: Commit, inputs: Mapping[str, str], config_digest: str) -> None:
+    """Raise StaleCommits unless the commit was made from these inputs under this configuration."""
+    changed = sorted(name for name in {*inputs, *commit.inputs} if inputs.get(name) != commit.inputs.get(name))
+    if commit.config_digest != config_digest:
+        changed.append("configuration")
+    if changed:
+        raise StaleCommits([(commit.iteration, commit.step, commit.shard, "changed: " + ", ".join(changed))])
+
+
+def input_digest(inputs: Mapping[str, str], config_digest: str) -> str:
+    """Digest of everything that a step reads: equal for every driver that executes it."""
+    return canonical.digest({"inputs": dict(inputs), "config": config_digest})

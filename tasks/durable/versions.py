@@ -1,0 +1,59 @@
+"""Weight versions and the age of tokens.
+
+Every iteration publishes one weight version: the first samples from version 0, and what an iteration leaves is what the
+next one samples from, or, with a lag of k, the one k later. The age of a token is counted in publications: the
+iterations between the weights that sampled it and those that are trained on it. In the iteration that samples it, it is
+the lag, or less where there have not been so many iterations yet.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from cairn.configs.loader import from_manifest
+from cairn.storage.ledger.commits import Commit
+from cairn.storage.ledger.ledger import Ledger
+
+
+def version_of(weights: Commit | None) -> int:
+    """The weight version that a train step left; 0 for the initial weights."""
+    if weights is None:
+        return 0
+    assert weights.weight_version_out is not None
+    return weights.weight_version_out
+
+
+def weight_version_after(ledger: Ledger, iteration: int) -> int:
+    """The weight version that an iteration leaves, done or not; 0 for iteration -1."""
+    owner = ledger.owner(iteration)
+    before = weight_version_after(owner.parent, owner.first_iteration - 1) if owner.parent else 0
+    return before + (iteration + 1 - owner.first_iteration) * _steps_of(owner)
+
+
+def sampled_from(ledger: Ledger, version: int) -> int:
+    """The iteration that sampled from a weight version as the newest: the inverse of `weight_version_after`, but for
+    the 1 between them. Raises ValueError for one that was never published."""
+    before = weight_version_after(ledger, ledger.first_iteration - 1)
+    if ledger.parent is not None and version < before:
+        return sampled_from(ledger.parent, version)
+    iterations, rest = divmod(version - before, _steps_of(ledger))
+    if rest:
+        raise ValueError(f"weight version {version} of run {ledger.run} lies within an iteration: no engine has had it")
+    return ledger.first_iteration + iterations
+
+
+def sampled_as_newest(ledger: Ledger, iteration: int) -> int:
+    """The iteration whose newest weights an iteration samples from: `sampled_from` of its tokens."""
+    return max(0, iteration - ledger.owner(iteration).lag)
+
+
+def token_ages(ledger: Ledger, iteration: int, weight_versions: np.ndarray) -> np.ndarray:
+    """[T] int32: the age, in iteration `iteration`, of tokens that were sampled from the weight versions [T]."""
+    versions, places = np.unique(weight_versions, return_inverse=True)
+    ages = [iteration - sampled_from(ledger, version) for version in versions.tolist()]
+    return np.asarray(ages, np.int32)[places]
+
+
+@lru_cache(maxsize=16)  # to read a whole configuration takes milliseconds, and a manifest never changes
+def _steps_of(ledger: Ledger) -> int:
+    return from_manifest(ledger.manifest.config).training.num_steps_per_rollout

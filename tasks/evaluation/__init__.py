@@ -1,0 +1,1 @@
+"""`eval`: benchmarks on weights, beside a run or apart from all."""

@@ -1,0 +1,1 @@
+"""`rollout`: generate the samples of a shard."""

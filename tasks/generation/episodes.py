@@ -1,0 +1,104 @@
+"""What the code of a step's samples is given, logged as it happens, and given again where it runs again."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+
+from cairn.engines.types.errors import EngineError
+from cairn.engines.types.trajectories import CallKind, CallRecord, Origin, Recorded, SampleKey, SampleRequest
+from cairn.storage.ledger.commits import Step
+from cairn.storage.logs.call_log import CallLog
+from cairn.tasks.durable.step import StepCall
+from cairn.tasks.generation.calls import by_sample, call_records, call_table, read_calls
+from cairn.tasks.generation.groups import row_segments
+
+
+class LoggedCalls:
+    """Those of some samples, with their log where the samples' code records anything. Threads may share it."""
+
+    def __init__(self, log: CallLog | None) -> None:
+        self._log = log
+
+    def given(self, samples: Iterable[SampleRequest]) -> list[SampleRequest]:
+        """The samples with what was logged of them."""
+        return [self._given(sample) for sample in samples] if self._log is not None else list(samples)
+
+    def _given(self, sample: SampleRequest) -> SampleRequest:
+        raise NotImplementedError
+
+    def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
+        """Log what came from an engine, and acknowledge it there where that is awaited."""
+        assert self._log is not None
+        then = partial(_acknowledge, acknowledge, recorded.number) if recorded.awaited else None
+        self._log.append(*recorded.records, then=then, urgent=recorded.awaited)
+
+    def after(self, then: Callable[[], None]) -> None:
+        """Do something when all that was taken is durable."""
+        if self._log is None:
+            then()
+        else:
+            self._log.append(then=then)
+
+
+class Calls(LoggedCalls):
+    """The calls of the samples that a step generates. A context manager, like the log of its finished samples, within
+    whose own it is to be."""
+
+    def __init__(self, step: StepCall, *, records: bool, scope: str = "") -> None:
+        """`records`: whether the samples' code records anything. `scope`: see `Origin`."""
+        manifest = step.run.ledger.manifest
+        self._origin = Origin(manifest.identity, step.iteration, scope, step.attempt.name, manifest.created_at)
+        self._replayed: list[CallRecord] | None = None
+        """Of a step that is committed, and done again to be held against it."""
+        self._recorded: dict[SampleKey, list[CallRecord]] = {}
+        log: CallLog | None = None
+        if records:
+            log = CallLog(step.attempt, step.input_digest, encode=call_table, earlier_digests=step.earlier_digests)
+            committed = step.run.find(step.iteration, Step(step.attempt.step), step.shard)
+            if committed is not None and (calls := step.run.calls(committed)) is not None:
+                samples = step.run.read(committed).to_pylist() if committed.step is Step.ROLLOUT else []
+                segments = {(row["group_id"], row["sample_index"]): row_segments(row) for row in samples}
+                self._replayed = read_calls(*calls, segments)
+            found = call_records(log.recovered) if self._replayed is None else self._replayed
+            self._recorded = by_sample(found)
+        super().__init__(log)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._log is not None:
+            self._log.__exit__(kind, error, trace)
+
+    def _given(self, sample: SampleRequest) -> SampleRequest:
+        logged = self._recorded.get(sample.key, ())
+        if self._replayed is None:
+            return replace(sample, origin=self._origin, recorded=(*sample.recorded, *logged))
+        carried = {record.call for record in sample.recorded}
+        asked = {record.call for record in logged if record.kind is CallKind.SAMPLE} - carried
+        return replace(sample, origin=self._origin, recorded=tuple(logged), resampled=frozenset(asked))
+
+    def table(self, carried: Sequence[CallRecord] = ()) -> pa.Table | None:
+        """Rows of CALLS: all of `carried`, of earlier attempts and of this one, answered or not. Returns when they are
+        durable; then the log is closed. None where nothing is recorded."""
+        if self._log is None:
+            return None
+        appended = self._log.appended()
+        before = list(carried)
+        if self._replayed is not None:  # with what was carried
+            own = {(record.key, record.call) for record in carried}
+            kept = (one for one in self._replayed if one.kind is not CallKind.SAMPLE or (one.key, one.call) in own)
+            before = list(kept)
+        return pa.concat_tables([call_table(before), self._log.recovered, appended])
+
+
+def _acknowledge(acknowledge: Callable[[int], None], number: int) -> None:
+    with suppress(EngineError):  # it died: nobody waits there
+        acknowledge(number)

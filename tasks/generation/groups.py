@@ -1,0 +1,354 @@
+"""The groups that a rollout shard generates: fresh ones of the stream, and those that an earlier shard left unfinished.
+
+A group is continued sample by sample: what had finished stays, and what had not goes on after the tokens that it has,
+with the seed that it had. Its row then holds the whole response, with the weight version of every token.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.engines.types.trajectories import (
+    FIRST_CALL,
+    CallRecord,
+    GeneratedSample,
+    SampleKey,
+    SampleRequest,
+    Segment,
+    Trajectory,
+)
+from cairn.engines.types.types import FinishReason, KeptTokens
+from cairn.storage.ledger.schemas import (
+    IMAGE_BYTES,
+    IMAGES,
+    KEPT,
+    RETOLD,
+    ROLLOUT,
+    ROUTED,
+    SEQUENCES,
+    TRAJECTORIES,
+    TRAJECTORY_PROMPTS,
+    TRAJECTORY_REWARDS,
+    TRAJECTORY_ROLES,
+    TURN_REWARDS,
+    Status,
+    rollout_schema,
+)
+from cairn.storage.store.canonical import from_json
+from cairn.tasks.batch.batch import kept_column, row_images
+from cairn.tasks.batch.sequences import last_trajectory, routed_column, routes_of
+from cairn.tasks.data import DrawnRow
+from cairn.tasks.data.prompts import PromptRow
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.generation.calls import read_calls
+
+_IMAGE = ("sha256", "height", "width")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its samples, by index."""
+
+    drawn: DrawnRow[PromptRow]
+    seeds: tuple[int, ...]
+    parts: Mapping[int, GeneratedSample] = field(default_factory=dict)
+    """Where it is continued: each sample as far as it came."""
+    recorded: Sequence[CallRecord] = ()
+    """Likewise: what their code was given."""
+
+    def requests(self, *, besides: Collection[SampleKey]) -> list[SampleRequest]:
+        """For the samples that have to be generated, where those of `besides` have been."""
+        left = (self._request(index) for index in range(len(self.seeds)) if not self._had_finished(index))
+        return [sample for sample in left if sample.key not in besides]
+
+    def finished(self) -> list[GeneratedSample]:
+        """The samples that earlier shards finished."""
+        return [part for index, part in self.parts.items() if self._had_finished(index)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether earlier shards finished all of its samples."""
+        return all(map(self._had_finished, range(len(self.seeds))))
+
+    def failed(self, error: str, own: Mapping[SampleKey, str]) -> list[GeneratedSample]:
+        """All its samples, where one of them failed, each by its own error where it has one."""
+        requests = map(self._request, range(len(self.seeds)))
+        return [GeneratedSample.failed(request, own.get(request.key, error)) for request in requests]
+
+    def carried_tokens(self, index: int | None = None) -> int:
+        """Response tokens that earlier shards generated, of a sample or of all."""
+        parts = [part for i, part in self.parts.items() if index in (None, i)]
+        return sum(len(part.trajectory.response_ids) for part in parts)
+
+    def _had_finished(self, index: int) -> bool:
+        return index in self.parts and self.parts[index].finish_reason != FinishReason.ABORT
+
+    def _request(self, index: int) -> SampleRequest:
+        row, part = self.drawn.row, self.parts.get(index)
+        return SampleRequest(
+            self.drawn.group_id,
+            index,
+            row.prompt_ids,
+            self.seeds[index],
+            begun=part.trajectory.segments[0] if part is not None and part.trajectory.segments else None,
+            prompt=row.prompt_text,
+            label=row.label,
+            metadata=row.metadata or {},
+            images=row.images,
+            recorded=tuple(record for record in self.recorded if record.index == index),
+        )
+
+
+def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> Group:
+    """Of a prompt that was drawn for an iteration."""
+    samples = range(run.config.rollout.n_samples_per_prompt)
+    return Group(drawn, tuple(sample_seed(run.config.seed, iteration, drawn.group_id, index) for index in samples))
+
+
+def unfinished_group(
+    rows: pa.Table, images: Mapping[str, bytes], calls: tuple[pa.Table, pa.Table | None] | None = None
+) -> Group:
+    """Of a group's rows in the rollout table that left it unfinished, in the order of its samples. `images`: of that
+    rollout, by their SHA-256; `calls`: what the code of its samples was given, as `RunContext.calls` has it."""
+    samples = rows.to_pylist()
+    first = samples[0]
+    row = PromptRow(
+        index=first["prompt_index"],
+        prompt=first["prompt_text"],
+        prompt_text=first["prompt_text"],
+        prompt_ids=tuple(first["prompt_ids"]),
+        label=first["label"],
+        metadata=None if first["metadata"] is None else from_json(first["metadata"]),
+        images=row_images(first.get(IMAGES.name), images),
+    )
+    parts = sample_parts(samples)
+    recorded: Sequence[CallRecord] = ()
+    if calls is not None:
+        own = calls[0].filter(pc.field("group_id") == first["group_id"])
+        recorded = read_calls(own, calls[1], {part.key: part.trajectory.segments for part in parts.values()})
+    drawn = DrawnRow(first["group_id"], first["epoch"], row)
+    return Group(drawn, tuple(s["seed"] for s in samples), parts, recorded)
+
+
+def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSample]:
+    """Of rows of a group in the rollout table: each sample as far as it came, by its index."""
+    return {
+        sample["sample_index"]: GeneratedSample(
+            sample["group_id"],
+            sample["sample_index"],
+            Trajectory(tuple(row_segments(sample))),
+            FinishReason(sample["finish_reason"]),
+            lengths=None if sample.get(TRAJECTORIES.name) is None else tuple(sample[TRAJECTORIES.name]),
+            prompts=_own_prompts(sample.get(TRAJECTORY_PROMPTS.name)),
+            rewards=_optional_tuple(sample.get(TRAJECTORY_REWARDS.name)),
+            roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
+            error=sample["error"],
+            retold=sample.get(RETOLD.name) or 0,
+        )
+        for sample in samples
+    }
+
+
+def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarray | None, ...] | None:
+    if value is None:
+        return None
+    return tuple(None if prompt is None else np.asarray(prompt, np.int32) for prompt in value)
+
+
+def _optional_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def row_segments(row: Mapping[str, Any]) -> list[Segment]:
+    """The segments of a row of the rollout table."""
+    tokens = len(row["response_ids"])
+    segments = row.get("segments")
+    if segments is None:
+        reason = FinishReason(row["finish_reason"])
+        segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
+    kept = None if row.get(KEPT.name) is None else KeptTokens.of(row[KEPT.name])
+    routes, prompt = routes_of(row.get(ROUTED.name)), len(row["prompt_ids"])
+    rewards = row.get(TURN_REWARDS.name) or [None] * len(segments)
+    found, start = [], 0
+    for i, segment in enumerate(segments):
+        span = slice(start, start + segment["tokens"])
+        ids, mask = np.asarray(row["response_ids"][span], np.int32), np.asarray(row["loss_mask"][span], np.uint8)
+        start = span.stop
+        if segment["call"] is None:
+            found.append(Segment(ids, mask))
+            continue
+        found.append(
+            Segment(
+                ids,
+                mask,
+                segment["call"],
+                np.asarray(row["log_probs"][span], np.float32),
+                np.asarray(row["weight_versions"][span], np.int32),
+                segment["seed"],
+                FinishReason(segment["finish_reason"]),
+                None if kept is None else kept.at(np.arange(span.start, span.stop)),
+                None if routes is None else routes[: prompt + span.stop - 1],
+                row["seconds"] if i == 0 else 0.0,
+                reward=rewards[i],
+            )
+        )
+    return found
+
+
+def sample_seed(run_seed: int, iteration: int, group_id: int, sample_index: int) -> int:
+    """64-bit seed of one sample; every random draw of its generation comes from it."""
+    words = f"{run_seed}/{iteration}/{group_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
+def status_of(finish_reason: str) -> Status:
+    """How a generated sample ended, before it is graded."""
+    statuses = {
+        FinishReason.LENGTH: Status.TRUNCATED,
+        FinishReason.ABORT: Status.ABORTED,
+        FinishReason.ERROR: Status.FAILED,
+    }
+    return statuses.get(FinishReason(finish_reason), Status.COMPLETED)
+
+
+def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
+    """What the column `segments` says of a sample: nothing of one that is its first call's segment."""
+    segments = sample.trajectory.segments
+    if [(segment.call, segment.finish_reason) for segment in segments] in ([], [(FIRST_CALL, sample.finish_reason)]):
+        return None
+    return [
+        {
+            "tokens": len(segment),
+            "call": segment.call,
+            "seed": segment.seed,
+            "finish_reason": None if segment.finish_reason is None else str(segment.finish_reason),
+        }
+        for segment in segments
+    ]
+
+
+def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
+    """Of `sample_table`: samples may have several trajectories, rewards and roles where more is generated than a turn,
+    or was when groups were begun that are continued."""
+    parts = [part for group in groups.values() for part in group.parts.values()]
+    begun = any(part.lengths or part.rewards or part.roles for part in parts)
+    several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
+    routed = run.config.algorithm.use_rollout_routing_replay
+    images = run.config.data.has_images or any(group.drawn.row.images for group in groups.values())
+    return rollout_schema(cut=run.records_kept, several=several, routed=routed, images=images)
+
+
+def without_unused(samples: pa.Table) -> pa.Table:
+    """Rows of the rollout table as they are committed: of the columns of trajectories those that tell something."""
+    present = [field.name for field in SEQUENCES if field.name in samples.column_names]
+    return samples.drop_columns([name for name in present if samples.column(name).null_count == samples.num_rows])
+
+
+def sample_table(
+    run: RunContext, engine: str | Sequence[str], groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
+) -> pa.Table:
+    """The rows of samples that an engine, of all or of each, generated or continued. What the policy sampled may be
+    trained on as far as the rollout knows; whether it is too old is seen when a batch is made of it
+    (`cairn.tasks.batch.batch`)."""
+    n, schema = run.config.rollout.n_samples_per_prompt, sample_schema(run, groups)
+    drawn = [groups[sample.group_id].drawn for sample in samples]
+    rows = {one.group_id: one.row for one in drawn}
+    prompts = {id: np.asarray(row.prompt_ids, np.int32) for id, row in rows.items()}
+    metadata = {
+        id: None if row.metadata is None else json.dumps(row.metadata, sort_keys=True) for id, row in rows.items()
+    }
+    trajectories = [sample.trajectory for sample in samples]
+    responses = [trajectory.response_ids for trajectory in trajectories]
+    columns = {
+        "group_id": [s.group_id for s in samples],
+        "sample_index": [s.index for s in samples],
+        "rollout_id": [s.group_id * n + s.index for s in samples],
+        "prompt_index": [one.row.index for one in drawn],
+        "epoch": [one.epoch for one in drawn],
+        "prompt_text": [one.row.prompt_text for one in drawn],
+        "prompt_ids": [prompts[s.group_id] for s in samples],
+        "response_text": run.tokenizer.batch_decode(
+            [last_trajectory(ids.tolist(), sample.lengths) for ids, sample in zip(responses, samples, strict=True)],
+            skip_special_tokens=True,
+        ),
+        "response_ids": responses,
+        "segments": [segments_value(s) for s in samples],
+        "log_probs": [trajectory.log_probs for trajectory in trajectories],
+        "loss_mask": [trajectory.loss_mask for trajectory in trajectories],
+        "weight_versions": [trajectory.weight_versions for trajectory in trajectories],
+        "finish_reason": [str(s.finish_reason) for s in samples],
+        "status": [str(status_of(s.finish_reason)) for s in samples],
+        "error": [s.error for s in samples],
+        "seed": [groups[s.group_id].seeds[s.index] for s in samples],
+        "engine": [engine] * len(samples) if isinstance(engine, str) else engine,
+        "seconds": [trajectory.seconds for trajectory in trajectories],
+        "cached_tokens": [trajectory.cached_tokens for trajectory in trajectories],
+        "label": [one.row.label for one in drawn],
+        "metadata": [metadata[s.group_id] for s in samples],
+    }
+    arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
+    if KEPT.name in schema.names:
+        arrays[KEPT.name] = kept_column([trajectory.kept for trajectory in trajectories])
+    if ROUTED.name in schema.names:
+        lengths = [len(rows[sample.group_id].prompt_ids) for sample in samples]
+        arrays[ROUTED.name] = routed_column(
+            [
+                [
+                    one.routed_experts(prompt if one.prompt_ids is None else len(one.prompt_ids))
+                    for one in sample.trajectories
+                ]
+                for sample, prompt in zip(samples, lengths, strict=True)
+            ]
+        )
+    if TRAJECTORIES.name in schema.names:
+        arrays |= trajectory_columns(samples)
+    if IMAGES.name in schema.names:
+        arrays[IMAGES.name] = images_column([one.row for one in drawn])
+    return pa.table(arrays, schema)
+
+
+def images_column(rows: Sequence[PromptRow]) -> pa.Array:
+    """The images of some prompts, as `cairn.storage.ledger.schemas.IMAGES` has them."""
+    values = [[dict(zip(_IMAGE, image.key, strict=True)) for image in row.images] or None for row in rows]
+    return pa.array(values, IMAGES.type)
+
+
+def image_table(groups: Iterable[Group]) -> pa.Table | None:
+    """The bytes of the images of some groups' prompts, each once; None where they have none."""
+    found = {image.sha256: image.data for group in groups for image in group.drawn.row.images}
+    columns = zip(*sorted(found.items()), strict=True)
+    return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if found else None
+
+
+def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array]:
+    """What the trajectories of each sample are, as `cairn.storage.ledger.schemas.SEQUENCES` has it."""
+    return {
+        TRAJECTORIES.name: pa.array([sample.lengths for sample in samples], TRAJECTORIES.type),
+        TRAJECTORY_PROMPTS.name: pa.array([sample.prompts for sample in samples], TRAJECTORY_PROMPTS.type),
+        TRAJECTORY_REWARDS.name: pa.array([sample.rewards for sample in samples], TRAJECTORY_REWARDS.type),
+        TRAJECTORY_ROLES.name: pa.array([sample.roles for sample in samples], TRAJECTORY_ROLES.type),
+        TURN_REWARDS.name: pa.array([_turn_rewards(sample) for sample in samples], TURN_REWARDS.type),
+        RETOLD.name: pa.array([sample.retold or None for sample in samples], RETOLD.type),
+    }
+
+
+def _turn_rewards(sample: GeneratedSample) -> list[float | None] | None:
+    rewards = [segment.reward for segment in sample.trajectory.segments]
+    return None if all(reward is None for reward in rewards) else rewards
+
+
+def finished_samples(table: pa.Table) -> tuple[set[SampleKey], dict[int, str]]:
+    """Of rows of the rollout table: the samples that are finished, and of each group of which one failed, why."""
+    names = ("group_id", "sample_index", "error")
+    rows = list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
+    errors: dict[int, str] = {}
+    for group_id, _, error in sorted(rows, key=lambda row: row[:2]):
+        if error is not None:
+            errors.setdefault(group_id, error)
+    return {(group_id, index) for group_id, index, _ in rows}, errors

@@ -1,0 +1,1 @@
+"""`reward`: run graders, in processes or outside."""

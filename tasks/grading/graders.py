@@ -1,0 +1,334 @@
+"""Graders, one a file. `cairn.tasks.grading.pool` runs them.
+
+| called as | is given |
+|---|---|
+| `grade(response, label, metadata)` | the text without special tokens, and what the data row has |
+| `grade(sample)` | a `cairn.tasks.batch.sample.Sample`, which holds all there is |
+| `grade(samples)` | a list of them: `reward.rm_batch_size` at most, or with `reward.group_rm` all of one group |
+
+Each may be a coroutine function. A grader returns a number, or a mapping with the number under `reward` (another name:
+`reward.reward_key`) and whatever else it wants recorded beside it (JSON values); of several samples a list of these, in
+which an exception stands for a sample that it cannot tell. It raises where it cannot tell any: the sample is then
+marked failed, which is not the same as wrong. Where a new try may help it raises `TryAgain`, or one of the errors of
+`retry.grader.errors`. Modules of this package load quickly: each grader process imports the one it needs and nothing of
+the others.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cairn.configs.kinds import REWARD
+from cairn.configs.plugins import BadPlugin, deferred
+from cairn.configs.schema.reward import RewardConfig
+
+Grader = Callable[..., Any]
+
+BOXED = "boxed_"
+"""Before the name of one of ours: it is given what stands in the last box in the place of the response."""
+
+OUTSIDE = ("code", "judge", "remote_rm", "reward_model")
+"""Those of ours that ask something outside: `cairn.tasks.grading.outside.kinds`."""
+
+_LIBRARIES = {
+    "deepscaler": "math-verify",
+    "math": "math-verify",
+    "math500": "math-verify",
+    "reasoning_gym": "reasoning-gym",
+}
+"""Of the graders that rest on another distribution, which."""
+_MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
+"""Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
+_PAYS = {"dapo": (-1.0, 1.0)}
+"""Of the graders that pay something else than 0 for a wrong answer and 1 for a right one, what."""
+_SHARED = ("boxed", "notation", "sample")
+"""Modules that the built-in graders share."""
+_OTHERS = {
+    "deepscaler": ("math", "equality"),
+    "gpqa": ("choices",),
+    "gsm8k_strict": ("gsm8k",),
+    "ifeval": ("instructions",),
+    "math": ("equality",),
+    "math500": ("math", "equality"),
+    "multiple_choice": ("choices",),
+}
+"""Of the graders that rest on other modules of this package, which."""
+
+
+class TryAgain(Exception):
+    """Raised by a grader: something that it asks does not answer now, and may later."""
+
+
+class Takes(StrEnum):
+    """What a grader is called with."""
+
+    TEXTS = "texts"
+    """Response, label and metadata of one sample."""
+    SAMPLE = "sample"
+    """One whole sample."""
+    SAMPLES = "samples"
+    """A list of whole samples."""
+    SLIME_SAMPLE = "args, sample"
+    """What slime calls it with: see `cairn.tasks.slime`."""
+    SLIME_SAMPLES = "args, samples"
+    """The same of a list."""
+
+    @property
+    def several(self) -> bool:
+        """Samples that are graded in one call."""
+        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
+
+
+@dataclass(frozen=True)
+class NamedGrader:
+    """Which grader, where it is, which version of it, and how it is called."""
+
+    name: str
+    path: str
+    """For `cairn.configs.plugins.load_callable`."""
+    version: str
+    """Changes whenever the grader's code does."""
+    takes: Takes
+    waits: bool
+    """It is a coroutine function."""
+    wrong: float | None = None
+    """What one of ours that reads responses gives to a wrong answer, and so to one over which its process gets lost;
+    None: such a sample fails."""
+
+    @property
+    def boxed(self) -> bool:
+        """It is given what stands in the last box in the place of the response."""
+        return self.path != self.name and self.name.startswith(BOXED)
+
+    @property
+    def whole_sample(self) -> bool:
+        """It takes `cairn.tasks.batch.sample.Sample` in place of response, label and metadata."""
+        return self.takes is not Takes.TEXTS
+
+    @property
+    def sees_tokens(self) -> bool:
+        """It may read a whole sample's tokens too. Of ours only those that ask something outside do."""
+        return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)
+
+
+def get_grader(config: "RewardConfig") -> NamedGrader:
+    """The grader that the configuration names: `custom_rm_path` before `rm_type`.
+
+    A grader of one's own is loaded, so that a mistake shows before anything starts; a built-in one is not.
+    Raises BadPlugin if there is none of that name, or if it takes other arguments.
+    """
+    path = config.custom_rm_path
+    if path is not None:
+        grader = _of_ones_own(path)
+    else:
+        grader = _outside(config) if config.rm_type in OUTSIDE else _ours(config.rm_type)
+    if config.group_rm and not grader.takes.several:
+        raise BadPlugin(
+            f"group_rm hands over the samples of a whole group, and the grader {grader.name!r} takes one: let it take "
+            "(samples), or set group_rm to false"
+        )
+    return grader
+
+
+def grader_version(grader: NamedGrader) -> str:
+    """The version of the code that a new process would import now."""
+    return _version_of_source(grader.path) if grader.path == grader.name else _version_of_built_in(grader.name)
+
+
+def require_paying(name: str) -> None:
+    """Raise BadPlugin where a grader of ours, behind `BOXED`, would never find an answer. Runs that began with one go
+    on."""
+    file = name.removeprefix(BOXED)
+    if name != file and file in _MARKS:
+        raise BadPlugin(
+            f"the grader {name!r} would pay for nothing: {file} itself looks for the answer, behind {_MARKS[file]}, "
+            f"which no box holds; set rm_type to {file}"
+        )
+
+
+def share_of_right(reward: float, grader: str) -> float:
+    """A reward of a grader, or a mean of its rewards, as the share of answers that are right: 0 of wrong ones alone, 1
+    of right ones, whatever these are paid."""
+    wrong, right = _paid(grader)
+    return (reward - wrong) / (right - wrong)
+
+
+def _paid(grader: str) -> tuple[float, float]:
+    """What a wrong and what a right answer gets."""
+    return _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))
+
+
+def gives_a_number(grader: NamedGrader) -> bool:
+    """Whether it is one of ours that gives a reward and nothing else."""
+    if grader.path == grader.name:
+        return False
+    if grader.name in OUTSIDE:
+        return grader.name != "remote_rm"
+    return _signature(grader.name.removeprefix(BOXED))[3] == "float"
+
+
+def _of_ones_own(path: str) -> NamedGrader:
+    function = REWARD.load(path)
+    return NamedGrader(path, path, _version_of_source(path), _takes(path, function), deferred(function) is not None)
+
+
+def _outside(config: "RewardConfig") -> NamedGrader:
+    from cairn.tasks.grading.outside import reward_model  # a grader process has no need of it
+    from cairn.tasks.grading.outside.kinds import outside
+
+    if config.rm_type == reward_model.NAME:
+        version = reward_model.version_of(reward_model.options_of(config))
+        return NamedGrader(reward_model.NAME, reward_model.__name__, version, Takes.SAMPLE, waits=False)
+    asked = outside(config)
+    return NamedGrader(
+        asked.name, f"cairn.tasks.grading.outside.kinds.{asked.name}", asked.version, Takes.SAMPLE, waits=True
+    )
+
+
+def _ours(name: str) -> NamedGrader:
+    file = name.removeprefix(BOXED)
+    if file not in REWARD.ours():
+        known = ", ".join(sorted([*REWARD.ours(), *OUTSIDE]))
+        raise BadPlugin(
+            f"there is no grader {name!r}: set rm_type to one of {known}, or to one of them behind {BOXED}, or "
+            "custom_rm_path to package.module.function or file.py:function"
+        )
+    library = _LIBRARIES.get(file)
+    if library is not None and not _is_installed(library):
+        raise BadPlugin(f"the grader {name!r} needs {library}, which is not installed: pip install {library}")
+    wrong = None if file == "episode" else _paid(file)[0]
+    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file), wrong=wrong)
+
+
+def _version_of_source(path: str) -> str:
+    from cairn.tasks.durable.plugin_sources import source_digest  # a grader process has no need of it
+
+    return source_digest(path)[:16]
+
+
+def _version_of_built_in(name: str) -> str:
+    digest, name = hashlib.sha256(), name.removeprefix(BOXED)
+    for module in (name, *_SHARED, *_OTHERS.get(name, ())):
+        digest.update(_file(module).read_bytes())
+    distribution = _LIBRARIES.get(name)
+    library = "" if distribution is None else f" {distribution} {importlib.metadata.version(distribution)}"
+    return digest.hexdigest()[:16] + library
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _file(module: str) -> Path:
+    """Where a module of this package is."""
+    spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
+def _called(name: str) -> tuple[Takes, bool]:
+    """How one of ours is called, and whether it is a coroutine function."""
+    found = _signature(name)
+    return Takes(found[2]), found[1] is not None
+
+
+def _signature(name: str) -> re.Match[str]:
+    """What the source of one of ours tells of it, which is not imported here: whether it is `async`, what it takes, and
+    what it gives."""
+    source = _file(name).read_text("utf-8")
+    found = re.search(r"^(async )?def grade\((samples?)\b.*\) -> (\w+)", source, re.MULTILINE)
+    assert found is not None, name
+    return found
+
+
+def _takes(path: str, grader: Grader) -> Takes:
+    """What a grader of one's own takes: of several arguments that it may be called with, what its first one is called
+    for; else the three if it may take them."""
+    counts = {len(way) for way in REWARD.ways(path, grader)}
+    try:
+        first, *more = inspect.signature(grader).parameters
+    except ValueError:  # it is not written in Python
+        return Takes.TEXTS
+    if 1 in counts and first in (Takes.SAMPLE, Takes.SAMPLES):
+        return Takes(first)
+    if 2 in counts:
+        return Takes.SLIME_SAMPLES if Takes.SAMPLES in more[:1] else Takes.SLIME_SAMPLE
+    return Takes.TEXTS if 3 in counts else Takes.SAMPLE
+
+
+# The grader that a row of data names for itself, in its metadata under `reward.rm_type_key`.
+#
+# | who says | counts |
+# |---|---|
+# | `reward.custom_rm_path` | for all rows |
+# | else a row's metadata | for this row |
+# | else `reward.rm_type` | for all other rows |
+#
+# The order is slime's. A benchmark that names its own grader has it for all its rows.
+
+
+Check = Callable[[Mapping[str, Any] | None, str], None]
+"""Looks at a row's metadata; the second argument says where the row stands. Raises BadPlugin."""
+
+
+def rows_name_graders(config: RewardConfig) -> bool:
+    """Whether rows may name their own at all."""
+    return config.custom_rm_path is None and config.rm_type_key is not None
+
+
+def named_by_row(config: RewardConfig, metadata: Mapping[str, Any] | None) -> str | None:
+    """What a row names; None where it leaves the grader to the run. Raises BadPlugin where it names no text."""
+    if not rows_name_graders(config):
+        return None
+    assert config.rm_type_key is not None
+    name = (metadata or {}).get(config.rm_type_key)
+    if name is not None and not isinstance(name, str):
+        raise BadPlugin(f"{config.rm_type_key} in the metadata is {name!r}, which names no grader")
+    name = (name or "").strip() or None
+    if name is not None and name != config.rm_type and (name in OUTSIDE or config.rm_type in OUTSIDE):
+        asks = name if name in OUTSIDE else config.rm_type
+        raise BadPlugin(
+            f"{config.rm_type_key} in the metadata is {name!r} and reward.rm_type {config.rm_type!r}: {asks!r} asks "
+            "something outside, and grades all rows or none"
+        )
+    return name
+
+
+def row_check(config: RewardConfig, is_new: bool = False) -> Check:
+    """Of every row, whether there is the grader that it names. `is_new`: and whether a run may begin with it."""
+
+    @lru_cache
+    def known(name: str) -> str | None:
+        try:
+            get_grader(config.of(name))
+            if is_new:
+                require_paying(name)
+        except BadPlugin as error:
+            return str(error)
+        return None
+
+    def check(metadata: Mapping[str, Any] | None, where: str) -> None:
+        try:
+            name = named_by_row(config, metadata)
+            problem = None if name is None else known(name)
+        except BadPlugin as error:
+            problem = str(error)
+        if problem is not None:
+            raise BadPlugin(
+                f"{where}: {problem}; or name another field of the metadata, or none, in reward.rm_type_key"
+            )
+
+    return check

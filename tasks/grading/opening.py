@@ -1,0 +1,308 @@
+"""Opening the grader that a configuration names, in processes or outside, with or without a memory."""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import Any
+
+from cairn.configs.kinds import REWARD, declared
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.operations import GraderRetries
+from cairn.configs.schema.reward import RewardConfig
+from cairn.storage.ledger.schemas import TRAJECTORY_REWARDS
+from cairn.storage.logs.answers import Answer, Answers, prompt_digest, question_digest
+from cairn.storage.store.store import Store
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.graders import OUTSIDE, NamedGrader, gives_a_number
+from cairn.tasks.grading.outside.asking import Answered, OutsideGraders
+from cairn.tasks.grading.outside.kinds import KEPT, outside
+from cairn.tasks.grading.outside.reward_model import NAME, RewardModelGrader, Scorer
+from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, Graded, GraderPool
+from cairn.tasks.grading.protocol import Grading, Rememberable
+
+# A grader that asks nothing twice: what it answered before lies in the store, see `cairn.storage.logs.answers`.
+
+
+Ask = Callable[[Sequence[Sample], Answered], list[Graded]]
+
+
+class Remembered:
+    """In the place of a grader. Samples that ask the same share an answer. Thread-safe."""
+
+    by_group = False
+    sees_tokens = True  # by which an answer is found
+
+    def __init__(self, grader: Rememberable, store: Store, at_a_time: int, reward_key: str) -> None:
+        """`at_a_time`: samples after which the answers of a grader in processes are written. `reward_key`: what of them
+        is the reward, as of an answer nothing else is kept."""
+        self._grader = grader
+        self._at_a_time = at_a_time
+        self._answers = Answers(store, grader.name, f"{grader.version} {reward_key}")
+
+    @property
+    def name(self) -> str:
+        """Of the grader."""
+        return self._grader.name
+
+    @property
+    def version(self) -> str:
+        """Of the grader."""
+        return self._grader.version
+
+    @property
+    def sees_whole_samples(self) -> bool:
+        """As the grader."""
+        return self._grader.sees_whole_samples
+
+    @property
+    def sees_messages(self) -> bool:
+        """As the grader."""
+        return self._grader.sees_messages
+
+    def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
+        """See `Grading.grade`. What a killed process had asked and not yet been told is asked again."""
+        who = [self._grader.graded_by(sample) for sample in samples]
+        questions = [self._question(sample, *one) for sample, one in zip(samples, who, strict=True)]
+        asked = dict(zip(questions, zip(samples, who, strict=True), strict=True))
+        graded = {
+            question: Graded(
+                one.reward,
+                None if one.components is None else dict(one.components),
+                one.error,
+                grader=asked[question][1][0],
+                version=asked[question][1][1],
+            )
+            for question, one in self._answers.find(questions).items()
+        }
+        left = [question for question in asked if question not in graded]
+        if left:
+            answered = next((question for question, one in graded.items() if one.reward is not None), None)
+            if answered is not None:
+                self._grader.can_grade(asked[answered][0])
+            with self._answers.log() as log:
+
+                def keep(position: int, one: Graded) -> None:
+                    about = prompt_digest(asked[left[position]][0].prompt)
+                    log.append((left[position], Answer(one.reward, one.components, one.error, about)))
+
+                found = self._ask([asked[question][0] for question in left], keep)
+            graded |= dict(zip(left, found, strict=True))
+        return [graded[question] for question in questions]
+
+    def close(self) -> None:
+        """Close the grader."""
+        self._grader.close()
+
+    def _question(self, sample: Sample, grader: str, version: str) -> str:
+        """Digest of what the grader sees of it, and of which one where it is the row's own."""
+        if isinstance(self._grader, OutsideGraders):
+            try:
+                return question_digest(self._grader.question(sample))
+            except ValueError:  # it will say so when it is asked
+                return question_digest(_seen(sample))
+        whole = self._grader.sees_whole_samples
+        seen: Any = _seen(sample) if whole else [sample.response, sample.label, sample.metadata]
+        if grader != self.name:  # in the folder of another, under whose version
+            seen = [_seen(sample), grader, version]
+        return question_digest(seen)
+
+    def _ask(self, samples: Sequence[Sample], keep: Answered) -> list[Graded]:
+        if isinstance(self._grader, OutsideGraders):
+            return self._grader.ask(samples, keep)
+        found: list[Graded] = []
+        for start in range(0, len(samples), self._at_a_time):
+            some = self._grader.grade(samples[start : start + self._at_a_time])
+            for position, one in enumerate(some, start):
+                if one.reward is not None:  # an error may pass
+                    keep(position, one)
+            found += some
+        return found
+
+
+def _seen(sample: Sample) -> dict[str, Any]:
+    """All of a sample; without what there is only where user code gives rewards and roles, if it gave none: answers of
+    earlier versions are found by the same digest."""
+    seen = asdict(sample)
+    for name in ("rewards", "roles"):
+        if not seen[name]:
+            del seen[name]
+    for segment in seen["segments"]:
+        if segment["reward"] is None:
+            del segment["reward"]
+    return seen
+
+
+# Rewards that a generate function written for slime returns with its samples, in place of the grader's, as slime has
+# it.
+#
+# | a returned sample | its reward |
+# |---|---|
+# | has a `reward` | that |
+# | has none | what the grader says of it alone |
+#
+# Several of them are the trajectories of one sample, whose reward, by which filters and metrics go, is that of the
+# last.
+
+
+class ReturnedRewards:
+    """In the place of a grader, which it asks for the rewards that are missing. Thread-safe, as the grader is."""
+
+    sees_whole_samples = True
+    sees_tokens = True
+
+    def __init__(self, grader: Grading, tokenizer: Callable[[], Any]) -> None:
+        """`tokenizer`: gives that of the model."""
+        self._grader = grader
+        self._tokenizer = tokenizer
+
+    @property
+    def name(self) -> str:
+        """Of the grader."""
+        return self._grader.name
+
+    @property
+    def version(self) -> str:
+        """Of the grader."""
+        return self._grader.version
+
+    @property
+    def sees_messages(self) -> bool:
+        """As the grader."""
+        return self._grader.sees_messages
+
+    @property
+    def by_group(self) -> bool:
+        """As the grader."""
+        return self._grader.by_group
+
+    def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
+        """See `Grading.grade`."""
+        known = [self._known(sample) for sample in samples]
+        missing = [(i, k) for i, rewards in enumerate(known) for k, reward in enumerate(rewards) if reward is None]
+        asked = [self._alone(samples[i], k, len(known[i])) for i, k in missing]
+        found = self._grader.grade(asked, None if groups is None else [groups[i] for i, _ in missing]) if asked else []
+        graded = dict(zip(missing, found, strict=True))
+        return [
+            _together([graded.get((i, k)) or Graded(reward, grader="generate") for k, reward in enumerate(rewards)])
+            for i, rewards in enumerate(known)
+        ]
+
+    def close(self) -> None:
+        """Close the grader."""
+        self._grader.close()
+
+    def _known(self, sample: Sample) -> Sequence[float | None]:
+        """Of each trajectory, the reward that was returned with it."""
+        count = 1 + max((segment.trajectory for segment in sample.segments), default=0)
+        return sample.rewards or [None] * count
+
+    def _alone(self, sample: Sample, trajectory: int, count: int) -> Sample:
+        """One trajectory of a sample, as the grader sees it."""
+        if count > 1:
+            segments = tuple(replace(one, trajectory=0) for one in sample.segments if one.trajectory == trajectory)
+            ids = tuple(chain.from_iterable(one.ids for one in segments))
+            sample = replace(
+                sample,
+                response=self._tokenizer().decode(ids, skip_special_tokens=True),
+                response_with_special_tokens="".join(one.text for one in segments),
+                response_ids=ids,
+                segments=segments,
+                rewards=(),
+                roles=sample.roles[trajectory : trajectory + 1],
+            )
+        if self._grader.sees_whole_samples:
+            return sample
+        return Sample(sample.response, sample.label, sample.metadata)
+
+
+def _together(parts: Sequence[Graded]) -> Graded:
+    """A sample of which each trajectory was graded; failed where one of them is."""
+    failed = next((part for part in parts if part.reward is None), None)
+    if failed is not None or len(parts) == 1:
+        return failed or parts[0]
+    rewards = [part.reward for part in parts]
+    return replace(parts[-1], components={**(parts[-1].components or {}), TRAJECTORY_REWARDS.name: rewards})
+
+
+def open_grader(
+    config: RewardConfig,
+    retries: GraderRetries | None = None,
+    store: Store | None = None,
+    reward_model: Callable[[], Scorer] | None = None,
+) -> Grading:
+    """The grader, which the caller closes. `store`: where its answers are kept, if they are. `reward_model`: gives the
+    engine of `reward_model` when it is up; None: it computes in this process. Raises BadPlugin."""
+    grader: Rememberable
+    if config.custom_rm_path is not None or config.rm_type not in OUTSIDE:
+        grader = GraderPool(config, retries)
+    elif config.rm_type == NAME:
+        grader = RewardModelGrader(config, reward_model)
+    else:
+        grader = OutsideGraders(outside(config), retries)
+    if store is None or not keeps_answers(config):
+        return grader
+    calls = config.num_workers * max(CHUNKS_PER_WORKER, config.rm_concurrency)
+    return Remembered(grader, store, calls, config.reward_key)
+
+
+def keeps_answers(config: RewardConfig) -> bool:
+    """Whether a grader's answers are kept. Raises BadPlugin where they cannot be."""
+    path = config.custom_rm_path
+    declares = config.rm_type in KEPT if path is None else declared(REWARD.load(path)).cached
+    keeps = declares if config.cache is None else config.cache
+    if keeps and config.group_rm:
+        raise BadPlugin(
+            "answers are kept by what is asked about one sample, and group_rm grades whole groups: set reward.cache to "
+            "false, or group_rm"
+        )
+    return keeps
+
+
+# Options of `reward` that none of a run's graders reads: whoever set one meant something by it.
+
+
+Reads = Callable[[RewardConfig, NamedGrader], bool]
+
+
+def _in_processes(config: RewardConfig, grader: NamedGrader) -> bool:
+    return grader.name not in OUTSIDE
+
+
+def _calls_side_by_side(config: RewardConfig, grader: NamedGrader) -> bool:
+    if grader.name in OUTSIDE:
+        return grader.name in ("judge", "remote_rm")
+    # The answers of one that is remembered are written after so many calls.
+    return grader.waits or (grader.name == config.custom_rm_path and keeps_answers(config))
+
+
+_READ: dict[str, tuple[str, Reads]] = {
+    "reward_key": (
+        "only remote_rm, and graders that give a mapping, read it",
+        lambda config, grader: grader.name == "remote_rm" or not gives_a_number(grader),
+    ),
+    "rm_timeout": (
+        "judge has a reward.judge.timeout of its own, and code a reward.code.test_timeout",
+        lambda config, grader: grader.name not in ("code", "judge"),
+    ),
+    "rm_memory": ("only graders in processes read it", _in_processes),
+    "rm_batch_size": (
+        "only graders of `samples` read it, and with group_rm none",
+        lambda config, grader: grader.takes.several and not config.group_rm,
+    ),
+    "rm_concurrency": ("only remote_rm, judge, and graders that are coroutine functions read it", _calls_side_by_side),
+    "num_workers": (
+        "only graders in processes read it; code has a reward.code.num_workers",
+        _in_processes,
+    ),
+}
+
+
+def unread_options(config: RewardConfig, graders: Collection[NamedGrader]) -> Iterator[str]:
+    """A sentence on each that is not left at its default. `graders`: those of the training samples and of the
+    benchmarks; rows may name others of ours, which read no more."""
+    names = " and ".join(dict.fromkeys(grader.name for grader in graders))
+    for option, (who, reads) in _READ.items():
+        value = getattr(config, option)
+        usual = value == RewardConfig.model_fields[option].default
+        if graders and not usual and not any(reads(config, grader) for grader in graders):
+            yield f"reward.{option} ({value}) has no effect while the grader is {names}: {who}; leave it out"

@@ -1,0 +1,266 @@
+"""Asking something outside about many samples at a time, so that a sample fails by its answer, and by nothing else.
+
+| what comes back | what becomes of the sample |
+|---|---|
+| an answer with a reward | that is its reward |
+| an answer without one, such as a judge's reply without a score | it fails, with the error |
+| a refusal of this very question | the same |
+| none in time, a lost connection, HTTP status 408, 425, 429 or 5xx | it is asked again, then it fails |
+| the same, and then a question that was answered before gets no answer either | neither fails: GraderUnavailable |
+| a refusal of any question, such as a wrong key | none fails: GraderFailed |
+
+How often it is asked again, and after which waits, says `retry.grader`.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import httpx
+
+from cairn.configs.schema.operations import GraderRetries
+from cairn.storage.store.canonical import from_json
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.graders import TryAgain
+from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.process import GraderFailed, GraderUnavailable
+from cairn.tasks.grading.worker import Whose, whose
+
+_TO_END = 10.0
+"""Seconds that questions under way may take to be given up."""
+
+Answered = Callable[[int, Graded], None]
+"""(position of the sample, what was answered): called as soon as an answer has come."""
+
+
+class Outside(Protocol):
+    """What is asked."""
+
+    name: str
+    version: str
+    """Changes whenever the same question may get another answer."""
+    at_once: int
+    """Questions under way at a time."""
+
+    def question(self, sample: Sample) -> Any:
+        """What is asked about a sample, JSON values: all that the answer depends on besides the version. Raises
+        ValueError where nothing can be asked about it."""
+
+    async def answer(self, question: Any) -> Graded:
+        """Its reward, or the error that this question always ends in. Raises TryAgain, GraderFailed,
+        GraderUnavailable, and anything else where this very question is refused."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    graded: Graded
+    answered: bool
+    transient: bool = False
+
+
+class OutsideGraders:
+    """A grader that asks something outside, in an event loop of its own. Thread-safe."""
+
+    by_group = False
+    sees_whole_samples = True
+    sees_tokens = True
+    sees_messages = False
+
+    def __init__(self, outside: Outside, retries: GraderRetries | None = None) -> None:
+        self._outside = outside
+        self._retries = retries or GraderRetries()
+        self._loop = asyncio.new_event_loop()
+        self._room = asyncio.Semaphore(outside.at_once)
+        self._closed = threading.Event()
+        self._answerable: Any = None
+        """A question that got a reward."""
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"grader-{outside.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        """Of the grader."""
+        return self._outside.name
+
+    @property
+    def version(self) -> str:
+        """Of the grader: it changes with its code and with what is asked how."""
+        return self._outside.version
+
+    def question(self, sample: Sample) -> Any:
+        """See `Outside.question`."""
+        return self._outside.question(sample)
+
+    def graded_by(self, sample: Sample) -> tuple[str, str]:
+        """Itself."""
+        return self.name, self.version
+
+    def can_grade(self, sample: Sample) -> None:
+        """See `Rememberable.can_grade`."""
+        if self._answerable is None:
+            self._answerable = self._outside.question(sample)
+
+    def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
+        """See `Grading.grade`, and the module for what fails a sample."""
+        return self.ask(samples)
+
+    def ask(self, samples: Sequence[Sample], answered: Answered = lambda position, graded: None) -> list[Graded]:
+        """Grade a batch. `answered` hears, in another thread, of every answer at once; not of a sample that failed by
+        anything else. Raises as `grade`."""
+        return self._run(self._ask_all(samples, answered))
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_TO_END)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_TO_END)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, list[Graded]]) -> list[Graded]:
+        if self._closed.is_set():
+            work.close()
+            raise GraderFailed(f"the grader {self.name} is closed")
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except (CancelledError, asyncio.CancelledError):
+            raise GraderFailed(f"the grader {self.name} was closed") from None
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._outside.close()
+
+    async def _ask_all(self, samples: Sequence[Sample], answered: Answered) -> list[Graded]:
+        async def one(position: int) -> _Tried:
+            try:
+                question = self._outside.question(samples[position])
+            except ValueError as error:
+                return _Tried(Graded(None, error=str(error)), answered=False)
+            tried = await self._ask(question)
+            if tried.answered:
+                answered(position, tried.graded)
+            if tried.graded.reward is not None:
+                self._answerable = question
+            return tried
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(position)) for position in range(len(samples))]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        tried = [task.result() for task in tasks]
+        left = [one for one in tried if one.transient]
+        if left and not await self._answers():
+            raise GraderUnavailable(
+                f"grader {self.name} could not grade {len(left)} of {len(tried)} samples in {left[0].graded.tries} "
+                f"tries, and now not even what it graded before: {left[0].graded.error}"
+            )
+        return [one.graded for one in tried]
+
+    async def _ask(self, question: Any) -> _Tried:
+        tries, waited = 0, 0.0
+        delays = iter(self._retries.delays())
+        while True:
+            tries += 1
+            try:
+                async with self._room:
+                    graded = await self._outside.answer(question)
+                return _Tried(replace(graded, tries=tries, waited=waited), answered=True)
+            except GraderFailed:
+                raise
+            except Exception as error:
+                told = str(error) if isinstance(error, TryAgain | ValueError) else f"{type(error).__name__}: {error}"
+                match whose(error, self._retries.errors, limited=False):
+                    case Whose.MACHINE:
+                        raise GraderUnavailable(f"grader {self.name}: {told}") from error
+                    case Whose.SERVICE:
+                        delay = next(delays, None)
+                    case _:
+                        return _Tried(Graded(None, error=told, tries=tries, waited=waited), answered=False)
+                if delay is None:
+                    return _Tried(Graded(None, error=told, tries=tries, waited=waited), answered=False, transient=True)
+            await asyncio.sleep(delay)
+            waited += delay
+
+    async def _answers(self) -> bool:
+        """Whether a question is answered now that was answered before."""
+        return self._answerable is not None and (await self._ask(self._answerable)).answered
+
+
+# A service that is asked by HTTP: one POST a question, JSON both ways.
+#
+# What a service replies besides an answer is not repeated in messages: it may quote what it was sent, keys too.
+
+
+_BUSY = (408, 425, 429)
+_ANYBODYS = (401, 402, 403, 404, 405, 407)
+"""Statuses that say nothing of the question."""
+
+
+class Service:
+    """At one address. Its client belongs to the event loop that first asks."""
+
+    def __init__(self, url: str, key_env: str | None, timeout: float, at_once: int) -> None:
+        """`key_env`: environment variable with the key that it wants as a bearer. `timeout`: seconds for an answer."""
+        self._url = url
+        self._key_env = key_env
+        self._timeout = timeout
+        self._at_once = at_once
+        self._client: httpx.AsyncClient | None = None
+
+    async def post(self, question: Any) -> Any:
+        """The JSON value that it answers with.
+
+        Raises:
+            TryAgain: it does not answer now.
+            GraderFailed: it refuses whatever it is asked, or its key is not there.
+            ValueError: it refuses this question, or answers with something else than JSON.
+        """
+        if self._client is None:
+            limits = httpx.Limits(max_connections=self._at_once, max_keepalive_connections=self._at_once)
+            self._client = httpx.AsyncClient(timeout=self._timeout, limits=limits)
+        try:
+            async with asyncio.timeout(self._timeout):
+                reply = await self._client.post(self._url, json=question, headers=self._headers())
+        except (TimeoutError, httpx.TimeoutException):
+            raise TryAgain(f"{self._url} did not answer within {self._timeout:g} s") from None
+        except httpx.TransportError as error:
+            raise TryAgain(f"{self._url} does not answer ({type(error).__name__})") from None
+        status = reply.status_code
+        if status in _BUSY or status >= 500:
+            raise TryAgain(f"{self._url} answers with HTTP status {status}")
+        if status in _ANYBODYS or 300 <= status < 400:
+            key = f"the key in the environment variable {self._key_env}" if self._key_env else "whether it wants a key"
+            raise GraderFailed(f"{self._url} answers with HTTP status {status}: check the address, and {key}")
+        if status >= 400:
+            raise ValueError(f"{self._url} refuses this sample with HTTP status {status}")
+        try:
+            return from_json(reply.content)
+        except ValueError:
+            raise ValueError(f"{self._url} answers with something else than JSON, or nested too deeply") from None
+
+    async def close(self) -> None:
+        """Let go of its connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _headers(self) -> dict[str, str]:
+        if self._key_env is None:
+            return {}
+        key = os.environ.get(self._key_env, "").strip()
+        if not key:
+            raise GraderFailed(f"the environment variable {self._key_env} is empty: put the key for {self._url} there")
+        return {"Authorization": f"Bearer {key}"}

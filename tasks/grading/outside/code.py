@@ -1,0 +1,217 @@
+"""The program in a response is right if it passes the row's hidden tests, each in a sandbox of its own.
+
+The program is the last block between ``` fences behind the thoughts, or all of the answer without one. The row's
+metadata hold `tests`, a list or its JSON, as APPS and LiveCodeBench have them:
+
+| a test | passes where |
+|---|---|
+| `{"input": "1 2\\n", "output": "3\\n"}` | the program reads the input and prints the output |
+| the same, with `fn_name` in the metadata | the function of that name returns the value |
+| `{"assert": "f(2) == 4"}`, or a text, `assert f(2) == 4` | the statement does not raise behind the program |
+
+Of an output, blanks at the ends of lines and empty lines at the end do not count. A function may be one of a class
+`Solution`; its value and its arguments, a list or one a line, are JSON. `tests` may be a mapping too, of `inputs`,
+`outputs` and `fn_name`. APPS writes the value of a function as a list of it, `[3]` for 3, so a list of one value stands
+for that value too; in verl and LiveCodeBench any list stands for its first. Which test failed first, and how, is
+recorded.
+
+A program never sees what it is to print or return. An assertion it could read, as it runs in the same interpreter.
+"""
+
+import json
+import re
+import secrets
+from typing import Any
+
+from cairn.configs.schema.reward import CodeConfig
+from cairn.engines.processes import bounds, bubblewrap, sandbox
+from cairn.engines.processes import bubblewrap as system_calls
+from cairn.engines.processes.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
+from cairn.storage.store import canonical
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.outside.kinds import source_version
+from cairn.tasks.grading.pool import Graded, GraderUnavailable
+from cairn.tasks.rewards.boxed import answer_of
+
+_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_ASSERTS = """
+import json as _json, sys as _sys
+_given = _json.loads(_sys.stdin.read())
+_names = {"__name__": "program"}
+exec(compile(_given["program"], "program.py", "exec"), _names)
+exec(compile(_given["test"], "test.py", "exec"), _names)
+_sys.stdout.flush()
+print(_given["passed"])
+"""
+_CALLS = """
+import json as _json, sys as _sys
+_given = _json.loads(_sys.stdin.read())
+_names = {"__name__": "program"}
+exec(compile(_given["program"], "program.py", "exec"), _names)
+_function = _names.get(_given["fn_name"])
+if _function is None:
+    _function = getattr(_names["Solution"](), _given["fn_name"])
+_found = _function(*_given["arguments"])
+_sys.stdout.flush()
+print(_given["passed"] + _json.dumps(_found))
+"""
+
+
+class Code:
+    """Runs tests one after the other, several samples at a time."""
+
+    name = "code"
+
+    def __init__(self, config: CodeConfig) -> None:
+        """Raises BadPlugin where there is no sandbox."""
+        self.at_once = config.num_workers
+        self._partial_credit = config.partial_credit
+        self._sandbox = Sandbox(confined(config))
+        asked = canonical.digest(config.model_dump(mode="json", exclude={"bwrap", "num_workers"}))
+        self.version = f"{source_version('code', sandbox, bubblewrap, bounds, system_calls)} {asked[:16]}"
+
+    def question(self, sample: Sample) -> dict[str, Any]:
+        """The program and its tests. ValueError where the row has none."""
+        return {"program": program_of(answer_of(sample)), "tests": _tests(sample.metadata)}
+
+    async def answer(self, question: Any) -> Graded:
+        """The share of tests passed, or whether all are. Raises OSError where the machine has no room, and ValueError
+        where the sandbox of this program does not last, and others do."""
+        passed, failed = 0, None
+        for number, test in enumerate(question["tests"]):
+            why = await self._why_it_failed(question["program"], test)
+            if why is None:
+                passed += 1
+                continue
+            failed = failed or {"failed_test": number, "failed_why": why}
+            if not self._partial_credit:
+                break
+        total = len(question["tests"])
+        reward = passed / total if self._partial_credit else float(passed == total)
+        return Graded(reward, {"passed": passed, "tests": total, **(failed or {})})
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+
+    async def _run(self, program: bytes, stdin: bytes) -> Ran:
+        try:
+            ran = await self._sandbox.run(program, stdin)
+        except SandboxFailed as error:
+            raise GraderUnavailable(str(error)) from error
+        if ran.lost:
+            raise ValueError(f"code: the sandbox of this program was ended from outside {LOST} times")
+        return ran
+
+    async def _why_it_failed(self, program: str, test: dict[str, Any]) -> str | None:
+        if "arguments" not in test and "assert" not in test:
+            ran = await self._run(_utf8(program), _utf8(test["input"]))
+            return _ended(ran) or (None if _lines(ran.output) == _lines(_utf8(test["output"])) else "wrong output")
+        # What it prints itself cannot pass for a verdict: it does not know the word.
+        passed = secrets.token_hex(16)
+        if "assert" in test:
+            given = {"program": program, "test": test["assert"], "passed": passed}
+            ran = await self._run(_ASSERTS.encode(), json.dumps(given).encode())
+            return _ended(ran) or (
+                None if ran.output.rstrip().endswith(passed.encode()) else "it ended before the test"
+            )
+        given = {"program": program, "fn_name": test["fn_name"], "arguments": test["arguments"], "passed": passed}
+        ran = await self._run(_CALLS.encode(), json.dumps(given).encode())
+        if why := _ended(ran):
+            return why
+        _, told, value = ran.output.rpartition(passed.encode())
+        if not told:
+            return "it ended before it returned"
+        try:
+            return None if json.loads(value) in _wanted(test["value"]) else "wrong value"
+        except ValueError:
+            return "it returned what is no JSON value"
+
+
+def program_of(answer: str) -> str:
+    """The program in an answer."""
+    blocks = _BLOCK.findall(answer[: answer.rfind("```") + 3])  # behind it each of its beginnings would be in vain
+    return str(blocks[-1]) if blocks else answer
+
+
+def confined(config: CodeConfig) -> Confined:
+    """What a test may have."""
+    return Confined(
+        "the grader 'code'",
+        "reward.code.bwrap",
+        config.bwrap,
+        config.python,
+        config.test_timeout,
+        config.cpu_time,
+        config.memory,
+        config.processes,
+        config.file_size,
+    )
+
+
+def _tests(metadata: dict[str, Any]) -> list[dict[str, Any]]:
+    """As in the module's table, in one form."""
+    tests, name = _value(metadata.get("tests")), metadata.get("fn_name")
+    if isinstance(tests, dict):
+        name = tests.get("fn_name", name)
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("code needs `inputs` and `outputs` in the row's tests, one for one")
+        tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("code needs `tests` in the row's metadata, and there are none")
+    return [_test(test, name) for test in tests]
+
+
+def _test(test: Any, name: Any) -> dict[str, Any]:
+    if isinstance(test, str):
+        return {"assert": test}
+    if isinstance(test, dict) and isinstance(test.get("assert"), str):
+        text = test["assert"]
+        return {"assert": text if text.lstrip().startswith("assert") else f"assert {text}"}
+    if not isinstance(test, dict) or "input" not in test or "output" not in test:
+        raise ValueError("code needs each of the row's tests to have `input` and `output`, or `assert`")
+    given, wanted = test["input"], test["output"]
+    if name is None:
+        if not isinstance(given, str) or not isinstance(wanted, str):
+            raise ValueError("code needs texts as `input` and `output` of the row's tests, unless fn_name is given")
+        return {"input": given, "output": wanted}
+    arguments = [_value(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
+    if not isinstance(arguments, list):
+        raise ValueError("code needs a list of arguments, or one a line, as `input` of the row's tests with fn_name")
+    return {"fn_name": str(name), "arguments": arguments, "value": _value(wanted)}
+
+
+def _value(text: Any) -> Any:
+    """A JSON value, also where it is written as a text."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _wanted(value: Any) -> list[Any]:
+    """The values that are right: APPS wraps that of a function in a list, `[3]` for 3, and does not tell."""
+    return [value, *value] if isinstance(value, list) and len(value) == 1 else [value]
+
+
+def _ended(ran: Ran) -> str | None:
+    if ran.out_of_memory:
+        return "it took too much memory"
+    if ran.late:
+        return "it took too long"
+    if ran.flooded:
+        return "it printed too much"
+    if ran.code:
+        last = ran.errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"exit code {ran.code}: {last[:200]}"
+    return None
+
+
+def _lines(output: bytes) -> list[bytes]:
+    return [line.rstrip() for line in output.rstrip().split(b"\n")]
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

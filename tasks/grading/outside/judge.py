@@ -1,0 +1,77 @@
+"""A language model behind an OpenAI-compatible endpoint says what a response is worth (Zheng et al. 2023, "Judging
+LLM-as-a-Judge", section 3.1, whose form of a score is the default).
+
+It is asked by `/chat/completions` with `reward.judge.template`, and the reward is the last score in its reply. A reply
+without a score, or with one out of range, is no zero: the sample fails. The reply and its tokens are recorded.
+"""
+
+import re
+from typing import Any
+
+from cairn.configs.schema.reward import JudgeConfig
+from cairn.storage.store import canonical
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.outside.asking import Service
+from cairn.tasks.grading.outside.kinds import source_version
+from cairn.tasks.grading.pool import Graded
+from cairn.tasks.rewards.boxed import answer_of
+
+_PLACE = re.compile(r"\{(prompt|response|answer|label)\}")
+
+
+class Judge:
+    """The model, and how it is asked: both are in the version. Where it is served is not, so that what it said counts
+    wherever it moves."""
+
+    name = "judge"
+
+    def __init__(self, config: JudgeConfig, at_once: int) -> None:
+        self.at_once = at_once
+        self._config = config
+        self._pattern = re.compile(config.pattern)
+        url = f"{config.url.rstrip('/')}/chat/completions"
+        self._service = Service(url, config.api_key_env, config.timeout, at_once)
+        asked = canonical.digest(config.model_dump(mode="json", exclude={"url", "timeout", "api_key_env"}))
+        self.version = f"{source_version('judge', 'http')} {config.model} {asked[:16]}"
+
+    def question(self, sample: Sample) -> dict[str, Any]:
+        """The body of the request. ValueError where the template names the label, and the row has none."""
+        given = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        if "{answer}" in self._config.template:
+            given["answer"] = answer_of(sample)
+        if sample.label is None and "{label}" in self._config.template:
+            raise ValueError("reward.judge.template names {label}, and the row has no label")
+        text = _PLACE.sub(lambda place: given[place[1]] or "", self._config.template)  # what is put in stays as it is
+        system = [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
+        return {
+            "model": self._config.model,
+            "messages": [*system, {"role": "user", "content": text}],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+
+    async def answer(self, question: Any) -> Graded:
+        """What it replies. Raises as `Service.post`."""
+        reply = await self._service.post(question)
+        try:
+            said = reply["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            return Graded(None, error="the judge's reply is no chat completion")
+        if not isinstance(said, str):
+            return Graded(None, error="the judge replied without a text")
+        usage = reply.get("usage") or {}
+        tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
+        components = {"reply": said, **tokens}
+        scores = [match[1] for match in self._pattern.finditer(said)]
+        try:
+            score = float(scores[-1])
+        except (IndexError, TypeError, ValueError):
+            return Graded(None, components, error=f"the judge's reply holds no score: {said[-200:]!r}")
+        if not self._config.min_score <= score <= self._config.max_score:
+            bounds = f"{self._config.min_score:g} to {self._config.max_score:g}"
+            return Graded(None, components, error=f"the judge's score {score:g} is not one from {bounds}")
+        return Graded(score, components)
+
+    async def close(self) -> None:
+        """Let go of its connections."""
+        await self._service.close()

@@ -1,0 +1,51 @@
+"""Graders that ask something outside: a service, a language model, a program in a sandbox. One a file.
+
+They are Cairn's own code and wait rather than compute, so they run in the driver, many questions at a time
+(`cairn.tasks.grading.outside.asking`).
+"""
+
+import hashlib
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from cairn.configs.plugins import BadPlugin
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.reward import RewardConfig
+    from cairn.tasks.grading.outside.asking import Outside
+
+KEPT = ("judge", "remote_rm")
+"""Those whose answers cost something, and are kept by default."""
+
+
+def outside(config: "RewardConfig") -> "Outside":
+    """The one that `config.rm_type` names. Raises BadPlugin where what it needs is not said, or not here."""
+    match config.rm_type:
+        case "judge":
+            if config.judge is None:
+                raise BadPlugin("the grader 'judge' asks a language model: set reward.judge, with its url and model")
+            from cairn.tasks.grading.outside.judge import Judge
+
+            return Judge(config.judge, config.rm_concurrency)
+        case "remote_rm":
+            if config.rm_url is None:
+                raise BadPlugin("the grader 'remote_rm' asks a service: set reward.rm_url to its address")
+            from cairn.tasks.grading.outside.remote_rm import RemoteRM
+
+            return RemoteRM(config)
+        case "code":
+            from cairn.configs.schema.reward import CodeConfig
+            from cairn.tasks.grading.outside.code import Code
+
+            return Code(config.code or CodeConfig())
+    raise BadPlugin(f"there is no grader {config.rm_type!r} that asks something outside")
+
+
+def source_version(*modules: str | ModuleType) -> str:
+    """Changes with the code of modules, those of this package by their names."""
+    digest = hashlib.sha256()
+    for module in modules:
+        file = Path(__file__).with_name(f"{module}.py") if isinstance(module, str) else Path(str(module.__file__))
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,51 @@
+"""A reward service: `{prompt, response, label}` is posted to `reward.rm_url`, and the reply is the reward.
+
+The reply is a number, or a mapping with the number under `reward.reward_key`, whose other entries are recorded beside
+it. slime: `remote_rm`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cairn.configs.schema.reward import RewardConfig
+from cairn.storage.store import canonical
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.outside.asking import Service
+from cairn.tasks.grading.outside.kinds import source_version
+from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.worker import finite
+
+
+class RemoteRM:
+    """The service at an address. Which code answers there its owner knows: the version tells the address alone."""
+
+    name = "remote_rm"
+
+    def __init__(self, config: RewardConfig) -> None:
+        assert config.rm_url is not None
+        self.at_once = config.rm_concurrency
+        self._reward_key = config.reward_key
+        self._service = Service(config.rm_url, config.rm_api_key_env, config.rm_timeout, config.rm_concurrency)
+        asked = canonical.digest({"url": config.rm_url, "reward_key": config.reward_key})
+        self.version = f"{source_version('remote_rm', 'http')} {asked[:16]}"
+
+    def question(self, sample: Sample) -> dict[str, Any]:
+        """The body of the request."""
+        return {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+
+    async def answer(self, question: Any) -> Graded:
+        """What it replies. Raises as `Service.post`."""
+        reply = await self._service.post(question)
+        try:
+            if not isinstance(reply, Mapping):
+                return Graded(finite(reply))
+            if self._reward_key not in reply:
+                raise ValueError(f"the service's reply has no {self._reward_key!r}")
+            components = {name: value for name, value in reply.items() if name != self._reward_key}
+            return Graded(finite(reply[self._reward_key]), components or None)
+        except (TypeError, ValueError) as error:
+            return Graded(None, error=f"the service at reward.rm_url gave no reward: {error}")
+
+    async def close(self) -> None:
+        """Let go of its connections."""
+        await self._service.close()

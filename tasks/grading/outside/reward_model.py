@@ -1,0 +1,136 @@
+"""A reward model says what a response is worth: a sequence classifier with one label, on an engine of its own.
+
+Where it fails, no sample does: the step is tried again, with the engine made again, and then the run ends. A sample
+fails by itself alone: it is longer than the model reads, its chat is refused by the template, its score is not finite.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.reward import RewardModelConfig
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.outside.kinds import source_version
+from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.process import GraderFailed
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.reward import RewardConfig
+    from cairn.engines.scoring.reward_model import Answered, Score
+
+NAME = "reward_model"
+
+BATCHES = 8
+"""Batches of one call: how much is lost with an engine that dies."""
+
+
+class Scorer(Protocol):
+    """The engine: `cairn.engines.scoring.reward_model.RewardModel`, or its handle in a fleet."""
+
+    def score(self, answered: Sequence["Answered"]) -> list["Score"]:
+        """Scores, in order."""
+
+
+class RewardModelGrader:
+    """Asks the engine. Thread-safe."""
+
+    name = NAME
+    by_group = False
+    sees_whole_samples = True
+    sees_tokens = True
+    sees_messages = True
+
+    def __init__(self, config: "RewardConfig", engine: Callable[[], Scorer] | None = None) -> None:
+        """`engine` gives that of a fleet when it is up; without one the model is loaded into this process when the
+        first sample comes. Raises BadPlugin where no model is named, or its folder cannot be used."""
+        self._options = options_of(config)
+        self.version = version_of(self._options)
+        self._engine = engine
+        self._own: Scorer | None = None
+        self._asking = threading.Lock()
+        self._closed = False
+
+    def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
+        """See `Grading.grade`. Raises EngineError where the engine fails."""
+        from cairn.engines.scoring.reward_model import Answered
+
+        answered = []
+        for sample in samples:
+            if not sample.messages:
+                raise GraderFailed(
+                    "the grader reward_model needs the prompts as their rows have them, and was given none"
+                )
+            answered.append(Answered(sample.messages, _text(sample), sample.response))
+        scores: list[Score] = []
+        size = BATCHES * self._options.batch_size
+        for start in range(0, len(answered), size):
+            if self._closed:
+                raise GraderFailed(f"the grader {self.name} is closed")
+            scores += self._scorer().score(answered[start : start + size])
+        return [
+            Graded(one.value, {"tokens": one.tokens}, one.error, grader=self.name, version=self.version)
+            for one in scores
+        ]
+
+    def graded_by(self, sample: Sample) -> tuple[str, str]:
+        """Itself."""
+        return self.name, self.version
+
+    def can_grade(self, sample: Sample) -> None:
+        """Nothing: where its engine fails, no sample does."""
+
+    def close(self) -> None:
+        """Let go of the engine; one of a fleet ends with that."""
+        self._closed = True
+        self._own = None
+
+    def _scorer(self) -> Scorer:
+        if self._engine is not None:
+            return self._engine()
+        with self._asking:
+            if self._own is None:
+                from cairn.engines.scoring.reward_model import RewardModel
+
+                self._own = RewardModel(self._options)
+            return self._own
+
+
+def options_of(config: "RewardConfig") -> RewardModelConfig:
+    """Of the model. Raises BadPlugin where none is named."""
+    if config.reward_model is None:
+        raise BadPlugin("the grader 'reward_model' needs a model: set reward.reward_model.path to its folder")
+    return config.reward_model
+
+
+def version_of(options: RewardModelConfig) -> str:
+    """Changes with what the model reads, and with the folder: a digest of its files is in it. Raises BadPlugin where
+    the folder cannot be used."""
+    from cairn.engines.models.files import loaded_files
+    from cairn.engines.scoring.reward_model import load_reward_tokenizer
+    from cairn.engines.types.errors import BadModel
+
+    try:
+        load_reward_tokenizer(options.path)
+    except BadModel as error:
+        raise BadPlugin(f"reward_model.path: {error}") from error
+    states = [(str(path), path.stat()) for path in loaded_files(Path(options.path))]
+    found = tuple((path, state.st_size, state.st_mtime_ns) for path, state in states)
+    longest = "" if options.max_length is None else f" {options.max_length}"
+    return f"{source_version(NAME)} {_digest(options.path, found)[:16]} {options.dtype}{longest}"
+
+
+@lru_cache(maxsize=4)
+def _digest(folder: str, files: tuple[tuple[str, int, int], ...]) -> str:
+    """Of the folder while its files are these: it is asked for many times, and may be large."""
+    from cairn.engines.models.files import folder_digest
+
+    return folder_digest(Path(folder))
+
+
+def _text(sample: Sample) -> str:
+    """The prompt for a model without a chat template: a plain one as it is, and of a chat what its messages say."""
+    said = [str(message.get("content") or "") for message in sample.messages]
+    return said[0] if said == [sample.prompt] else "".join(f"{one}\n\n" for one in said)

@@ -1,0 +1,349 @@
+"""Grading in processes of its own, so arranged that a sample fails by what its grader does, and by nothing else.
+
+Graders are user code and computer algebra: they hang, leak and crash. Each runs in a fresh Python process that imports
+the grader and nothing of this one (`multiprocessing` would import this process's main module again). And machines kill
+and stop processes at will. What happens to a sample, whose doing each outcome is being said by
+`cairn.tasks.grading.process`:
+
+| outcome | what becomes of the sample |
+|---|---|
+| a reward | that is its reward |
+| the grader raises | it fails, with the error |
+| the grader raises an error of `retry.grader.errors` | it is graded again after waits, then it fails |
+| the same, and then a sample that had a reward before gets no other answer | neither fails: GraderUnavailable |
+| its process computes for too long | a fresh process grades it; if that one does too, it fails |
+| its process sleeps for too long, or ends itself | the same with `FRESH` fresh processes |
+| the machine ends its process or gives it no time | the same, alone in the pool; after `KILLED` GraderUnavailable |
+| a coroutine function does not come back in time | it is called `FRESH` times more, then the sample fails |
+
+Where one of our own graders would fail a sample because its process computes for too long or ends, the answer is wrong
+instead, with the reason as `error` in its components: what the policy wrote has done that. A failed sample would take
+its group with it, and the policy would never unlearn the answer. What a user's grader was busy with nobody knows.
+
+Of several samples that are graded in one call, what becomes of one becomes of all of a group. Of a mere batch none is
+judged by its company: where the call fails, each is graded alone.
+
+So load, pauses and killed processes cost time. They never fail a sample, and never make another one train in its place:
+what is not decided by the sample ends in an error of the step, which is tried again and then ends the run.
+"""
+
+import queue
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from cairn.configs.schema.operations import GraderRetries
+from cairn.configs.schema.reward import RewardConfig
+from cairn.tasks.batch.sample import Sample
+from cairn.tasks.grading.graders import get_grader, named_by_row
+from cairn.tasks.grading.process import Blame, GraderFailed, GraderProcess, GraderUnavailable, Lost
+from cairn.tasks.grading.worker import Answer, Terms, Whose
+
+__all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
+
+CHUNKS_PER_WORKER = 4
+"""Parts that a batch is cut into for each process: enough for an even load."""
+FRESH = 2
+"""Fresh processes that may end themselves over a sample, or sleep for too long, before it fails."""
+KILLED = 5
+"""Processes that the machine may take from a sample before it is no use to start another."""
+FIRST_WAIT = 0.5
+"""Seconds before the second of them; the wait doubles with each."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What a grader said of one sample. Without a reward the sample has failed, and `error` says how."""
+
+    reward: float | None
+    components: dict[str, Any] | None = None
+    error: str | None = None
+    tries: int = field(default=1, compare=False)
+    """Times that it was graded."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds between them."""
+    grader: str = field(default="", compare=False)
+    """Who graded it; empty where nobody did."""
+    version: str = field(default="", compare=False)
+    """Of the grader."""
+
+
+class GraderPool:
+    """`num_workers` processes of the configured grader, and as many of each that rows of data name for themselves.
+    Thread-safe; batches of several threads share them."""
+
+    sees_messages = False
+
+    def __init__(self, config: RewardConfig, retries: GraderRetries | None = None) -> None:
+        """Starts the processes, without waiting for them. Raises BadPlugin if the grader is unknown."""
+        self._config = config
+        self._grader = get_grader(config)
+        self._retries = retries or GraderRetries()
+        # The kernel ties a process to the thread that starts it: these threads live as long as the pool.
+        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="grader")
+        terms = Terms(
+            takes=self._grader.takes,
+            waits=self._grader.waits,
+            timeout=config.rm_timeout,
+            concurrency=config.rm_concurrency,
+            memory=config.rm_memory,
+            transient=self._retries.errors,
+            reward_key=config.reward_key,
+            boxed=self._grader.boxed,
+        )
+        self._workers = [GraderProcess(self._grader, terms) for _ in range(config.num_workers)]
+        self._free: queue.SimpleQueue[GraderProcess] = queue.SimpleQueue()
+        self._taking_all, self._opening = threading.Lock(), threading.Lock()
+        self._closed = threading.Event()
+        self._of_rows: dict[str, GraderPool] = {}
+        self._gradable: list[Sample] = []
+        """Samples of one call that got rewards."""
+        for worker in self._workers:
+            self._free.put(worker)
+            self._threads.submit(self._start_one)
+
+    @property
+    def name(self) -> str:
+        """Of the grader."""
+        return self._grader.name
+
+    @property
+    def version(self) -> str:
+        """Of the grader: it changes with its code."""
+        return self._grader.version
+
+    @property
+    def sees_whole_samples(self) -> bool:
+        """Whether the grader reads more of a sample than response, label and metadata."""
+        return self._grader.whole_sample
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether it may read a sample's tokens, too."""
+        return self._grader.sees_tokens
+
+    @property
+    def by_group(self) -> bool:
+        """Whether it grades whole groups."""
+        return self._config.group_rm
+
+    def graded_by(self, sample: Sample) -> tuple[str, str]:
+        """See `Rememberable.graded_by`."""
+        pool = self._named(named_by_row(self._config, sample.metadata))
+        return pool.name, pool.version
+
+    def can_grade(self, sample: Sample) -> None:
+        """See `Rememberable.can_grade`."""
+        pool = self._named(named_by_row(self._config, sample.metadata))
+        pool._gradable = pool._gradable or [sample]
+
+    def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
+        """Grade a batch; the results stand in its order. See the module for what fails a sample. `groups`: which group
+        each sample is of; with `reward.group_rm` all samples of a group are to be there.
+
+        Raises:
+            GraderUnavailable: the machine, or what the grader asks, did not let it work.
+            GraderFailed: the grader's process does not even start, its code has changed, or the pool was closed.
+            BadPlugin: the row of a sample names a grader that is not there.
+        """
+        named = [named_by_row(self._config, sample.metadata) for sample in samples]
+        if not any(named):
+            return self._grade(samples, groups)
+        found: dict[int, Graded] = {}
+        for name in dict.fromkeys(named):
+            pool, mine = self._named(name), [i for i, other in enumerate(named) if other == name]
+            of = None if groups is None else [groups[i] for i in mine]
+            found |= dict(zip(mine, pool._grade([samples[i] for i in mine], of), strict=True))
+        return [found[i] for i in range(len(samples))]
+
+    def _named(self, name: str | None) -> "GraderPool":
+        """The pool of the grader that a row names."""
+        if name is None or name == self.name:
+            return self
+        with self._opening:
+            if self._closed.is_set():
+                raise GraderFailed(f"the pool of grader {self.name} is closed")
+            if name not in self._of_rows:
+                self._of_rows[name] = GraderPool(self._config.of(name), self._retries)
+            return self._of_rows[name]
+
+    def _grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None) -> list[Graded]:
+        graded = self._grade_once(samples, self._calls(range(len(samples)), groups))
+        waited = 0.0
+        for delay in self._retries.delays():
+            again = {i for i, one in graded.items() if one.transient}
+            if not again:
+                break
+            self._sleep(delay)
+            waited += delay
+            if self.by_group and groups is not None:
+                their = {groups[i] for i in again}
+                again = {i for i, group in enumerate(groups) if group in their}
+            for i, one in self._grade_once(samples, self._calls(sorted(again), groups)).items():
+                graded[i] = replace(one, tries=graded[i].tries + one.tries, waited=waited)
+        outcomes = [graded[i] for i in range(len(samples))]
+        left = [one for one in outcomes if one.transient]
+        alone = [[i] for i in range(len(samples))]
+        for call in self._calls(range(len(samples)), groups) if self.by_group else alone:
+            if all(graded[i].graded.reward is not None for i in call):
+                self._gradable = [samples[i] for i in call]
+        if left and not self._answers():
+            raise GraderUnavailable(
+                f"grader {self.name} could not grade {len(left)} of {len(graded)} samples in {left[0].tries} tries, "
+                f"and now not even what it graded before: {left[0].graded.error}"
+            )
+        return [
+            replace(one.graded, tries=one.tries, waited=one.waited, grader=self.name, version=self.version)
+            for one in outcomes
+        ]
+
+    def close(self) -> None:
+        """End the processes, the busy ones too; a batch under way ends in GraderFailed."""
+        with self._opening:
+            self._closed.set()
+        for pool in self._of_rows.values():
+            pool.close()
+        for worker in self._workers:
+            worker.stop()
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.kill()
+
+    def __enter__(self) -> "GraderPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answers(self) -> bool:
+        """Whether the grader grades now what it has graded before."""
+        if not self._gradable:
+            return False
+        return not any(one.transient for one in self._grade_once(self._gradable, [range(len(self._gradable))]).values())
+
+    def _calls(self, positions: Sequence[int], groups: Sequence[Hashable] | None) -> list[Sequence[int]]:
+        """Positions of the samples that are graded in one call."""
+        if self.by_group:
+            if groups is None:
+                raise ValueError("a grader of groups has to be told which group each sample is of")
+            of: dict[Hashable, list[int]] = {}
+            for i in positions:
+                of.setdefault(groups[i], []).append(i)
+            return list(of.values())
+        size = self._config.rm_batch_size if self._grader.takes.several else 1
+        return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+    def _grade_once(self, samples: Sequence[Sample], calls: Sequence[Sequence[int]]) -> dict[int, "_Outcome"]:
+        """Every sample, by its position, by a process that answered, or failed by its own doing."""
+        given = [[self._message(samples[i]) for i in call] for call in calls]
+        found = self._together(given)
+        for _ in range(FRESH):
+            late = [place for place, one in enumerate(found) if not isinstance(one, Lost) and _is_late(one)]
+            for place, one in zip(late, self._together([given[place] for place in late]), strict=True):
+                found[place] = one
+        graded: dict[int, _Outcome] = {}
+        alone: list[int] = []
+        lost: list[tuple[Sequence[int], list[Any], Lost]] = []
+        for call, message, one in zip(calls, given, found, strict=True):
+            if len(call) > 1 and not self.by_group and (isinstance(one, Lost) or not _has_reward(one)):
+                alone += call
+            elif isinstance(one, Lost):
+                lost.append((call, message, one))
+            else:
+                graded |= dict(zip(call, map(_Outcome.of, one), strict=True))
+        fresh = self._threads.map(lambda its: self._grade_fresh(*its[1:]), lost)
+        for (call, _, _), outcomes in zip(lost, fresh, strict=True):
+            graded |= dict(zip(call, outcomes, strict=True))
+        if alone:
+            for i, outcome in self._grade_once(samples, [[i] for i in alone]).items():
+                graded[i] = replace(outcome, tries=1 + outcome.tries)
+        return graded
+
+    def _together(self, calls: Sequence[list[Any]]) -> list[list[Answer] | Lost]:
+        parts = len(self._workers) * (1 if self._grader.waits else CHUNKS_PER_WORKER)
+        size = max(1, -(-len(calls) // parts))
+        chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
+        return list(chain.from_iterable(self._threads.map(self._grade_chunk, chunks)))
+
+    def _start_one(self) -> None:
+        with self._one() as worker:
+            worker.start()
+
+    def _grade_chunk(self, calls: Sequence[list[Any]]) -> list[list[Answer] | Lost]:
+        with self._one() as worker:
+            return worker.grade(calls)
+
+    def _grade_fresh(self, call: list[Any], lost: Lost) -> list["_Outcome"]:
+        """By fresh processes, until one answers or the samples fail; `lost` is what happened to them in company."""
+        tries, ended, killed = 1, 0, int(lost.blame is Blame.MACHINE)
+        while True:
+            with self._all() if killed else self._one() as worker:
+                outcome = worker.grade_fresh(call)
+            tries += 1
+            if not isinstance(outcome, Lost):
+                return [replace(_Outcome.of(one), tries=tries) for one in outcome]
+            if outcome.blame is not Blame.MACHINE:
+                ended += 1
+                if ended == FRESH or outcome.blame is Blame.SAMPLE_FOR_SURE:
+                    return [_Outcome(self._ended_over(outcome), tries=tries)] * len(call)
+                continue
+            killed += 1
+            if killed >= KILLED:
+                raise GraderUnavailable(
+                    f"{killed} processes of grader {self.name} were lost over one sample ({outcome.error}): give the "
+                    "machine memory and time for it, or set reward.rm_memory, so that a sample that wants more fails"
+                )
+            self._sleep(FIRST_WAIT * 2.0 ** (killed - 1))
+
+    def _ended_over(self, lost: Lost) -> Graded:
+        """What a sample gets that no process could grade, by its own doing."""
+        wrong = self._grader.wrong
+        return Graded(None, error=lost.error) if wrong is None else Graded(wrong, {"error": lost.error})
+
+    def _message(self, sample: Sample) -> Any:
+        return sample if self._grader.whole_sample else (sample.response, sample.label, sample.metadata)
+
+    def _sleep(self, seconds: float) -> None:
+        self._closed.wait(seconds)
+
+    @contextmanager
+    def _one(self) -> Iterator[GraderProcess]:
+        """A process to oneself. In a thread of the pool."""
+        worker = self._free.get()
+        try:
+            yield worker
+        finally:
+            self._free.put(worker)
+
+    @contextmanager
+    def _all(self) -> Iterator[GraderProcess]:
+        """A process to oneself, while all others rest. In a thread of the pool that holds none."""
+        with self._taking_all, ExitStack() as held:
+            workers = [held.enter_context(self._one()) for _ in self._workers]
+            yield workers[0]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    graded: Graded
+    transient: bool = False
+    """It failed by something that a new try can mend."""
+    tries: int = 1
+    waited: float = 0.0
+
+    @classmethod
+    def of(cls, answer: Answer) -> "_Outcome":
+        reward, components, error, whose = answer
+        return cls(Graded(reward, components, error), whose is Whose.SERVICE)
+
+
+def _has_reward(answers: Sequence[Answer]) -> bool:
+    return any(reward is not None for reward, *_ in answers)
+
+
+def _is_late(answers: Sequence[Answer]) -> bool:
+    return any(whose is Whose.NOBODY for *_, whose in answers)

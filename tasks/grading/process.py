@@ -1,0 +1,343 @@
+"""One grader process: fresh from Python, with the code that the run recorded, killed when it gets nowhere.
+
+How grading a sample ends, and whose doing that is:
+
+| the process | verdict |
+|---|---|
+| answers | what the grader says |
+| answers that memory, disk, files or processes ran out (memory: where no `rm_memory` was set) | the machine's |
+| computes for `rm_timeout` seconds | the sample's |
+| computes and sleeps for `rm_timeout` seconds of its own (`tasks.rewards.clock`), sleeping the longer | the sample's |
+| ends itself or hangs up: an exit code, a signal such as SIGSEGV, a closed connection | the sample's |
+| is ended from outside: SIGKILL as by the OOM killer, SIGTERM, SIGBUS where memory or disk ran out | the machine's |
+| is stopped, or has got nowhere for `PATIENCE` times `rm_timeout` seconds on the wall clock | the machine's |
+
+Of a call with several samples it is so many times `rm_timeout`. Calls of a coroutine function run side by side: one
+that takes too long is cancelled by the process itself, which answers so, and one that does not let the others run keeps
+it from answering for twice the time. Then, and where a process is lost, the verdict is on all that were under way.
+
+Whatever the verdict, one of them is not the end of it: see `cairn.tasks.grading.pool`.
+"""
+
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+from itertools import islice
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
+from cairn.tasks.grading.graders import NamedGrader, grader_version
+from cairn.tasks.grading.worker import Answer, Terms, Whose, too_long
+
+# How long a sample has kept its grader busy, told apart from how long the machine kept the grader waiting.
+#
+# | what the grader's processes do | counts as their own time |
+# |---|---|
+# | compute | the CPU time they use |
+# | sleep, or wait for a lock, a socket or an answer: no thread of theirs wants to run | the time it lasts |
+# | want to run and are not let, wait for a disk, are stopped, or the whole machine is | nothing |
+#
+# Own time is what a limit can be held to: it is the same on an idle machine and on one that is busy, was paused, or
+# swaps. The wall clock is not, and it is used for one thing only: to give up a process that gets nowhere.
+
+
+_AT_REST = frozenset("SIZX")  # sleeping, idle kernel thread, ended
+_STOPPED = frozenset("Tt")
+
+
+class OwnTime:
+    """Of a process and those that it started, from when this was made. Ask `tick` every `interval` seconds or so."""
+
+    def __init__(self, pid: int, interval: float) -> None:
+        self._process = psutil.Process(pid)
+        self._longest = 2 * interval
+        """Of a pause between two looks, what was seen of it: if it took longer, this process did not run either."""
+        self._looked = time.monotonic()
+        self._cpu = self._cpu_seconds(self._family())
+        self.computed = 0.0
+        """CPU seconds."""
+        self.rested = 0.0
+        """Seconds in which none of them wanted to run."""
+        self.stopped = 0.0
+        """Seconds in which they were stopped."""
+        self.watched = 0.0
+        """Seconds in which anybody looked."""
+
+    @property
+    def own(self) -> float:
+        """Seconds of their own."""
+        return self.computed + self.rested
+
+    def tick(self) -> None:
+        """Look. Raises psutil.NoSuchProcess where the process has gone."""
+        family = self._family()
+        now, cpu = time.monotonic(), max(self._cpu, self._cpu_seconds(family))
+        passed, used = min(now - self._looked, self._longest), cpu - self._cpu
+        self._looked, self._cpu = now, cpu
+        states = {state for process in family for state in _thread_states(process)}
+        self.computed += used
+        self.watched += passed
+        if states <= _AT_REST:
+            self.rested += max(0.0, passed - used)
+        elif states & _STOPPED:
+            self.stopped += passed
+
+    def _family(self) -> list[psutil.Process]:
+        return [self._process, *self._process.children(recursive=True)]
+
+    def _cpu_seconds(self, family: list[psutil.Process]) -> float:
+        """Of those that are there, and those that they waited for."""
+        seconds = 0.0
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                seconds += times.user + times.system + times.children_user + times.children_system
+        return seconds
+
+
+def _thread_states(process: psutil.Process) -> Iterator[str]:
+    """One letter a thread, as in /proc; of the process where there is no /proc."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    if not tasks.is_dir():
+        with suppress(psutil.NoSuchProcess):
+            yield {psutil.STATUS_SLEEPING: "S", psutil.STATUS_STOPPED: "T"}.get(process.status(), "R")
+        return
+    try:
+        threads = list(tasks.iterdir())
+    except OSError:  # the process has ended
+        return
+    for task in threads:
+        with suppress(OSError):  # the thread has ended
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+START_TIMEOUT = 120.0
+"""Seconds that a grader process may take to import its grader."""
+STARTS = 3
+"""Times that it may be killed, or be too late, while it does."""
+PATIENCE = 30
+"""A machine that gives a grader less than a thirtieth of a core is given up on."""
+TICK = 0.25
+"""Seconds between two looks at a process that has not answered."""
+
+_TO_END = 10.0
+"""Seconds that a process which hung up may take to be gone."""
+
+
+class GraderFailed(Exception):
+    """No grader process runs: its import failed, its code is not what the run recorded, or the pool is closed."""
+
+
+class GraderUnavailable(GraderFailed):
+    """The machine does not let the grader work, or what it asks does not answer: a new try may help."""
+
+
+class Blame(StrEnum):
+    """Whose doing it was that a sample has no grade."""
+
+    SAMPLE = "sample"
+    """The grader itself, over this sample, as far as this process shows."""
+    SAMPLE_FOR_SURE = "sample for sure"
+    """It computed for longer than it may: nothing outside adds to the CPU time of a process that saw only this."""
+    MACHINE = "machine"
+    """Something that happened to the process."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A process that ended, or was ended, over a sample."""
+
+    blame: Blame
+    error: str
+
+
+class GraderProcess:
+    """Started when it is first needed, and again after it ended."""
+
+    def __init__(self, grader: NamedGrader, terms: Terms) -> None:
+        self._grader = grader
+        self._terms = terms
+        self._tick = min(TICK, terms.timeout / 8)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+        """Held while the process is exchanged: `stop` comes from another thread."""
+
+    def grade(self, calls: Sequence[Sequence[Any]]) -> list[list[Answer] | Lost]:
+        """The outcome of each call of the grader, in their order: what is said of each of its samples. Raises
+        GraderFailed."""
+        outcomes: dict[int, list[Answer] | Lost] = {}
+        while left := [position for position in range(len(calls)) if position not in outcomes]:
+            found = self._grade_while_alive([calls[position] for position in left])
+            outcomes |= {left[place]: outcome for place, outcome in found.items()}
+        return [outcomes[position] for position in range(len(calls))]
+
+    def grade_fresh(self, call: Sequence[Any]) -> list[Answer] | Lost:
+        """The outcome of one call in a process that has seen no other."""
+        self.kill()
+        return self.grade([call])[0]
+
+    def _grade_while_alive(self, calls: Sequence[Sequence[Any]]) -> dict[int, list[Answer] | Lost]:
+        """Outcomes by position, up to and with the first calls that the process does not survive."""
+        connection = self.start()
+        outcomes: dict[int, list[Answer] | Lost] = {}
+        lost: Lost | None = None
+        samples = max(map(len, calls))
+        try:
+            self._send(connection, calls)
+            while len(outcomes) < len(calls) and lost is None:
+                first = next(position for position in range(len(calls)) if position not in outcomes)
+                lost = self._wait(
+                    connection, self._terms.timeout * (samples if self._terms.waits else len(calls[first]))
+                )
+                if lost is None:
+                    position, answers = connection.recv()
+                    lost = _machines(answers)
+                    if lost is None:
+                        outcomes[position] = answers
+        except (EOFError, OSError, psutil.NoSuchProcess):
+            lost = self._how_it_ended()
+        if lost is not None:
+            self.kill()
+            left = (position for position in range(len(calls)) if position not in outcomes)
+            outcomes |= dict.fromkeys(islice(left, self._terms.at_once), lost)  # they are begun in their order
+        return outcomes
+
+    def _wait(self, connection: Connection, limit: float) -> Lost | None:
+        """Return when the next answer, or the end of the process, is there to be received; or why it has to go: the
+        `limit` of seconds of its own, or twice that where it keeps it itself, is over."""
+        allowed = 2 * limit if self._terms.waits else limit
+        clock: OwnTime | None = None
+        ready = select.poll()  # a connection makes a new one for every question, which is most of what an answer costs
+        ready.register(connection, select.POLLIN)
+        while not ready.poll(1000 * self._tick):
+            if clock is None:
+                assert self._process is not None
+                clock = OwnTime(self._process.pid, self._tick)
+                continue
+            clock.tick()
+            if self._has_ended() and not connection.poll():  # what it started holds the connection open
+                return self._how_it_ended()
+            if clock.own > allowed:
+                blame = Blame.SAMPLE_FOR_SURE if clock.computed > clock.rested else Blame.SAMPLE
+                return Lost(blame, too_long(limit))
+            if clock.stopped > allowed:
+                return Lost(Blame.MACHINE, f"the grader's process was stopped for {clock.stopped:.3g} s")
+            if clock.watched > allowed * PATIENCE:
+                return Lost(Blame.MACHINE, f"the machine let the grader work {clock.own:.3g} of {clock.watched:.3g} s")
+        return None
+
+    def _send(self, connection: Connection, calls: Sequence[Sequence[Any]]) -> None:
+        """Hand the calls over, or break the connection: a process that was stopped would never take them."""
+        late = threading.Timer(max(self._terms.timeout, 1.0), self._kill_group)
+        late.daemon = True
+        late.start()
+        try:
+            connection.send(list(calls))
+        finally:
+            late.cancel()
+
+    def start(self) -> Connection:
+        """The connection to the running process; a new one is ready to grade when this returns. Raises GraderFailed."""
+        if self._process is not None and self._has_ended():
+            self.kill()  # it died idle, which is no sample's fault
+        if self._connection is None:
+            self._require_recorded_code()
+            for start in range(1, STARTS + 1):
+                self._connection = self._launch()
+                failure = self._await_ready(self._connection)
+                if failure is None:
+                    break
+                if start == STARTS:
+                    raise GraderUnavailable(f"the process of grader {self._grader.name} {failure}, {STARTS} times")
+            self._require_recorded_code()  # read before and after: so it is what was imported
+        assert self._connection is not None
+        return self._connection
+
+    def stop(self) -> None:
+        """From another thread: kill what runs, start nothing more."""
+        with self._lock:
+            self._stopped = True
+            self._kill_group()
+
+    def kill(self) -> int:
+        """End the process and what it started; returns its exit code as Popen has it, 0 if there is none."""
+        with self._lock:
+            if self._process is None or self._connection is None:
+                return 0
+            self._connection.close()
+            self._kill_group()
+            code = self._process.wait()
+            self._process = self._connection = None
+            return code
+
+    def _require_recorded_code(self) -> None:
+        found = grader_version(self._grader)
+        if found != self._grader.version:
+            self.kill()
+            raise GraderFailed(
+                f"the source of grader {self._grader.name} was changed while the run used it (version "
+                f"{self._grader.version}, now {found}): undo the change and `cairn resume`, or `cairn fork` to go on "
+                "with it"
+            )
+
+    def _launch(self) -> Connection:
+        here, there = Pipe()
+        terms = (str(self._terms.takes), *astuple(self._terms)[1:])
+        with self._lock, there:
+            if self._stopped:
+                raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
+            self._process = launch("cairn.tasks.grading.worker", there, (self._grader.path, terms))
+        return here
+
+    def _await_ready(self, connection: Connection) -> str | None:
+        """None, or how the process was kept from starting. Raises GraderFailed if it ended by itself."""
+        try:
+            if connection.poll(START_TIMEOUT):
+                connection.recv()
+                return None
+            self.kill()
+            return f"did not start within {START_TIMEOUT:g} s"
+        except (EOFError, OSError):
+            lost = self._how_it_ended()
+        self.kill()
+        if lost.blame is Blame.MACHINE:
+            return "was killed while it loaded it"
+        raise GraderFailed(
+            f"the process of grader {self._grader.name} ended while it loaded it; what it wrote stands above"
+        )
+
+    def _how_it_ended(self) -> Lost:
+        """Of a process that hung up, or has gone; it is killed with what it started, which may live on."""
+        assert self._process is not None
+        if not ends_within(_TO_END, self._process):
+            return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
+        code = self.kill()
+        if code < 0:
+            blame = Blame.MACHINE if -code in FROM_OUTSIDE else Blame.SAMPLE
+            return Lost(blame, f"the grader's process died with signal {-code}")
+        return Lost(Blame.SAMPLE, f"the grader's process died with exit code {code}")
+
+    def _has_ended(self) -> bool:
+        assert self._process is not None
+        return has_ended(self._process)
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            kill_group(self._process)
+
+
+def _machines(answers: Sequence[Answer]) -> Lost | None:
+    """Where the machine kept a call from being graded, that."""
+    return next((Lost(Blame.MACHINE, error or "") for *_, error, whose in answers if whose is Whose.MACHINE), None)

@@ -1,0 +1,1 @@
+"""`filter`: which groups are trained on, and the policies that decide."""

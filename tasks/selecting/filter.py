@@ -1,0 +1,430 @@
+"""`filter`: decide which groups are trained on, and whether the batch needs another round of rollout.
+
+A round sees all groups of the iteration so far, and those left over from the iteration before. A group with a failed
+sample is dropped; the dynamic-sampling filter judges the rest; `rollout_batch_size` kept ones make the batch, those
+that the buffer policy puts first (`cairn.tasks.selecting.buffers`). A group that was aborted unfinished is judged by
+nobody: it waits for a later round of rollout, of this iteration or the next, that continues it.
+
+The age of a group is that of its newest tokens, in publications (`cairn.tasks.durable.versions`). `rollout.max_age`
+bounds it:
+
+| a kept group that the batch has no room for | becomes of it |
+|---|---|
+| the next iteration may train on it | it waits in the buffer |
+| it would be too old then | it is dropped: `surplus` |
+| a fork or an upgrade has lowered the bound, and it is too old now | it is dropped: `too_old` |
+
+So nothing that waits is too old to be used, and a round may count on it. The bound is recorded with every group, since
+the batch masks older tokens of a group that was continued; what was committed without one is taken as it was left.
+
+What a stream gives may have older tokens beside younger ones, where it took longer than `rollout.timeout`. What becomes
+of them `rollout.staleness_policy` says (`cairn.tasks.selecting.staleness`), once: their number and weights are
+recorded, too."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import JsonValue
+
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.schemas import (
+    BUFFER_KEY,
+    FILTER,
+    PRIORITY,
+    REMOVED,
+    STALE_TOKENS,
+    STALE_WEIGHTS,
+    Disposition,
+    Status,
+)
+from cairn.storage.store.canonical import from_json
+from cairn.tasks.batch.sample_metrics import generated_metrics
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import number
+from cairn.tasks.durable.step import Outcome, StepCall, durable
+from cairn.tasks.durable.versions import sampled_as_newest, sampled_from, token_ages
+from cairn.tasks.grading.shaping import as_graded
+from cairn.tasks.selecting.buffers import BufferPolicy, JudgedGroup, get_policy
+from cairn.tasks.selecting.filters import FilterDecision, get_filter, takes_samples
+from cairn.tasks.selecting.filters.sample import ROLLOUT_COLUMNS, GradedSample, graded_samples
+from cairn.tasks.selecting.sample_filters import removed_by
+from cairn.tasks.selecting.staleness import stale_weights
+
+AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
+"""Reasons for which groups that the filter kept are dropped."""
+
+
+_OF_A_LOSS = ("generate: UncertainEffect", "EngineTimeout")
+"""What errors begin with that come of the loss of a process or an engine."""
+_FAILED = "failed_sample"
+"""The reason of a group with a sample that failed."""
+
+
+class BatchNotFilled(Exception):
+    """Every allowed round is done and the filter has kept too few groups; more of the same will not help."""
+
+
+class NoSuchMetadata(Exception):
+    """A data row lacks what groups are to be ordered by."""
+
+
+@durable(
+    Step.FILTER,
+    reads=(
+        "rollout.rollout_batch_size",
+        "rollout.max_refill_rounds",
+        "rollout.dynamic_sampling_filter",
+        "rollout.buffer_filter_path",
+        "rollout.buffer_key",
+        "rollout.rollout_sample_filter_path",
+        "rollout.max_age",
+        "rollout.staleness_policy",
+        "rollout.pipeline",
+        "rollout.lag",
+        "rollout.mask_offpolicy_in_partial_rollout",
+    ),
+)
+def filter_groups(
+    step: StepCall, previous: Commit | None, rollouts: Sequence[Commit], rewards: Sequence[Commit], *, round: int
+) -> Outcome:
+    """Judge all groups so far. `previous` is the last filter step of the iteration before, None in the first.
+
+    `rollouts` and `rewards` are this iteration's shards, in pairs. The commit's values tell the flow how to go on:
+    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`, and before where every
+    sample of several groups failed.
+    """
+    config = step.run.config.rollout
+    newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
+    for generated, graded in zip(rollouts, rewards, strict=True):
+        assert generated.shard is not None
+        sampled, stale = _sampled_from(step.run, generated), _stale_tokens(step.run, step.iteration, generated)
+        for group in _judged_groups(step.run, step.iteration, generated, graded):
+            newest.pop(group.group_id, None)  # one that was continued comes where it was finished
+            group = _aged(step.run, step.iteration, group, sampled=sampled.get(group.group_id))
+            newest[group.group_id] = _weighed(step.run, group, stale.get(group.group_id))
+    last_round = round + 1 >= config.max_refill_rounds
+    groups = fill_batch(
+        list(newest.values()),
+        config.rollout_batch_size,
+        order=get_policy(config.buffer_filter_path),
+        use_spare=last_round,
+        max_age=config.oldest_trained,
+    )
+    dispositions = Counter(group.disposition for group in groups)
+    missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
+    reasons = Counter(g.reason for g in groups if g.reason and g.disposition == Disposition.DROP)
+    failed = _failures(step.run, rewards) if missing and reasons[_FAILED] else None
+    if failed is not None and failed.will_recur and len(groups) > 1:
+        raise BatchNotFilled(f"iteration {step.iteration}: {failed}")
+    if missing and last_round:
+        advice = (
+            "raise rollout.max_refill_rounds, use check_reward_nonzero_std_with_fallback, or choose prompts of another "
+            "difficulty"
+        )
+        raise BatchNotFilled(
+            f"iteration {step.iteration}: after {round + 1} rounds only {dispositions[Disposition.TRAIN]} of "
+            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); "
+            + (str(failed) if failed is not None and reasons.most_common(1)[0][0] == _FAILED else advice)
+        )
+    if not missing:
+        groups = _without_removed(step.run, groups)
+    return Outcome(
+        tables={"groups.parquet": _table(step.run, groups)},
+        values={
+            "full": missing == 0,
+            "missing": missing,
+            "cursor": _cursor(rollouts, previous),
+            "round": round,
+            "buffered": dispositions[Disposition.BUFFER],
+            "unfinished": dispositions[Disposition.CONTINUE],
+            "max_age": config.oldest_trained,
+        },
+        metrics={
+            "groups": len(groups),
+            "rounds": round + 1,
+            "buffered": dispositions[Disposition.BUFFER],
+            "unfinished": dispositions[Disposition.CONTINUE],
+            **(generated_metrics(step.run, rollouts, rewards) if missing == 0 else {}),
+            **_removed_metrics(step.run, groups),
+            **_stale_metrics(step.run, groups),
+            "age/dropped_groups": sum(reasons[reason] for reason in AGES),
+            **{f"dynamic_filter/drop_{why}": count for why, count in sorted(reasons.items()) if why not in AGES},
+        },
+    )
+
+
+def fill_batch(
+    groups: Sequence[JudgedGroup], batch_size: int, *, order: BufferPolicy, use_spare: bool, max_age: int
+) -> list[JudgedGroup]:
+    """Give every group its disposition. Those that train come first, the first of `order` at the head; the others stay
+    in their order, but that unfinished groups, which are to be continued, stand among each other in that of `order`.
+    Surplus that is at most `max_age` in the next iteration is buffered, the rest is dropped.
+
+    With `use_spare`, groups that the filter would rather not keep fill what is still missing.
+    """
+    usable = [group for group in groups if not group.is_too_old]
+    ordered = order([group for group in groups if group.unfinished or (group.kept and not group.is_too_old)])
+    train = [group for group in ordered if not group.unfinished][:batch_size]
+    if use_spare:
+        train += [group for group in usable if group.spare][: batch_size - len(train)]
+    chosen = {group.group_id for group in train}
+    waiting = iter([group for group in ordered if group.unfinished])
+
+    def left(group: JudgedGroup) -> JudgedGroup:
+        if group.unfinished:
+            return replace(next(waiting), disposition=Disposition.CONTINUE)
+        if group.kept and group.age + 1 <= max_age:
+            return replace(group, disposition=Disposition.BUFFER)
+        return replace(group, reason=(TOO_OLD if group.is_too_old else SURPLUS) if group.kept else group.reason)
+
+    trained = [replace(group, disposition=Disposition.TRAIN) for group in train]
+    return trained + [left(group) for group in groups if group.group_id not in chosen]
+
+
+def buffered_groups(run: RunContext, previous: Commit, iteration: int) -> int:
+    """How many groups an iteration may take from the buffer that the one before left."""
+    return sum(group.kept and not group.is_too_old for group in _left_over(run, previous, iteration))
+
+
+def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list[JudgedGroup]:
+    """The surplus that the iteration before left, and what is unfinished, oldest first, as iteration `iteration` finds
+    it."""
+    if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):
+        return []
+    has_bound = "max_age" in previous.values
+    return [
+        _aged(
+            run,
+            iteration,
+            JudgedGroup(
+                row["group_id"],
+                row["iteration"],
+                row["shard"],
+                row["mean_reward"],
+                row["std_reward"],
+                None,
+                kept=row["disposition"] == Disposition.BUFFER,
+                unfinished=row["disposition"] == Disposition.CONTINUE,
+                priority=row.get(PRIORITY.name),
+                key=_decoded(row.get(BUFFER_KEY.name)),
+            ),
+            has_bound=has_bound,
+        )
+        for row in run.read(previous).to_pylist()
+        if row["disposition"] in (Disposition.BUFFER, Disposition.CONTINUE)
+    ]
+
+
+def _sampled_from(run: RunContext, generated: Commit) -> dict[int, int]:
+    """Of the groups that a rollout took from a stream, the iteration whose newest weights sampled their newest
+    tokens; empty where it generated them itself, all with the same weights."""
+    ids, versions = generated.values.get("sampled", []), generated.values.get("newest", [])
+    assert isinstance(ids, list)
+    assert isinstance(versions, list)
+    iterations = {version: sampled_from(run.ledger, version) for version in set(versions)}  # type: ignore[arg-type]
+    return {id: iterations[version] for id, version in zip(ids, versions, strict=True)}  # type: ignore[misc]
+
+
+def _aged(
+    run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: bool = True, sampled: int | None = None
+) -> JudgedGroup:
+    """A group with its age in an iteration and the bound for its tokens. `sampled`: see `_sampled_from`."""
+    config = run.config.rollout
+    age = iteration - (sampled_as_newest(run.ledger, group.iteration) if sampled is None else sampled)
+    max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
+    return replace(group, age=age, max_age=max_age if has_bound else None)
+
+
+def _stale_tokens(run: RunContext, iteration: int, generated: Commit) -> dict[int, Counter[int]]:
+    """Of the groups of a stream that have tokens which are too old in an iteration: how many of its tokens, of those
+    that may be trained on, are of each age."""
+    config, oldest = run.config.rollout, generated.weight_version_in
+    if config.pipeline != "streaming" or oldest is None:
+        return {}
+    if iteration - sampled_from(run.ledger, oldest) <= config.oldest_trained:
+        return {}
+    found: dict[int, Counter[int]] = {}
+    for row in run.read(generated, ["group_id", "weight_versions", "loss_mask"]).to_pylist():
+        trained = np.asarray(row["weight_versions"], np.int64)[np.asarray(row["loss_mask"], bool)]
+        ages = token_ages(run.ledger, iteration, trained).tolist()
+        found.setdefault(row["group_id"], Counter()).update(ages)
+    return {id: ages for id, ages in found.items() if max(ages, default=0) > config.oldest_trained}
+
+
+def _weighed(run: RunContext, group: JudgedGroup, tokens: Counter[int] | None) -> JudgedGroup:
+    """A group with what `rollout.staleness_policy` says of its tokens, where some are too old. `tokens`: by age."""
+    max_age = group.max_age
+    if tokens is None or max_age is None:
+        return group
+    group = replace(group, stale_tokens=sum(count for age, count in tokens.items() if age > max_age))
+    if not (group.kept or group.spare):
+        return group
+    weights = stale_weights(run.config.rollout.staleness_policy, tokens, max_age)
+    if weights is None:
+        return replace(group, kept=False, spare=False, reason=TOO_OLD)
+    return replace(group, stale_weights=weights)
+
+
+def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: Commit) -> list[JudgedGroup]:
+    config, shard = run.config.rollout, generated.shard
+    assert shard is not None
+    decide, whole = get_filter(config.dynamic_sampling_filter), takes_samples(config.dynamic_sampling_filter)
+    samples = _samples(run, generated, graded) if whole else {}
+    keys = _keys(run, generated)
+    rewards: dict[int, list[float | None]] = {}
+    unfinished = set()
+    table = run.read(graded)
+    columns = (table.column("group_id"), as_graded(table), table.column("status"))
+    for id, given, status in zip(*(column.to_pylist() for column in columns), strict=True):
+        rewards.setdefault(id, []).append(given)
+        if status == Status.ABORTED:
+            unfinished.add(id)
+    groups = []
+    for group_id, values in rewards.items():
+        group = JudgedGroup(group_id, iteration, shard, None, None, None, kept=False, key=keys.get(group_id))
+        if group_id in unfinished:
+            groups.append(replace(group, unfinished=True))
+            continue
+        if any(value is None for value in values):
+            groups.append(replace(group, reason=_FAILED))
+            continue
+        group_rewards = np.asarray(values, np.float64)
+        decision: FilterDecision = decide(samples[group_id] if whole else group_rewards)
+        groups.append(
+            replace(
+                group,
+                mean_reward=float(group_rewards.mean()),
+                std_reward=float(group_rewards.std()),
+                reason=None if decision.keep else decision.reason,
+                kept=decision.keep,
+                spare=not decision.keep and decision.keep_when_insufficient,
+                priority=None if decision.priority is None else float(decision.priority),
+            )
+        )
+    return groups
+
+
+@dataclass(frozen=True)
+class _Failures:
+    """Samples of some reward steps, and the errors of those that failed."""
+
+    samples: int
+    errors: Counter[str]
+
+    @property
+    def will_recur(self) -> bool:
+        """Whether code failed over all samples, which it would do again; a process that was lost may not be."""
+        return self.samples == self.errors.total() and not any(error.startswith(_OF_A_LOSS) for error in self.errors)
+
+    def __str__(self) -> str:
+        ((error, count),) = self.errors.most_common(1)
+        return (
+            f"{self.errors.total()} of {self.samples} samples failed, {count} of them with: {error}; correct the "
+            "grader or the generate function, and fork the run or start another: a run goes on with no other code"
+        )
+
+
+def _failures(run: RunContext, rewards: Sequence[Commit]) -> _Failures:
+    rows = [row for graded in rewards for row in run.read(graded, ["status", "error"]).to_pylist()]
+    errors = (str(row["error"]).partition("\n")[0] for row in rows if row["status"] == Status.FAILED)
+    return _Failures(len(rows), Counter(errors))
+
+
+def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
+    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded))
+
+
+def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
+    """What the metadata of every group has under `rollout.buffer_key`; empty without that option. Raises
+    NoSuchMetadata."""
+    name = run.config.rollout.buffer_key
+    if name is None:
+        return {}
+    found = {}
+    for row in run.read(generated, ["group_id", "prompt_index", "metadata"]).to_pylist():
+        metadata = from_json(row["metadata"]) if row["metadata"] else {}
+        if name not in metadata:
+            raise NoSuchMetadata(
+                f"rollout.buffer_key is {name}, and the metadata of data row {row['prompt_index']} has "
+                f"{', '.join(sorted(metadata)) or 'nothing'}: name a key that all rows have, or add it to them"
+            )
+        found[row["group_id"]] = metadata[name]
+    return found
+
+
+def _without_removed(run: RunContext, groups: Sequence[JudgedGroup]) -> list[JudgedGroup]:
+    """The groups of a full batch, those that are trained on with the samples that the sample filter removes."""
+    name = run.config.rollout.rollout_sample_filter_path
+    if name is None:
+        return list(groups)
+    trained = [group for group in groups if group.disposition == Disposition.TRAIN]
+    shards = {
+        place: _samples(
+            run, run.committed(place[0], Step.ROLLOUT, place[1]), run.committed(place[0], Step.REWARD, place[1])
+        )
+        for place in dict.fromkeys((group.iteration, group.shard) for group in trained)
+    }
+    removed = removed_by(name, [shards[group.iteration, group.shard][group.group_id] for group in trained])
+    return [replace(group, removed=tuple(removed.get(group.group_id, ()))) for group in groups]
+
+
+def _removed_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, float]:
+    if run.config.rollout.rollout_sample_filter_path is None:
+        return {}
+    return {"sample_filter/removed": sum(len(group.removed) for group in groups)}
+
+
+def _stale_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, float]:
+    if run.config.rollout.pipeline != "streaming":
+        return {}
+    return {"age/stale_tokens": sum(group.stale_tokens for group in groups)}
+
+
+def _decoded(key: str | None) -> Any:
+    return None if key is None else from_json(key)
+
+
+def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:
+    """Where the next draw begins. The shards of a round agree on it, and the last round stands last."""
+    last = rollouts[-1] if rollouts else previous
+    assert last is not None
+    return last.values["cursor"]
+
+
+def _table(run: RunContext, groups: Sequence[JudgedGroup]) -> pa.Table:
+    table = pa.table(
+        {
+            "group_id": [g.group_id for g in groups],
+            "iteration": [g.iteration for g in groups],
+            "shard": [g.shard for g in groups],
+            "kept": [g.kept or g.disposition == Disposition.TRAIN for g in groups],
+            "disposition": [str(g.disposition) for g in groups],
+            "reason": [g.reason for g in groups],
+            "mean_reward": [g.mean_reward for g in groups],
+            "std_reward": [g.std_reward for g in groups],
+            "age": pa.array([None if g.unfinished else g.age for g in groups], FILTER.field("age").type),
+            "max_age": pa.array([g.max_age for g in groups], FILTER.field("max_age").type),
+        },
+        FILTER,
+    )
+    further: list[tuple[pa.Field, list[Any]]] = []
+    if any(group.priority is not None for group in groups):
+        further.append((PRIORITY, [group.priority for group in groups]))
+    if run.config.rollout.buffer_key is not None:
+        further.append((BUFFER_KEY, [json.dumps(group.key) for group in groups]))
+    if run.config.rollout.rollout_sample_filter_path is not None:
+        trained = [group.disposition == Disposition.TRAIN for group in groups]
+        removed = [list(group.removed) if chosen else None for group, chosen in zip(groups, trained, strict=True)]
+        further.append((REMOVED, removed))
+    if any(group.stale_tokens for group in groups):
+        further.append((STALE_TOKENS, [group.stale_tokens or None for group in groups]))
+    if any(any(group.stale_weights) for group in groups):
+        further.append((STALE_WEIGHTS, [list(group.stale_weights) or None for group in groups]))
+    for field, values in further:
+        table = table.append_column(field, pa.array(values, field.type))
+    return table

@@ -1,0 +1,90 @@
+"""Dynamic sampling: which groups are worth training on. One filter a file, `keep(rewards)` or `keep(samples)`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cairn.configs.kinds import FILTER
+from cairn.configs.plugins import BadPlugin
+from cairn.tasks import slime
+from cairn.tasks.selecting.filters.sample import Filter, FilterDecision, GradedSample
+
+# Filters written for slime: see `cairn.tasks.slime`.
+
+
+def graded(sample: GradedSample, group_size: int) -> slime.OfGroup:
+    """What a filter is given."""
+    return slime.OfGroup(
+        prompt=sample.prompt,
+        tokens=[*sample.prompt_ids, *sample.response_ids],
+        response=sample.response,
+        response_length=sample.length,
+        label=sample.label,
+        reward=sample.reward,
+        metadata=dict(sample.metadata),
+        status=slime.Status(sample.status),
+        group_index=sample.group_id,
+        index=sample.group_id * group_size + sample.sample_index,
+        loss_mask=list(sample.loss_mask),
+    )
+
+
+def judged(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterDecision:
+    """What a filter says of the samples of a group. Raises BadPlugin where it says something else."""
+    found = keep(slime.Arguments({}), [graded(sample, len(samples)) for sample in samples])
+    said = found if hasattr(found, "keep") else slime.DynamicFilterOutput(found)
+    kept, reason = bool(said.keep), getattr(said, "reason", None)
+    if reason is not None and not isinstance(reason, str):
+        raise BadPlugin(f"the filter gave {reason!r} as the reason: let it be text")
+    spare = bool(getattr(said, "keep_when_insufficient", False))
+    return FilterDecision(kept, None if kept else reason or "not_kept", keep_when_insufficient=spare and not kept)
+
+
+__all__ = ["Filter", "FilterDecision", "get_filter", "takes_samples"]
+
+
+def get_filter(name: str | None) -> Filter:
+    """The filter that `rollout.dynamic_sampling_filter` names; None keeps every group.
+
+    One of the user's may say no more than whether a group is kept. Raises BadPlugin if there is none of that name, or
+    if it takes other arguments; the filter does where it returns something else.
+    """
+    if name is None:
+        return lambda given: FilterDecision(keep=True)
+    decide = FILTER.load(name)
+    if _written_for_slime(name, decide):
+        return partial(judged, decide)
+
+    def decision(given: Any) -> FilterDecision:
+        found = decide(given)
+        if isinstance(found, bool | np.bool_):
+            return FilterDecision(bool(found), None if found else "not_kept")
+        if not isinstance(found, FilterDecision):
+            raise BadPlugin(
+                f"the filter {name!r} returned {found!r}: let it return true, false or a cairn.FilterDecision"
+            )
+        return found
+
+    return decision
+
+
+def takes_samples(name: str | None) -> bool:
+    """Whether a filter is given the samples of a group rather than their rewards: whether its argument is called
+    `samples`, or it was written for slime. Raises as `get_filter`."""
+    if name is None:
+        return False
+    function: Callable[..., Any] = FILTER.load(name)
+    if _written_for_slime(name, function):
+        return True
+    try:
+        return next(iter(inspect.signature(function).parameters)) == "samples"
+    except ValueError:  # it is not written in Python
+        return False
+
+
+def _written_for_slime(name: str, function: Callable[..., Any]) -> bool:
+    """Whether a filter takes `args` and `samples`: see `cairn.tasks.slime`."""
+    return all(len(way) > 1 for way in FILTER.ways(name, function))

@@ -1,0 +1,14 @@
+"""Keep the groups whose rewards differ, as `check_reward_nonzero_std`, and fill with the others what is missing when
+the rounds of rollout are used up."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from cairn.tasks.selecting.filters import check_reward_nonzero_std
+from cairn.tasks.selecting.filters.sample import FilterDecision
+
+
+def keep(rewards: np.ndarray) -> FilterDecision:
+    """The decision on a group with these rewards, [G]."""
+    return replace(check_reward_nonzero_std.keep(rewards), keep_when_insufficient=True)

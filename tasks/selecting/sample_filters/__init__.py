@@ -1,0 +1,36 @@
+"""Which samples of a full batch are not trained on, though their rewards count in the baselines of their groups. One a
+file, `remove(groups) -> samples`."""
+
+from collections.abc import Iterable, Sequence
+
+from cairn.configs.kinds import SAMPLE_FILTER
+from cairn.configs.plugins import BadPlugin
+from cairn.tasks.selecting.filters.sample import GradedSample, places
+
+
+class NothingLeft(Exception):
+    """Of a batch, or of one of its optimizer steps, nothing is left to train on."""
+
+
+def removed_by(name: str, groups: Sequence[Sequence[GradedSample]]) -> dict[int, list[int]]:
+    """What `rollout.rollout_sample_filter_path` removes of the groups of a batch: places of samples in their groups, by
+    the group's id.
+
+    Raises BadPlugin if it cannot be had, takes other arguments or returns something else than samples that it was
+    given; NothingLeft if those are all.
+    """
+    found = SAMPLE_FILTER.load(name)([list(group) for group in groups])
+    removed = list(found) if isinstance(found, Iterable) else None
+    given = {id(sample) for group in groups for sample in group}
+    if removed is None or not given.issuperset(map(id, removed)):
+        raise BadPlugin(
+            f"the sample filter {name!r} returned something else than samples that it was given: let it return those "
+            "that are not to be trained on"
+        )
+    removed = list({id(sample): sample for sample in removed}.values())
+    if len(removed) == len(given):
+        raise NothingLeft(
+            f"the sample filter {name!r} has removed all {len(given)} samples of the batch, and nothing is left to "
+            "train on: correct it, or drop such groups with rollout.dynamic_sampling_filter"
+        )
+    return places(removed)

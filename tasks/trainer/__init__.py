@@ -1,0 +1,1 @@
+"""Steps that change or read the training engine: score, train, checkpoint, sync, recovery."""

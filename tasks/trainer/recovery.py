@@ -1,0 +1,147 @@
+"""Bring the training engine to a committed state: from its own, or from the newest checkpoint and the steps since.
+
+the engine stands at             what is done
+the wanted state                 nothing
+a committed state before it      the newest checkpoint between the two is loaded, if there is one; the committed train
+                                 steps after it are replayed from their snapshots, each checked against its digest
+anything else                    it is discarded: restarted, which brings it to the initial weights, and then the same
+"""
+
+import time
+
+from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
+from cairn.engines.types.types import Position, TrainBatch
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.redacted import redacted_samples
+from cairn.storage.store.errors import Redacted
+from cairn.storage.upkeep.retention import newest_checkpoint
+from cairn.tasks.batch.batch import train_batch
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.step import input_digest
+from cairn.tasks.durable.versions import sampled_from, version_of
+
+
+class ReplayDiverged(Exception):
+    """A committed train step, done again from its snapshot, gave another state. Nothing was changed in the ledger."""
+
+
+def current_position(run: RunContext) -> Position | None:
+    """Where the training engine stands, or None where it cannot say: restarted, or left in the middle of a step."""
+    try:
+        return run.fleet.training.living_position()
+    except (EngineDied, EngineTimeout, ClusterLost):
+        raise
+    except EngineError as error:
+        run.emit(Message(f"The training engine is discarded: {error}", "warning"))
+        return None
+
+
+def prepare_trainer(run: RunContext, weights: Commit | None) -> None:
+    """Make the training engine ready to work from the state that `weights` committed; see `restore_trainer`."""
+    prepare_trainer_from(run, current_position(run), weights)
+
+
+def prepare_trainer_from(run: RunContext, position: Position | None, weights: Commit | None) -> None:
+    """The same for who has asked where the engine stands, and has it to himself since."""
+    _restore_from(run, position, weights)
+    run.fleet.turns.for_training()
+
+
+def restore_trainer(run: RunContext, weights: Commit | None) -> None:
+    """Make the training engine hold exactly the state that `weights` committed; None means the initial weights. An
+    engine that does so already is left where it is, its memory given away or not.
+
+    Callers hold `run.weights_lock`. Raises ReplayDiverged, Damaged, and EngineError where a new try may help.
+    """
+    _restore_from(run, current_position(run), weights)
+
+
+def _restore_from(run: RunContext, position: Position | None, weights: Commit | None) -> None:
+    version = version_of(weights)
+    if position is not None and position.weight_version == version:
+        if weights is None or position.state_digest == weights.state_digest:
+            return
+        run.emit(Message("The training engine holds another state than the ledger; it is discarded", "warning"))
+    target = -1 if weights is None else weights.iteration
+    saved = newest_checkpoint(run.ledger, target)
+    begin = -1 if saved is None else saved.iteration
+    stands_at = _stands_at(run, position)
+    if stands_at is None or stands_at > target:
+        run.fleet.training.restart()
+        stands_at = -1
+    run.fleet.turns.for_training()
+    origin = "the initial weights" if stands_at < 0 else f"iteration {stands_at}"
+    if saved is not None and stands_at < begin:
+        _load(run, saved)
+        stands_at, origin = begin, f"the checkpoint of iteration {begin}"
+    todo = target - stands_at
+    if saved is not None or todo:
+        run.emit(Message(f"Restoring weight version {version} from {origin}; {todo} committed step(s) to replay"))
+    for iteration in range(stands_at + 1, target + 1):
+        replay(run, run.committed(iteration, Step.TRAIN))
+
+
+def _stands_at(run: RunContext, position: Position | None) -> int | None:
+    """The iteration that left the very state in which the training engine stands, -1 for the initial one; None where
+    there is none."""
+    if position is None:
+        return None
+    if position.weight_version == 0:
+        return -1 if position.last_input_digest is None else None
+    try:
+        iteration = sampled_from(run.ledger, position.weight_version) - 1
+    except ValueError:
+        return None
+    trained = run.find(iteration, Step.TRAIN)
+    return iteration if trained is not None and trained.state_digest == position.state_digest else None
+
+
+def _load(run: RunContext, saved: Commit) -> None:
+    run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
+    _require_state(saved, run.fleet.training.position().state_digest, saved.state_digest)
+
+
+def replay(run: RunContext, committed: Commit) -> None:
+    """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
+    require_unredacted(run, committed)
+    run = run.seen_as(run.config_of(committed))  # what the step saw that is done again, not what its caller may see
+    assert committed.weight_version_in is not None
+    began = time.perf_counter()
+    result = run.fleet.training.train(
+        committed_batch(run, committed),
+        num_steps=run.config.training.num_steps_per_rollout,
+        expected_version=committed.weight_version_in,
+        input_digest=input_digest(committed.inputs, committed.config_digest),
+        train_actor=run.config.algorithm.trains_actor(committed.iteration),
+        update_reference=run.config.algorithm.updates_reference(committed.iteration),
+    )
+    _require_state(committed, result.state_digest, committed.state_digest)
+    run.replays.add(time.perf_counter() - began)
+
+
+def require_unredacted(run: RunContext, committed: Commit) -> None:
+    """Raise Redacted if a step was made from samples of which some have been redacted."""
+    redacted = redacted_samples(run.ledger)
+    for name in committed.inputs:
+        if name in redacted:
+            raise Redacted(
+                f"{committed.name} cannot be done again: decision {redacted[name]} has redacted samples of {name}, "
+                "from which it was made"
+            )
+
+
+def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
+    """The very batch that a train step was committed for, from its snapshots."""
+    inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
+    by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
+    rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]
+    return train_batch(run, by_step[Step.FILTER], rollouts, by_step.get(Step.ADVANTAGE), by_step.get(Step.SCORE))
+
+
+def _require_state(commit: Commit, found: str, expected: str | None) -> None:
+    if found != expected:
+        raise ReplayDiverged(
+            f"{commit.name}: expected state digest {expected}, found {found}. The same machine type, thread count and "
+            "package versions as in the commit's environment give equal weights; see docs/recovery.md"
+        )

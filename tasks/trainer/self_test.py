@@ -1,0 +1,148 @@
+"""The self-test: does this kind of machine give the same bits twice?
+
+Recovery replays committed updates and holds them against their digests. Whether that can work is known only of machines
+on which it was tried, so it is tried once on each kind: after the first iteration that a driver completes, never on the
+way of a resume.
+
+    state as committed ── save ── update ──▶ digest A
+                            └─ restart, load ── update ──▶ digest B       A = B?
+                                        └─ load ──▶ state as committed
+
+The batch is that of the iteration, so lengths and layout are those of the run. Nothing of it enters the run's history.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cairn.configs.digest import digest as config_digest
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types.errors import EngineError
+from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, StoreError
+from cairn.storage.upkeep.self_tests import SelfTest, find_self_test, record_self_test
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.versions import version_of
+from cairn.tasks.trainer.recovery import committed_batch, prepare_trainer
+
+OPTIONS = (
+    "training.engine",
+    "training.world_size",
+    "training.num_gpus_per_rank",
+    "training.num_threads",
+    "training.dtype",
+    "training.deterministic_mode",
+    "training.gradient_checkpointing",
+    "training.max_tokens_per_gpu",
+    "training.lora",
+    "training.megatron",
+    "algorithm.loss_type",
+    "algorithm.advantage_estimator",
+)
+"""Of the configuration, what kernels and layout depend on."""
+
+
+def fingerprint(config: RunConfig, model: str | None, environment: Environment) -> str:
+    """Of what a self-test is about: equal wherever its result must be equal. `model`: digest of the model's folder."""
+    return canonical.digest(
+        {
+            "environment": environment.model_dump(mode="json", exclude={"host"}),
+            "options": config_digest(config, OPTIONS),
+            "model": model,
+        }
+    )
+
+
+def self_test_once(run: RunContext, trained: Commit) -> None:
+    """Test the machine that the training engine is on, unless that was done, on the batch that `trained` consumed. The
+    engine is left in the state that `trained` committed, or, where it fails, in one that the next step discards."""
+    if run.stopping.is_set():
+        return
+    try:
+        _self_test(run, trained)
+    except (EngineError, StoreError, Damaged, OSError) as error:
+        # The next step finds the engine in another state, and restores it.
+        run.emit(Message(f"Self-test: broken off, and left to the next driver: {error}", "warning"))
+
+
+def _self_test(run: RunContext, trained: Commit) -> None:
+    environment = run.fleet.training.environment
+    key = fingerprint(run.config, run.ledger.terms.inputs.get("model"), environment)
+    if find_self_test(run.ledger.store, key) is not None:
+        return
+    run.emit(Message("Self-test: one update twice, across a restart of the training engine"))
+    began = time.perf_counter()
+    with run.weights_lock:
+        digests = _updated_twice(run, trained)
+    if len(digests) < 2:
+        run.emit(Message("Self-test: broken off, and left to the next driver: this one was told to end"))
+        return
+    first, second = digests
+    found = SelfTest(
+        fingerprint=key,
+        environment=environment,
+        agrees=first == second,
+        state_digests=(first, second),
+        run=run.ledger.run,
+        iteration=trained.iteration,
+        seconds=time.perf_counter() - began,
+        tested_at=time.time(),
+    )
+    record_self_test(run.ledger.store, found, run.ledger.require_held)
+    run.emit(Message(sentence(found), "info" if found.agrees else "warning"))
+
+
+def sentence(found: SelfTest) -> str:
+    """What a self-test found, for people."""
+    if found.agrees:
+        return f"Self-test: {found.environment.device} gave the same bits twice, in {found.seconds:.0f} s"
+    return (
+        f"Self-test: {found.environment.device} gave other bits the second time ({found.state_digests[0][:12]}…, then "
+        f"{found.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be replayed. "
+        "Set training.deterministic_mode, checkpoint.save_interval: 1, or recovery.on_divergence: fork"
+    )
+
+
+def _updated_twice(run: RunContext, trained: Commit) -> list[str]:
+    """The state digests of both updates; fewer if the driver is told to end meanwhile. Only what gives the engine the
+    committed state back begins then: it may have to be saved."""
+    training, store = run.fleet.training, run.ledger.store.url
+    prepare_trainer(run, trained)
+    digests: list[str] = []
+    with _saved(run, trained) as folder:
+        for restart in (True, False):
+            if not run.stopping.is_set():
+                digests.append(_update(run, trained))
+                if restart and not run.stopping.is_set():
+                    training.restart()
+                    run.fleet.turns.for_training()
+                training.load(store, folder)
+    return digests
+
+
+def _update(run: RunContext, trained: Commit) -> str:
+    result = run.fleet.training.train(
+        committed_batch(run, trained),
+        num_steps=run.config.training.num_steps_per_rollout,
+        expected_version=version_of(trained),
+        input_digest=f"self-test of {trained.digest}",
+        train_actor=True,
+    )
+    return result.state_digest
+
+
+@contextmanager
+def _saved(run: RunContext, trained: Commit) -> Iterator[str]:
+    """The store path of a checkpoint of the state that `trained` committed: the run's own, or one for the block."""
+    saved = run.find(trained.iteration, Step.CHECKPOINT)
+    if saved is not None:
+        yield run.ledger.folder_of(saved)
+        return
+    attempt = run.ledger.attempt(trained.iteration, Step.CHECKPOINT, None)
+    try:
+        run.fleet.training.save(run.ledger.store.url, attempt.folder)
+        yield attempt.folder
+    finally:  # what a save that failed has left too: the space may be what it lacked
+        attempt.discard()

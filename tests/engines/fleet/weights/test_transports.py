@@ -1,0 +1,292 @@
+"""Each way by which weights travel to a real SGLang server, and what is left where it breaks off."""
+
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.handles import CONTROL
+from cairn.engines.fleet.requirements import weight_problems
+from cairn.engines.fleet.serving import Turns
+from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.types import SamplingParams
+from cairn.flows.pipeline import Pipeline
+from cairn.storage.ledger.commits import Step
+from cairn.tasks.halves import publish_for_open_halves
+from tests.engines.training.builders import make_batch
+from tests.fleets import send, sync, verify, versions
+from tests.ray_fixtures import fleet_config
+from tests.requests import group
+from tests.sglang_server import sglang_config
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+TRANSPORTS = ("tensor", "disk", "distributed")
+ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(8))
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def fleet(sglang_model: Path, ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    rollout = sglang_config().model_dump(exclude={"rollout_batch_size", "rollout_max_response_len", "num_rollout"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("transports"))
+        config = fleet_config(sglang_model, rollout=rollout)
+        with Fleet.start(config, name="transports", total_steps=100) as fleet:
+            yield fleet
+
+
+def by(transport: str, folder: Path, **options: Any) -> FleetConfig:
+    disk = {"update_weight_disk_dir": str(folder)} if transport == "disk" else {}
+    return fleet_config(
+        "model", fleet={"update_weight_transport": transport, "call_timeout": 120, **disk, **options}
+    ).fleet
+
+
+def train_once(fleet: Fleet) -> int:
+    version = fleet.training.position().weight_version
+    fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
+    return version + 1
+
+
+def serves_nothing(fleet: Fleet) -> bool:
+    with pytest.raises(EngineError, match="weight update"):
+        list(fleet.rollout[0].generate(ASKED))
+    return versions(fleet) == [None]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_log_probs_are_the_trainers_after_an_update_and_not_before(
+    fleet: Fleet, transport: str, tmp_path: Path
+) -> None:
+    sync(fleet)
+    for _ in range(2):  # the second broadcast finds the group of the first
+        version = train_once(fleet)
+        with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
+            verify(fleet)
+        send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
+        assert versions(fleet) == [version]
+        verify(fleet)
+    (done, *_) = [completion for part in fleet.rollout[0].generate(ASKED) for completion in part]
+    assert set(done.weight_versions.tolist()) == {version}
+    folders = {file.parent.name for file in tmp_path.glob("**/*.safetensors")}
+    assert folders == ({f"weight_v{version:06d}"} if transport == "disk" else set()), "those of earlier ones are gone"
+
+
+def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_work(fleet: Fleet, tmp_path: Path) -> None:
+    (engine,), training = fleet.rollout, fleet.training
+    sync(fleet)
+    version = train_once(fleet)
+    options = by("distributed", tmp_path, update_weight_buffer_size=100_000)
+    transport = transport_of(options, training, load_timeout=60, maps_gpu_memory=False, lag=1)
+    laid = transport.lay(version)
+    training.save(str(tmp_path), "older")
+    train_once(fleet)
+    training.finish(training.submit("open_group", "nobody", "waits", 120.0), "open_group")
+    work = training.submit("join_group", "nobody", 2, "gloo")  # ends when it is released
+    with engine.alone():
+        engine.call("begin_weight_update", version)
+        transport.send(version, laid, engine)
+        engine.call("end_weight_update")
+    assert versions(fleet) == [version]
+    assert not ray.wait([work], timeout=0)[0], "the trainer ended its work for it"
+    training.finish(training.submit("release_group", "nobody", concurrency_group=CONTROL), "release_group")
+    with pytest.raises(EngineError, match="did not meet"):
+        training.finish(work, "join_group")
+    with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
+        verify(fleet)
+    training.load(str(tmp_path), "older")
+    verify(fleet)
+
+
+@pytest.mark.slow
+def test_a_lagged_run_has_the_weights_of_its_lag_broadcast_while_its_trainer_goes_on(
+    ray_cluster: Cluster, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_rollout": 4, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 6}
+    lagged = {**sglang_config().model_dump(), **sizes, "pipeline": "lagged", "lag": 1}
+    config = tiny_config(tiny_assets, rollout=lagged, fleet={"update_weight_transport": "distributed"})
+    assert not list(weight_problems(config))
+    with (
+        Fleet.start(config, name="lagged", total_steps=4) as fleet,
+        tiny_context(str(tmp_path / "lagged"), config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
+    ):
+        publish_for_open_halves(run)
+        pipeline = Pipeline(run, DirectSteps(run), 0, learned=lambda index: None, stop=run.stopping.set)
+        with closing(pipeline.run(pipeline.iterate, 4)) as iterations:
+            assert len(list(iterations)) == 4
+        assert [run.committed(i, Step.ROLLOUT, "00-000").weight_version_in for i in range(4)] == [0, 0, 1, 2]
+        assert (fleet.training.restarts, versions(fleet)) == (0, [2])
+
+
+def test_a_server_maps_what_the_trainer_shares_with_it(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a colocated fleet, but for the memory, which is the machine's here and a GPU's there."""
+    (engine,) = fleet.rollout
+    monkeypatch.setattr(engine, "ranks", range(1))
+    version = train_once(fleet)
+    send(fleet, version, by("tensor", tmp_path, update_weight_buffer_size=100_000))
+    assert versions(fleet) == [version]
+    verify(fleet)
+
+
+def test_model_folders_are_kept_where_asked(fleet: Fleet, tmp_path: Path) -> None:
+    version = train_once(fleet)
+    send(fleet, version, by("disk", tmp_path, update_weight_disk_keep_files=True))
+    assert [file.parent.name for file in tmp_path.glob("**/*.safetensors")] == [f"weight_v{version:06d}"]
+
+
+def after_the_first_bucket(give: Callable[..., Iterator[Any]], strike: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Buckets as they are given, but for a strike before the second."""
+
+    def struck(*args: Any) -> Iterator[Any]:
+        for index, bucket in enumerate(give(*args)):
+            yield strike(bucket) or bucket if index == 1 else bucket
+
+    return struck
+
+
+@pytest.mark.parametrize(("transport", "giver"), [("tensor", "export_weights"), ("distributed", "broadcast_weights")])
+def test_a_trainer_that_dies_between_buckets_leaves_no_engine_that_serves_a_mixture(
+    fleet: Fleet, transport: str, giver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, version = versions(fleet), train_once(fleet)
+
+    def kill(_: object) -> None:
+        os.kill(fleet.training.health()["pid"], signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.training, giver, after_the_first_bucket(getattr(fleet.training, giver), kill))
+        began = time.monotonic()
+        with pytest.raises(EngineDied):
+            send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
+        assert time.monotonic() - began < 60
+    # Buckets are laid before an engine is given any; what is broadcast comes from the trainer itself.
+    assert versions(fleet) == before if transport == "tensor" else serves_nothing(fleet)
+    fleet.training.ensure_alive()
+    assert sync(fleet) == [0]
+
+
+def test_a_refused_bucket_releases_the_trainer_that_broadcasts_it(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = train_once(fleet)
+    pid = fleet.training.health()["pid"]
+
+    def rename(bucket: Any) -> Any:
+        layout, sending = bucket
+        return [("model.nothing", *layout[0][1:]), *layout[1:]], sending
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fleet.training, "broadcast_weights", after_the_first_bucket(fleet.training.broadcast_weights, rename)
+        )
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"no weight model\.nothing"):
+            send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
+        assert time.monotonic() - began < 60
+    assert serves_nothing(fleet)
+    send(fleet, version, by("distributed", tmp_path))
+    verify(fleet)
+    assert fleet.training.health()["pid"] == pid
+
+
+@pytest.fixture
+def _no_turns(fleet: Fleet) -> Iterator[None]:
+    """Afterwards the engines share no memory."""
+    yield
+    for handle in (*fleet.rollout, fleet.training):
+        handle.make_room = lambda: None
+
+
+@pytest.mark.usefixtures("_no_turns")
+def test_a_server_gives_and_takes_its_memory_in_slimes_order(fleet: Fleet, tmp_path: Path) -> None:
+    """Without a GPU a server answers the calls and keeps its memory: what is seen here is their order."""
+    (engine,) = fleet.rollout
+    log = Path(engine.health()["log"])
+    seen = len(log.read_text())
+    options = by("tensor", tmp_path, colocate=True)
+    turns = Turns(fleet.rollout, fleet.training, options)
+    turns.for_training()
+    assert engine.health()["released"] == ["kv_cache", "weights"]
+    with pytest.raises(EngineError, match="memory was released"):
+        list(engine.generate(ASKED))
+    assert versions(fleet) == [None]
+    version = train_once(fleet)
+    turns.for_update(engine)
+    assert fleet.training.health()["offloaded"]
+    send(fleet, version, options)
+    with pytest.raises(EngineError, match="memory was released"):
+        list(engine.generate(ASKED))
+    turns.for_rollout(engine)
+    turns.for_rollout(engine)
+    assert versions(fleet) == [version]
+    assert len(list(engine.generate(ASKED))) == 2
+    fleet.training.onload()
+    verify(fleet)
+    calls = re.findall(r"POST /(\w+_memory_occupation|begin_weight_update|generate)", log.read_text()[seen:])
+    assert [call for call, _ in itertools.groupby(calls)] == [
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "begin_weight_update",
+        "resume_memory_occupation",
+        "generate",
+    ]
+
+
+@pytest.mark.slow
+def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
+    engine: SGLangEngine, sglang_model: Path, ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    rollout = sglang_config().model_dump(include={"engine", "timeout"}) | {"external_urls": [engine.server.url]}
+    options = {"update_weight_transport": "distributed", "start_timeout": 240, "call_timeout": 60}
+    config = fleet_config(sglang_model, rollout=rollout, fleet=options)
+    with Fleet.start(config, name="elsewhere", total_steps=2) as outside:
+        version = train_once(outside)
+        assert sync(outside) == [version]
+        version = train_once(outside)
+        send(outside, version, by("disk", tmp_path))
+        verify(outside)
+    assert engine.get_weight_version() == version
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = train_once(fleet)
+    server = psutil.Process(fleet.rollout[0].health()["server_pid"])
+
+    def kill(_: object) -> None:
+        for process in [*server.children(recursive=True), server]:
+            process.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fleet.training, "broadcast_weights", after_the_first_bucket(fleet.training.broadcast_weights, kill)
+        )
+        began = time.monotonic()
+        with pytest.raises(EngineError):
+            send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
+        assert time.monotonic() - began < 60
+    for engine in fleet.rollout:
+        engine.ensure_alive()
+    assert fleet.rollout[0].health()["server_pid"] != server.pid
+    send(fleet, version, by("distributed", tmp_path))
+    verify(fleet)

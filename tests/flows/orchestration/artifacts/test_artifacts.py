@@ -1,0 +1,318 @@
+"""What Prefect's interface shows of a run is what its ledger holds, harmless, and there exactly once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pyarrow as pa
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+
+from cairn.flows.events import GroupsGenerated, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.orchestration.artifacts import publishing
+from cairn.flows.orchestration.artifacts import publishing as progress
+from cairn.flows.orchestration.artifacts.pages import (
+    IterationFacts,
+    Picked,
+    RunFacts,
+    iteration_page,
+    picked_samples,
+    run_page,
+)
+from cairn.flows.orchestration.artifacts.publishing import Pages, run_key
+from cairn.flows.reading.metrics import iteration_metrics, step_seconds
+from cairn.flows.text import block, code, plain, table
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.store import open_store
+from tests.background import in_background
+from tests.flows.written_runs import config_of, new_run, write_run
+from tests.tiny_run import tiny_config
+from tests.waiting import wait_for
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "```\n<b>out of the fence</b>\n```",
+    "````text\n# heading",
+    "[click](javascript:alert(1)) ![x](https://evil.example/pixel)",
+    "| a | b |\n| --- | --- |\n| c | d |",
+    "`code` ``more`` `",
+    "\x1b[31mred\x07",
+    "https://evil.example **bold** _it_ # no",
+    "</code></pre><script>alert(2)</script>",
+]
+
+
+def rendered(markdown: str) -> str:
+    """As an interface renders it that lets HTML through and makes links: what is dangerous would show."""
+    renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
+    return str(renderer.render(markdown))
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
+    written = new_run(str(tmp_path_factory.mktemp("store")))
+    write_run(written, 2)
+    return written
+
+
+def read_of(ledger: Ledger) -> Any:
+    def read(commit: Commit, columns: Sequence[str]) -> pa.Table:
+        (output,) = commit.outputs
+        return read_table(ledger.store, commit.run, output, list(columns))
+
+    return read
+
+
+def facts_of(ledger: Ledger, iteration: int = 0) -> IterationFacts:
+    commits = ledger.commits(iteration)
+    return IterationFacts(
+        run=ledger.run,
+        store=ledger.store.url,
+        iteration=iteration,
+        total=3,
+        commits=commits,
+        metrics=iteration_metrics(commits, config_of(ledger)),
+        seconds=step_seconds(commits),
+        samples=picked_samples(commits, read_of(ledger)),
+    )
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_shown_and_does_nothing(text: str) -> None:
+    page = "\n\n".join(
+        ["# Page", block(text, 1000), table(["a", "b"], [[code(text), plain(text)]]), f"{plain(text)} {code(text)}"]
+    )
+    html = rendered(page)
+    assert not re.search(r"<(script|img|b|a|em|strong|h[2-6])\b", html), html
+    assert html.count("<table>") == 1
+    assert html.count("<td>") == 2
+    assert html.count("<pre>") == 1
+    assert "\x1b" not in html
+
+
+def test_samples_and_names_on_a_page_are_harmless_and_long_ones_are_cut(ledger: Ledger) -> None:
+    hostile = "".join(HOSTILE)
+    sample = Picked("Best", 0, 0, 1.0, hostile * 20, "x" * 10_000, hostile, hostile)
+    html = rendered(iteration_page(replace(facts_of(ledger), samples=[sample])))
+    assert not re.search(r"<(script|img|b|a)\b", html)
+    assert "… and 7,000 characters more" in html
+    assert len(html) < 40_000
+
+
+def test_best_median_and_worst_are_those_of_the_rewards_each_once(ledger: Ledger) -> None:
+    picked = facts_of(ledger).samples
+    assert picked is not None
+    # Rewards of groups 0, 1, 2 are (1, 0), (1, 0), (1, 1): sorted 1 1 1 1 0 0, of equal ones the earlier first.
+    assert [(one.title, one.reward, one.group_id, one.sample_index) for one in picked] == [
+        ("Best", 1.0, 0, 0),
+        ("Median", 1.0, 2, 1),
+        ("Worst", 0.0, 1, 1),
+    ]
+    assert picked[0].prompt == "[0] 2 + 2 ="
+
+
+def test_the_page_of_an_iteration_has_its_metrics_samples_and_files(ledger: Ledger) -> None:
+    facts = facts_of(ledger, 1)
+    page = iteration_page(facts)
+    assert page.startswith("# `toy`, iteration 1 of 3\n\nreward **0.6667**")
+    assert "| `train/grad_norm` | 2 |  |" in page
+    assert "| `rollout/response_len/mean` |" in page or "| `rollout/trained/response_len/mean` | 2.5 | tokens |" in page
+    assert "### Worst: reward 0" in page
+    for commit in facts.commits:
+        for output in commit.outputs:
+            assert f"{ledger.store.url}/runs/toy/{output.path}" in page
+    assert "The run does not keep them any more." in iteration_page(replace(facts, samples=None))
+
+
+def test_the_page_of_a_run_has_rewards_scores_and_place(ledger: Ledger) -> None:
+    facts = RunFacts("toy", "s3://b/p", 2, 3, 4, "d" * 64, {0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}})
+    page = run_page(facts)
+    assert "2 of 3 iterations, weight version 4" in page
+    assert "▁█  0.250 → 0.750" in page
+    assert "| 2 | 0.5000 |" in page
+    many = run_page(replace(facts, rewards={index: index / 1000 for index in range(1000)}))
+    assert len(many) < 4000
+    assert "| 0 to 16 | 0.0080 |" in many
+
+
+def test_no_two_runs_share_a_key_and_prefect_takes_every_one(tmp_path: Path) -> None:
+    keys = [run_key(new_run(str(tmp_path / str(n)), name)) for n, name in enumerate(["A.b_c", "a-b-c", "a-b-c"])]
+    assert len(set(keys)) == 3
+    assert all(re.fullmatch(r"run-a-b-c-[0-9a-f]{12}", key) for key in keys)
+
+
+class Kept:
+    """A board in memory: what Prefect would hold, whoever drives."""
+
+    def __init__(self) -> None:
+        self.artifacts: dict[UUID, dict[str, Any]] = {}
+        self.fails = False
+
+    def create(self, suffix: str, type: str, data: Any, description: str, flow_run: UUID | None) -> UUID:
+        self._answer()
+        id = uuid4()
+        self.artifacts[id] = {"suffix": suffix, "type": type, "data": data, "description": description}
+        return id
+
+    def replace(self, artifact: UUID, data: Any, description: str) -> None:
+        self._answer()
+        self.artifacts[artifact] |= {"data": data, "description": description}
+
+    def descriptions(self, suffix: str, limit: int) -> list[str]:
+        self._answer()
+        return [one["description"] for one in self.artifacts.values() if one["suffix"] == suffix]
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self) -> None:
+        if self.fails:
+            raise httpx.ConnectError("connection refused")
+
+    def of(self, suffix: str) -> list[str]:
+        return [one["description"] for one in self.artifacts.values() if one["suffix"] == suffix]
+
+
+class Driven:
+    """The part of a RunContext that pages read."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.config, self.read = ledger, config_of(ledger), read_of(ledger)
+        self.emitted: list[Message] = []
+        self.emit = self.emitted.append
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    board = Kept()
+    monkeypatch.setattr(publishing, "Board", lambda key: board)
+    return board
+
+
+def drive(ledger: Ledger, first: int, until: int, *, done: bool = False) -> Driven:
+    """A driver's events, from iteration `first` to before `until`; killed there unless it is `done`."""
+    run: Any = Driven(ledger)
+    pages = Pages(run)
+    pages(RunStarted(ledger.run, 1, first, 3))
+    for index in range(first, until):
+        commits = tuple(ledger.commits(index))
+        pages(IterationDone(index, commits))
+    if done:
+        pages(RunDone(ledger.run, until, "d" * 64))
+        pages.close()
+    else:
+        pages.stop()
+    return run
+
+
+def test_after_a_kill_nothing_is_doubled_and_nothing_is_lost(ledger: Ledger, kept: Kept) -> None:
+    drive(ledger, 0, 1)
+    # Iteration 1 was finished by a driver that came to no page; iteration 0 is told again by the next.
+    drive(ledger, 2, 2)
+    drive(ledger, 0, 2, done=True)
+    assert kept.of("-iteration") == ["Iteration 0", "Iteration 1"]
+    assert len(kept.of("")) == 3
+    assert kept.of("")[-1] == "2 of 3 iterations"
+    assert kept.of("-progress")[-1] == "Done: 2 iterations"
+
+
+def test_a_silent_prefect_is_told_once_and_gets_what_is_owed_later(ledger: Ledger, kept: Kept) -> None:
+    run: Any = Driven(ledger)
+    pages = Pages(run)
+    kept.fails = True
+    pages(RunStarted(ledger.run, 1, 0, 3))
+    pages(IterationDone(0, tuple(ledger.commits(0))))
+    assert kept.artifacts == {}
+    assert len(run.emitted) == 1
+    assert "connection refused" in run.emitted[0].text
+    kept.fails = False
+    pages(IterationDone(1, tuple(ledger.commits(1))))
+    pages(RunDone(ledger.run, 2, "d" * 64))
+    assert kept.of("-iteration") == ["Iteration 0", "Iteration 1"]
+    assert len(run.emitted) == 1
+
+
+def test_progress_names_step_and_groups_and_is_sent_at_most_every_interval(
+    ledger: Ledger, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 60.0)
+    sent: list[tuple[float, str]] = []
+    run: Any = Driven(ledger)
+    pages = Pages(run)
+
+    def replace_progress(artifact: UUID, data: float, description: str) -> None:
+        if kept.artifacts[artifact]["suffix"] == "-progress":
+            sent.append((data, description))
+
+    monkeypatch.setattr(kept, "replace", replace_progress)
+    pages(RunStarted(ledger.run, 1, 0, 3))
+    rollouts = [commit for commit in ledger.commits(0) if commit.step is Step.ROLLOUT]
+    for shard, (groups, total) in {"00-000": (1, 2), "00-001": (0, 1)}.items():
+        pages(StepStarted(0, Step.ROLLOUT, shard))
+        pages(GroupsGenerated(0, shard, groups, total))
+    wait_for(lambda: len(kept.of("-progress")) == 1)
+    assert str(pages._now) == "Iteration 0: rollout; 1 of 3 groups generated"
+    pages(StepCommitted(rollouts[0]))
+    pages(StepStarted(0, Step.FILTER, "00"))
+    assert str(pages._now) == "Iteration 0: rollout, filter; 2 of 3 groups generated"
+    assert sent == []
+    pages(RunDone(ledger.run, 2, "d" * 64))
+    assert sent == [(100.0, "Done: 0 iterations")]
+    pages.stop()
+
+
+def artifacts_of(api_url: str, key: str) -> list[dict[str, Any]]:
+    """In the order in which they were made."""
+    asked = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC"}
+    found = httpx.post(f"{api_url}/artifacts/filter", json=asked, timeout=60).json()
+    return list(reversed(found))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_that_is_killed_and_resumed_has_one_page_an_iteration_in_prefect(
+    tiny_assets: Path, tmp_path: Path, api_url: str
+) -> None:
+    iterations, store = 6, str(tmp_path / "store")
+    config = tiny_config(tiny_assets, rollout={"num_rollout": iterations})
+    recipe = tmp_path / "killed.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    cairn = Path(sys.executable).with_name("cairn")
+    with in_background(cairn, "train", recipe, "--store", store, PREFECT_API_URL=api_url) as driver:
+        manifest = tmp_path / "store" / "runs" / "killed" / "run.json"
+        wait_for(manifest.exists)
+        key = run_key(Ledger.open(open_store(store), "killed"))
+        wait_for(lambda: len(artifacts_of(api_url, f"{key}-iteration")) >= 2)
+        driver.send_signal(signal.SIGKILL)
+    assert len(artifacts_of(api_url, f"{key}-iteration")) < iterations
+    command = [cairn, "resume", "killed", "--store", store]
+    environment = os.environ | {"PREFECT_API_URL": api_url}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    pages = artifacts_of(api_url, f"{key}-iteration")
+    assert [page["description"] for page in pages] == [f"Iteration {index}" for index in range(iterations)]
+    names = []
+    for page in pages:
+        assert page["data"].startswith(f"# `killed`, iteration {len(names)} of {iterations}")
+        names.append(httpx.get(f"{api_url}/flow_runs/{page['flow_run_id']}", timeout=60).json()["name"])
+    assert names[-1] == f"killed {iterations - 1:06d}"
+    runs = artifacts_of(api_url, key)
+    assert len(runs) == 2
+    assert f"{iterations} of {iterations} iterations" in runs[-1]["data"]
+    progress_bars = artifacts_of(api_url, f"{key}-progress")
+    assert [bar["type"] for bar in progress_bars] == ["progress", "progress"]
+    assert (progress_bars[-1]["data"], progress_bars[-1]["description"]) == (100.0, f"Done: {iterations} iterations")
+    assert runs[-1]["flow_run_id"] == progress_bars[-1]["flow_run_id"] != runs[0]["flow_run_id"]

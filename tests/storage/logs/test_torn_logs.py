@@ -1,0 +1,120 @@
+"""Every log whose newest part ends at any byte: what was finished before it is recovered, and nothing else."""
+
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.engines.types.trajectories import CallKind, CallRecord
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.schemas import ROLLOUT
+from cairn.storage.ledger.snapshots import Attempt, AttemptFolder
+from cairn.storage.logs.call_log import CallLog
+from cairn.storage.logs.parts import PacedWriter
+from cairn.storage.logs.stream_log import StreamCallLog, StreamLog
+from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.store.store import Store, open_store
+from cairn.tasks.generation.calls import call_table
+from tests.storage.builders import rollout_table
+
+GROUPS = range(12)
+INPUTS = "1" * 64
+
+
+def samples_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
+    log = WriteAhead(Attempt(store, "run", 0, Step.ROLLOUT, "00-000", f"00-000.{driver:06d}-ab"), INPUTS)
+    return log, log.recover()
+
+
+def calls_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
+    attempt = Attempt(store, "run", 0, Step.ROLLOUT, "00-000", f"00-000.{driver:06d}-ab")
+    log = CallLog(attempt, INPUTS, encode=pa.concat_tables)
+    return log, log.recovered
+
+
+def folder(store: Store, driver: int) -> AttemptFolder:
+    return AttemptFolder(store, layout.stream("run"), f"{driver:06d}-ab", root=layout.run("run"))
+
+
+def stream_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
+    log = StreamLog(folder(store, driver), "run", INPUTS, schema=ROLLOUT, encode=pa.concat_tables)
+    return log, log.recover(GROUPS)
+
+
+def stream_calls_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
+    log = StreamCallLog(folder(store, driver), INPUTS, GROUPS, encode=pa.concat_tables)
+    return log, log.recovered
+
+
+def call_rows(groups: Sequence[int]) -> pa.Table:
+    return call_table([CallRecord(id, 0, "c0", CallKind.TOOL, "look", "0" * 64, 0, result=str(id)) for id in groups])
+
+
+def sample_rows(groups: Sequence[int]) -> pa.Table:
+    return pa.concat_tables([rollout_table([id], samples=1, seed=id) for id in groups])
+
+
+LOGS: dict[str, tuple[Callable[[Store, int], tuple[PacedWriter, pa.Table]], Callable[[Sequence[int]], pa.Table]]] = {
+    "write-ahead": (samples_log, sample_rows),
+    "calls": (calls_log, call_rows),
+    "stream": (stream_log, sample_rows),
+    "stream calls": (stream_calls_log, call_rows),
+}
+"""How a driver begins each log, with what it recovers, and rows of groups to write to it."""
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[list[list[int]]]:
+    """Groups that drivers, one after the other, finish: some in each part of each driver's log."""
+    sizes = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=2), min_size=1, max_size=3))
+    ids = iter(GROUPS)
+    return [[[next(ids) for _ in range(size)] for size in driver] for driver in sizes]
+
+
+@pytest.mark.parametrize("kind", LOGS)
+@settings(max_examples=15)
+@given(history=histories(), at=st.floats(0, 1), flip=st.booleans())
+def test_what_was_finished_before_a_torn_part_is_recovered_again_and_again(
+    kind: str, history: list[list[list[int]]], at: float, flip: bool
+) -> None:
+    begin, rows = LOGS[kind]
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cairn.storage.logs.parts.PACE", 0.0)
+        store = open_store(root)
+        finished: list[int] = []
+        for number, parts in enumerate(history):
+            log, found = begin(store, number)
+            assert groups_of(found) == finished
+            with log:
+                for part in parts:
+                    append(log, rows(part))
+                    finished += part
+        newest = max((path for path in Path(root).rglob("*.arrow")), key=lambda path: path.stat().st_mtime_ns)
+        data = newest.read_bytes()
+        end = min(int(at * len(data)), len(data) - 1)
+        newest.write_bytes(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :] if flip else data[:end])
+        last = history[-1][-1]
+        for again in range(2):
+            log, found = begin(store, len(history) + again)
+            log.close()
+            assert groups_of(found) == [id for id in finished if id not in last]
+            expected = rows([id for id in finished if id not in last]) if len(finished) > len(last) else found[:0]
+            assert found.sort_by("group_id").equals(expected.combine_chunks())
+
+
+def append(log: PacedWriter, table: pa.Table) -> None:
+    """As a part of its own."""
+    durable = threading.Event()
+    log.append(table, then=durable.set, urgent=True)
+    assert durable.wait(60)
+
+
+def groups_of(table: pa.Table) -> Collection[Any]:
+    return sorted(table["group_id"].to_pylist())
