@@ -31,7 +31,7 @@ from bench.command import SMALL_RUN, parse, say
 from bench.durable_run import CAIRN, DEADLINE, RUN
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 FIRST = 1
 """The iteration after which time counts."""

@@ -32,7 +32,7 @@ from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted, Ste
 from cairn.flows.reading.metrics import step_seconds
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.store.store import open_for_runs
+from cairn.storage.opening import open_for_runs
 
 WARM_UP = 3
 """Iterations that are not counted."""

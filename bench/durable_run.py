@@ -18,7 +18,7 @@ from cairn.flows.reading.metrics import covered_seconds
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 RUN = "measured"
 DEADLINE = 1200

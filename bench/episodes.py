@@ -53,7 +53,7 @@ from cairn.engines.types.types import SamplingParams
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.call_log import CallLog
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.generation.calls import call_table
 from tests.storage.builders import CONFIG
 

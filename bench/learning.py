@@ -23,7 +23,7 @@ from bench.durable_run import CAIRN, DEADLINE
 from cairn.flows.reading.views import run_status
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 matplotlib.use("agg")
 

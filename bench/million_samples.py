@@ -16,7 +16,7 @@ from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, FILTER, REWARD, ROLLOUT, SCORE
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 RUN = "million"
 GROUP = 8

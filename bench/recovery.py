@@ -62,7 +62,7 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     from cairn.engines.fleet.fleet import Fleet
     from cairn.flows.events import Event, RunStarted, StepCommitted
     from cairn.flows.orchestration.server import Server
-    from cairn.storage.store.store import open_for_runs
+    from cairn.storage.opening import open_for_runs
 
     mark("Python")
     span(cairn.flows.train, "open_run", "open", enters=True)

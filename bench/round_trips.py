@@ -31,8 +31,8 @@ from cairn.engines.fleet.handles import EngineHandle
 from cairn.flows.events import Event, StepCommitted
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Step
+from cairn.storage.opening import open_for_runs
 from cairn.storage.store.local import LocalStore
-from cairn.storage.store.store import open_for_runs
 
 WARM_UP = 3
 """Iterations at each end that are not counted."""

@@ -21,7 +21,7 @@ from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, REWARD, ROLLOUT
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 TEXT = "the sum is so we get answer therefore let x = 12 7 + find each cost total of apples"
 WORDS = TEXT.split(" ")

@@ -41,8 +41,9 @@ from cairn.flows.watching.watchers import Watcher, Watchers
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Environment, Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_for_runs
 from cairn.storage.store.errors import Damaged, Retired, StoreError
-from cairn.storage.store.store import Store, open_for_runs
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.retention import newest_checkpoint, retire
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message

@@ -28,7 +28,8 @@ from cairn.engines.types.types import (
     Stream,
 )
 from cairn.storage.ledger.commits import Environment
-from cairn.storage.store.store import StoredFile, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import StoredFile
 from tests.spare_engines import engine_of, give_back
 
 Generate = Callable[[Sequence[GenerateRequest]], Iterator[list[Completion]]]

@@ -23,8 +23,9 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Status
 from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import RunDiffers, StoreError
-from cairn.storage.store.store import StoredFile, open_store
+from cairn.storage.store.store import StoredFile
 from cairn.storage.upkeep.retention import newest_checkpoint
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.data import BadData

@@ -23,11 +23,11 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import list_runs
 from cairn.storage.ledger.snapshots import read_bytes
+from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, StoreRefused
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.s3 import S3Store
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.verification import verify
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -18,7 +18,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.data import PromptData, open_data
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted

@@ -15,7 +15,8 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import ModelRole, TrainBatch, TrainResult
-from cairn.storage.store.store import StoredFile, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import StoredFile
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from pathlib import Path
 from cairn.flows.reading.views import run_status
 from cairn.flows.report.curve import reward_curve
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 PICTURE = Path("build/quickstart/reward.png")
 

@@ -13,7 +13,7 @@ from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.export.model import CARD, export
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from examples.quickstart.build import RECIPE
 
 RUN = "warm-start"

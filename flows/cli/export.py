@@ -145,7 +145,7 @@ def convert(
     from cairn.configs.schema.training import TrainingConfig
     from cairn.engines.training.factory import make_engine
     from cairn.engines.training.megatron.backend import backend_for
-    from cairn.storage.store.store import open_store
+    from cairn.storage.opening import open_store
 
     if target.exists():
         raise BadInput(f"{target} is there already: give the name of a folder to be made")

@@ -178,7 +178,7 @@ def keygen(
     - `cairn keygen ~/.cairn-key --as ada >> team.txt`, then `export CAIRN_SIGNING_KEY=~/.cairn-key`
     """
     from cairn.storage.ledger.decisions import this_user
-    from cairn.storage.upkeep.signatures import new_key
+    from cairn.storage.store.signed import new_key
 
     name = by or this_user()
     if not name or set(name) & set(" \t\n#"):
@@ -362,7 +362,7 @@ def probe(json: JsonOption = False, store: StoreOption = ".") -> None:
 
     - `cairn probe --store s3://bucket/experiments`
     """
-    from cairn.storage.store.store import open_for_runs
+    from cairn.storage.opening import open_for_runs
 
     url = open_for_runs(store).url
     if json:

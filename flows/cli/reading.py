@@ -266,7 +266,7 @@ def open_ledger(store_url: str, run: str) -> "Ledger":
 
 def answering_store(url: str) -> "Store":
     """The store, after it has answered: else a wrong endpoint would be waited for as if it were an outage."""
-    from cairn.storage.store.store import open_store
+    from cairn.storage.opening import open_store
 
     store = open_store(url)
     store.check()

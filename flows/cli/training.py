@@ -137,8 +137,8 @@ def _table(running: "Up") -> "RenderableType":
 
 def _newest(store: str) -> list[Any]:
     from cairn.flows.reading.views import all_runs
+    from cairn.storage.opening import open_store
     from cairn.storage.store.errors import StoreError
-    from cairn.storage.store.store import open_store
 
     try:
         found = all_runs(open_store(store))
@@ -265,7 +265,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
-    from cairn.storage.store.store import open_for_runs
+    from cairn.storage.opening import open_for_runs
 
     try:
         check_name(run, "run")

@@ -30,7 +30,7 @@ from cairn.flows.orchestration.server import (
     folder_for,
     require_answer,
 )
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 SERVING = "cairn.flows.deployments.serving"
 HEAD = "cairn.engines.fleet.head"

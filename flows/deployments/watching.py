@@ -34,8 +34,8 @@ from prefect.states import AwaitingRetry, Scheduled, State
 
 from cairn.flows.orchestration.flow_runs import crash_stale_runs, crash_with_all_below, run_tags
 from cairn.storage.ledger.leases import Holder, LeaseState, Outcome, newest_lease
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged, StoreError
-from cairn.storage.store.store import open_store
 
 # Which process executes a flow run, as the flow run itself tells it: not every flow run has a run's lease.
 

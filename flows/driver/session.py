@@ -194,7 +194,7 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Own the run `name` for the length of the block, with engines starting in the background.
 
-    `store` can carry runs (`cairn.storage.store.store.open_for_runs`). `config` creates the run, or must equal the
+    `store` can carry runs (`cairn.storage.opening.open_for_runs`). `config` creates the run, or must equal the
     configuration it has; None goes on with the ledger's. Raises ConfigError, BadData, BadPlugin, RunDiffers and
     LeaseHeld before anything starts, and Withheld where somebody is to approve the run first.
     """

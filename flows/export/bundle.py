@@ -33,8 +33,8 @@ from cairn.storage.ledger.schemas import TRAJECTORIES
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
+from cairn.storage.store.signed import signature_path
 from cairn.storage.upkeep.retention import newest_checkpoint
-from cairn.storage.upkeep.signatures import signature_path
 
 FORMAT = 1
 CONTENTS = "bundle.json"

@@ -22,8 +22,9 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import input_differences
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Retired, RunDiffers
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.comparison import compare
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import is_collected

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cairn.storage.opening import open_store
 from cairn.storage.query import open_query
-from cairn.storage.store.store import open_store
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -4,14 +4,12 @@ Everything durable rests on two promises that both kinds of store keep: a file a
 all, and of several creators of one path exactly one wins.
 """
 
-import os
 import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from cairn.storage.store.errors import StoreRefused
 
@@ -147,43 +145,6 @@ class Store(Protocol):
     def get_file(self, path: str, local: Path) -> None:
         """Copy a file of any size out of the store, streamed. `local` appears complete or not at all. Raises
         FileNotFoundError."""
-
-
-def open_store(url: str) -> Store:
-    """The store at a local folder (relative ones are made absolute) or at `s3://bucket/prefix`.
-
-    For S3, keys, region and endpoint come from the environment or the profile that AWS tools use (`AWS_ACCESS_KEY_ID`,
-    `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`, …). Opens no connection.
-
-    Where `CAIRN_SIGNING_KEY` names a key, the store signs what it creates of a ledger: see
-    `cairn.storage.upkeep.signatures`."""
-    store = _open(url)
-    key = os.environ.get("CAIRN_SIGNING_KEY")
-    if not key:
-        return store
-    from cairn.storage.upkeep.signatures import read_key, signing
-
-    return signing(store, read_key(key))
-
-
-def _open(url: str) -> Store:
-    scheme = urlsplit(url).scheme
-    if scheme == "s3":
-        from cairn.storage.store.s3 import S3Store  # s3fs takes a second to import
-
-        return S3Store(url)
-    if "://" in url:
-        raise StoreRefused(f"store {scheme}://… is of an unknown kind; give a folder or s3://bucket/prefix")
-    from cairn.storage.store.local import LocalStore
-
-    return LocalStore(url)
-
-
-def open_for_runs(url: str) -> Store:
-    """The store at a folder or URL, found fit to carry a run. Raises StoreRefused."""
-    store = open_store(url)
-    probe(store)
-    return store
 
 
 def probe(store: Store) -> None:

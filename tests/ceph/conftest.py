@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from tests.ceph.rgw import gateway, prepare_packages
 from tests.s3 import S3Server, use_server
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreRefused
-from cairn.storage.store.store import open_store, probe
+from cairn.storage.store.store import probe
 from tests.s3 import S3Server, use_server
 
 

@@ -17,8 +17,9 @@ from cairn.flows.history.fork import fork
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import list_runs
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseHeld, Retired, SharedWithForks
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import delete_run
 from cairn.storage.upkeep.retention import require_restorable
 from cairn.storage.upkeep.verification import verify

@@ -29,7 +29,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.call_log import CallLog
 from cairn.storage.logs.stream_log import StreamLog
 from cairn.storage.logs.write_ahead import WriteAhead
-from cairn.storage.store.store import open_for_runs
+from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.step import StepCall
 from tests.chaos.faults import Fault, Striker
 from tests.chaos.runs import STREAM

@@ -34,8 +34,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.retention import is_retired
 from cairn.storage.upkeep.verification import verify
 from tests.chaos.beside import unusable_forks

@@ -21,7 +21,7 @@ from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.retention import is_retired
 from tests.chaos.faults import CLUSTER, Fault, engines_of, mark_of
 from tests.chaos.forked import ForkedDriver

@@ -9,7 +9,7 @@ from cairn.flows.evaluation.evaluating import evaluate_models
 from cairn.flows.evaluation.models import models_of
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.chaos.runs import Disturbed
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cairn.storage.ledger.leases import newest_lease
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.chaos.runs import Disturbed
 from tests.s3 import S3Server, use_server
 from tests.tiny_run import tiny_config

@@ -8,7 +8,7 @@ import pytest
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.chaos import oracle
 from tests.chaos.runs import Disturbed
 from tests.chaos.tally import Tallied, add, read, section

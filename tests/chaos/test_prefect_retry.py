@@ -13,7 +13,7 @@ import pytest
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import newest_lease
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.chaos.oracle import unequal
 from tests.chaos.runs import Disturbed
 from tests.waiting import wait_for

@@ -13,7 +13,7 @@ from cairn.configs.schema.data import RowFormat
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data import PromptData, draw
 from cairn.tasks.rewards.exact_match import grade

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.background import in_background
 from tests.flows.watching.trackers.test_trackers import shown
 from tests.flows.watching.trackers.test_wandb_mlflow import rows_in_wandb

@@ -18,8 +18,8 @@ from cairn.flows.train import fork_after_divergence, opened
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import list_runs
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseLost
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.retention import newest_checkpoint
 from cairn.tasks.durable.events import Message
 from cairn.tasks.trainer.recovery import ReplayDiverged, restore_trainer

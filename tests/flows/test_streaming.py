@@ -32,8 +32,8 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ROLLOUT, Status
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.stream_log import StreamLog
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
-from cairn.storage.store.store import open_store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import is_collected
 from cairn.tasks.durable.step import DurableStep, StepCall

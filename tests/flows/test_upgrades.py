@@ -29,9 +29,9 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import KEPT, ROLLOUT, SCHEMAS
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.ledger.terms import CodeVersion
+from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, RunDiffers, StaleCommits
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.steps import STEPS, rules, stale_steps
 from tests.tiny_run import DirectSteps, Events, tiny_context

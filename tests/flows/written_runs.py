@@ -16,7 +16,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
 from cairn.tasks.steps import rules
 from cairn.tasks.trainer.checkpoint import checkpoint_due

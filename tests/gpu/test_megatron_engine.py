@@ -11,7 +11,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.factory import make_engine
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.engines.training import builders
 
 pytest.importorskip("transformer_engine")

@@ -7,7 +7,8 @@ test is a proof, unless its mark names another tier.
 
 import pytest
 
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from tests.tiers import Tier, marks
 
 

@@ -13,7 +13,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import KEPT, ROLLOUT, rollout_schema
 from cairn.storage.logs.write_ahead import WriteAhead
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.batch.batch import kept_column, kept_tokens, train_batch
 from cairn.tasks.durable.selection import last_selection
 from tests.storage.builders import rollout_table

@@ -21,7 +21,7 @@ from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.events import Event
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Step
-from cairn.storage.store.store import open_for_runs
+from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.events import StepStarted
 from cairn.tasks.durable.retries import Place, RetryTally, error_class
 from tests.small_disk import fill

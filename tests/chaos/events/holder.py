@@ -6,8 +6,8 @@ Answers each line of its standard input with what looking at its lease gives, an
 import sys
 
 from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseHeld, LeaseLost, StoreError
-from cairn.storage.store.store import open_store
 
 
 def main(store_url: str, run: str, time_to_live: float) -> None:

@@ -10,8 +10,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import NoSpace
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.collector import garbage
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.durable.context import RunContext

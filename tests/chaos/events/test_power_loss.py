@@ -13,8 +13,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Finding
 from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import StepCommitted

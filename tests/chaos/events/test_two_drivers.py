@@ -7,7 +7,7 @@ import pytest
 
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import newest_lease
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.chaos.faults import Fault
 from tests.chaos.oracle import differences
 from tests.chaos.runs import Disturbed

@@ -20,8 +20,8 @@ from cairn.engines.types.errors import EngineDied, Superseded
 from cairn.engines.types.types import Completion, SamplingParams
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseLost
-from cairn.storage.store.store import open_store
 from tests.engines.agents.episodes.test_samples import all_of
 from tests.engines.fleet.test_episodes import PARAMS, asked, users
 from tests.engines.training.builders import make_batch, model_folder

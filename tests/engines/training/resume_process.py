@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.engines.training.builders import make_batch, make_engine
 
 UPDATES = 6

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.weights.checksum import weights_checksum
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreRefused
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.store import Store
 from tests.architectures import architecture
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of, with_top_tokens

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.architectures import architecture
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.balance_cases import (

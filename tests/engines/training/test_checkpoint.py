@@ -8,8 +8,9 @@ from safetensors.torch import load as load_safetensors
 from cairn.engines.training.checkpoint import in_buckets, read_description, write_state
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.errors import EngineError
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.store import Store
 from tests.engines.training.builders import make_batch, make_engine, model_folder
 
 BATCH = make_batch(4)

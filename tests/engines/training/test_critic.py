@@ -16,8 +16,8 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.training.value_model import load_value_model
 from cairn.engines.types.errors import BadModel, NotFinite
 from cairn.engines.types.types import TrainBatch
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 PPO = AlgorithmConfig(advantage_estimator="ppo")

@@ -17,7 +17,8 @@ from cairn.engines.training.megatron.options import freezing_problems as freezin
 from cairn.engines.training.megatron.options import frozen_tensors
 from cairn.engines.training.torch.export import export_checkpoint
 from cairn.engines.types.errors import BadModel, EngineError
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 BATCH = make_batch(old=True)

@@ -15,7 +15,7 @@ from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.models.vision import image_processor
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.types import TrainBatch
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.engines.rollout.models import collect, rollout_config
 from tests.engines.training.builders import make_engine, part_of, weights_of
 from tests.engines.training.ranks import run_ranks

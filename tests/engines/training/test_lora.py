@@ -21,7 +21,8 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.training.torch.lora import lora_problems
 from cairn.engines.types.errors import EngineError
 from cairn.engines.weights.checksum import weights_checksum
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 from tests.engines.training.ranks import run_ranks

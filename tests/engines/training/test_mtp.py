@@ -9,7 +9,7 @@ from cairn.configs.schema.training import LoraConfig
 from cairn.engines.models.folders import load_causal_lm, open_weights, parameter_names, weight_files
 from cairn.engines.training.torch.export import export_checkpoint
 from cairn.engines.weights.checksum import checksums_as, folder_checksum
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.architectures import architecture
 from tests.engines.training.builders import make_engine
 from tests.mtp_models import NAMES, mtp_folder, mtp_tensors

@@ -6,7 +6,7 @@ import pytest
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.types.errors import EngineError
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 REFERENCE = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.05)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.weights.checksum import weights_checksum
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.ranks import run_ranks

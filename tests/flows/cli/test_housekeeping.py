@@ -16,7 +16,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.flows import written_runs
 from tests.flows.written_runs import SHARDS, new_run, write_run
 

@@ -21,7 +21,7 @@ from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import collect, iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.data import PromptData
 from tests.background import in_background
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context

@@ -19,7 +19,7 @@ from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.signals import EXIT_CODE, NOTICES
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.background import in_background
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not

@@ -17,7 +17,7 @@ import yaml
 
 from cairn.flows.reading.views import run_status
 from cairn.storage.ledger.leases import newest_lease
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.background import Background, in_background
 from tests.browser import Visit, visit
 from tests.flows.evaluation.test_comparing import result

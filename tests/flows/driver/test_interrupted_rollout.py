@@ -12,7 +12,7 @@ from cairn.flows.cli.tables import print_status
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import Groups, run_status
 from cairn.storage.ledger.commits import Step
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

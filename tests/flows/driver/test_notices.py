@@ -24,7 +24,7 @@ from cairn.flows.reading.views import RunState, run_status
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import newest_lease
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.background import Background, in_background
 from tests.ray_fixtures import drain, ray_head, ray_machine
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

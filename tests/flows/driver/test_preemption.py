@@ -21,8 +21,8 @@ from cairn.flows.reading.views import run_status
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
-from cairn.storage.store.store import open_store
 from cairn.tasks.durable.events import Message
 from tests.forks import FORKS
 from tests.local_fleet import LocalFleet, calls

@@ -21,7 +21,8 @@ from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
 from cairn.storage.evals import folders, read_samples
 from cairn.storage.ledger.schemas import EVALUATED
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from tests.waiting import wait_for
 
 BENCHMARK = """

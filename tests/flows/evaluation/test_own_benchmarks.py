@@ -20,7 +20,8 @@ from cairn.storage.evals import claimant, folders, read_samples
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import EVALUATED, MEASURED
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.evaluation.evaluate import engines_environment, evaluate

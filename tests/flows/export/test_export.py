@@ -25,8 +25,9 @@ from cairn.flows.export.model import CannotExport, copy_tokenizer, export
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import StoredFile, open_store
+from cairn.storage.store.store import StoredFile
 from tests.engines.training.builders import model_folder
 from tests.flows.written_runs import new_run, write_iteration
 from tests.storage.builders import ENVIRONMENT

@@ -20,7 +20,7 @@ from cairn.flows.history.replay import replay_all
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.redaction import redact
 from cairn.tasks.batch.batch import train_batch
 from cairn.tasks.durable.context import RunContext

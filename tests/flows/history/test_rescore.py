@@ -19,7 +19,7 @@ from cairn.flows.history.rescore import RESCORED
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import REWARD, ROLLOUT
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.retention import retire
 from examples.quickstart.model import build_tokenizer

@@ -17,7 +17,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.retention import retire
 from cairn.tasks.batch.batch import arrays

@@ -25,7 +25,7 @@ from cairn.flows.reading.gates import ask, decide, due, holding
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import Gate, GateState
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from tests.background import in_background

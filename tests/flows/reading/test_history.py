@@ -19,7 +19,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.ledger.terms import CodeVersion
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.verification import verify
 from tests.flows.written_runs import new_run, write_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

@@ -12,8 +12,9 @@ from cairn.flows.reading.views import RunState, RunStatus, all_runs, run_status
 from cairn.flows.report.curve import reward_curve
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Outcome
+from cairn.storage.opening import open_store
 from cairn.storage.store.local import LocalStore
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.store import Store
 from tests.flows.written_runs import new_run, write_iteration, write_run
 
 

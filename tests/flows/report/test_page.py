@@ -14,7 +14,7 @@ from cairn.flows.iteration import iteration
 from cairn.flows.report.build import Report, write_report
 from cairn.flows.report.page import seen
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.browser import Visit, visit
 from tests.flows import written_runs
 from tests.flows.written_runs import new_run, write_iteration

@@ -10,9 +10,9 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.decisions import Decision, Gate, GateState, Verdict, gates
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault
+from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.verification import verify
 from tests.flows.written_runs import new_run
 

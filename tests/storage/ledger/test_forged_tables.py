@@ -13,8 +13,8 @@ from cairn.storage.ledger.commits import OutputFile, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import open_store
 from tests.storage.builders import CONFIG
 
 

@@ -17,8 +17,9 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, ROLLOUT
 from cairn.storage.ledger.snapshots import Attempt, read_table, to_parquet
 from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged, StoreError
-from cairn.storage.store.store import Store, StoredFile, open_store
+from cairn.storage.store.store import Store, StoredFile
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.admissions import Claim, claim_admission, claimed_numbers, find_claim, newest_claim, open_groups
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseLost
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.verification import verify
 from tests.storage.builders import CONFIG, commit_step
 from tests.storage.logs.test_admitted import taken

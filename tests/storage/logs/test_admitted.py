@@ -10,7 +10,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault
 from cairn.storage.logs.admissions import Claim, claim_admission
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.verification import verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 

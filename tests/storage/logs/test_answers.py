@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.storage.logs.answers import Answer, Answers
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 
 def test_an_answer_that_no_reader_takes_is_asked_for_again_and_costs_no_other(tmp_path: Path) -> None:

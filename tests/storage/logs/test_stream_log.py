@@ -11,7 +11,8 @@ from cairn.storage.ledger.schemas import ROLLOUT
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.admissions import open_groups
 from cairn.storage.logs.stream_log import StreamLog, prompts_in_stream
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import Reason, collect, garbage
 from cairn.storage.upkeep.verification import verify
 from tests.storage.builders import CONFIG

@@ -20,7 +20,8 @@ from cairn.storage.logs.call_log import CallLog
 from cairn.storage.logs.parts import PacedWriter
 from cairn.storage.logs.stream_log import StreamCallLog, StreamLog
 from cairn.storage.logs.write_ahead import WriteAhead
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.opening import open_store
+from cairn.storage.store.store import Store
 from cairn.tasks.generation.calls import call_table
 from tests.storage.builders import rollout_table
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError, StoreRefused
 from cairn.storage.store.local import LocalStore
-from cairn.storage.store.store import open_store, probe
+from cairn.storage.store.store import probe
 from tests.small_disk import small_disk, why_not
 from tests.waiting import wait_for
 

@@ -13,10 +13,11 @@ import pytest
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store import s3
 from cairn.storage.store.errors import LeaseLost, StoreError, StoreRefused
 from cairn.storage.store.s3 import S3Store
-from cairn.storage.store.store import open_store, probe
+from cairn.storage.store.store import probe
 from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy, proxy_process
 from tests.s3 import S3Server, moto_server, use_server
 from tests.storage.builders import commit_step

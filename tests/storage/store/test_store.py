@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from s3fs import S3FileSystem
 
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import NoSpace
-from cairn.storage.store.store import Store, open_store, probe
+from cairn.storage.store.store import Store, probe
 from tests.small_disk import small_disk, why_not
 from tests.tiers import Tier
 

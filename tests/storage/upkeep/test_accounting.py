@@ -15,8 +15,8 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.schemas import FILTER
+from cairn.storage.opening import open_store
 from cairn.storage.store.local import LocalStore
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.accounting import GroupCounts
 from cairn.storage.upkeep.verification import verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table

@@ -18,18 +18,14 @@ from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.answers import Answer, Answers
 from cairn.storage.logs.write_ahead import part_bytes
+from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import StoreError, StoreRefused
 from cairn.storage.store.local import LocalStore
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.signed import new_key
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import delete_run, garbage
-from cairn.storage.upkeep.signatures import (
-    check_result_signatures,
-    check_signature,
-    check_signatures,
-    new_key,
-    read_signers,
-)
+from cairn.storage.upkeep.signatures import check_result_signatures, check_signature, check_signatures, read_signers
 from tests.flows.evaluation.test_comparing import result
 from tests.flows.written_runs import new_run, rollout_table, write_iteration
 
@@ -93,7 +89,7 @@ def test_a_commit_that_was_altered_digests_and_all_is_signed_by_nobody(signers: 
 def forged(store: Store, path: str) -> str:
     """An altered commit, with the signature of the true one where its own would be."""
     (signature,) = (one for one in store.find(layout.iteration("toy", 0)) if one.startswith(f"{path}."))
-    from cairn.storage.upkeep.signatures import signature_path
+    from cairn.storage.store.signed import signature_path
 
     data = edited(store.read(path))
     store.write(path, data)
@@ -114,7 +110,7 @@ def by_a_stranger(store: Store, path: str) -> str:
     """Signed anew with a key of one's own."""
     key = Path(store.url).parent / "mallory"
     public = new_key(key)
-    from cairn.storage.upkeep.signatures import read_key, signing
+    from cairn.storage.store.signed import read_key, signing
 
     data = edited(store.read(path))
     store.delete(path)

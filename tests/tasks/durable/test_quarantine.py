@@ -11,7 +11,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import InForce, Quarantine
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.data import BadData
 from cairn.tasks.data.stream import order
 from cairn.tasks.durable.context import RunContext

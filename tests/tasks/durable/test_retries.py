@@ -13,8 +13,8 @@ from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
 from cairn.flows.reading.views import run_status
 from cairn.storage.ledger.commits import Step
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import NoSpace, StoreError, StoreRefused
-from cairn.storage.store.store import open_store
 from cairn.tasks.durable.retries import RetryTally, error_class
 from cairn.tasks.grading.pool import GraderFailed, GraderUnavailable
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

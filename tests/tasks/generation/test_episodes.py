@@ -19,8 +19,8 @@ from cairn.storage.ledger import snapshots as tables
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.logs.call_log import CallLog
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
-from cairn.storage.store.store import open_store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.calls import LONG, call_table, read_calls, uncertain_effects
 from cairn.tasks.generation.groups import row_segments

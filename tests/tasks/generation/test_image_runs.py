@@ -18,8 +18,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault
+from cairn.storage.opening import open_store
 from cairn.storage.query.database import open_query
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.batch.batch import train_batch, trained_shards

@@ -13,7 +13,7 @@ from cairn.engines.types.types import TrainBatch
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.batch.batch import arrays
 from cairn.tasks.steps import stale_steps
 from examples.quickstart.model import build_model

@@ -13,8 +13,8 @@ from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import run_status
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseLost, NoSpace
-from cairn.storage.store.store import open_store
 from cairn.storage.upkeep.collector import garbage
 from cairn.storage.upkeep.self_tests import find_self_test
 from cairn.tasks.trainer.self_test import fingerprint, self_test_once

@@ -12,7 +12,7 @@ from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import OwnEngine, questions_of
 from cairn.storage.evals import Claim, find_or_claim, read_samples
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.evaluation.standalone import Engines, compute
 
 pytestmark = pytest.mark.proof

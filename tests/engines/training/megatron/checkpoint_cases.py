@@ -17,8 +17,9 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import TrainBatch
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreRefused
-from cairn.storage.store.store import Store, open_store
+from cairn.storage.store.store import Store
 from tests.engines.training.megatron.cases import (
     ALGORITHM,
     BATCH,

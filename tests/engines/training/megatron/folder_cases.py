@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.engines.training.ranks import fork_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from cairn.flows.cli import app
 from cairn.flows.evaluation.inspect_log import export_inspect
 from cairn.storage.evals import Evaluation, read_samples, results
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[3] / ".venv-inspect" / "bin" / "python"

@@ -34,7 +34,7 @@ from cairn.flows.text import block, code, plain, table
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.background import in_background
 from tests.flows.written_runs import config_of, new_run, write_run
 from tests.tiny_run import tiny_config

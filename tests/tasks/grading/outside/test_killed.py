@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.schema.reward import RewardConfig
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.opening import open_grader
 from tests.tasks.grading.outside.service import serving

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.opening import open_grader

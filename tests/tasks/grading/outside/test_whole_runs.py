@@ -17,7 +17,7 @@ from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.grading.outside.code import confined
 from tests.tasks.grading.outside.service import Service, said, serving

@@ -15,7 +15,7 @@ from cairn.engines.types.types import FinishReason
 from cairn.flows.history.replay import Replaying
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.advantages.step import advantage
 from cairn.tasks.batch.batch import train_batch
 from cairn.tasks.durable.context import RunContext

@@ -1,0 +1,123 @@
+"""Stores that sign what they create of a ledger. See `cairn.storage.upkeep.signatures` for what signatures promise."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import StoreRefused
+from cairn.storage.store.store import Store
+
+if TYPE_CHECKING:
+    from cairn.storage.store.local import LocalStore as _AnyStore
+else:
+    _AnyStore = object
+
+_CONTEXT = "cairn ledger 1"
+"""Begins what is signed: no signature made for another purpose counts."""
+_SIGNED = ("runs/", "evals/")
+_PART = re.compile(r"(?:/write_ahead/|^answers/)(?:.*[./])?([0-9a-f]{64})\.arrow$")
+_DIGITS = 16
+"""Of a digest in the name of a signature."""
+
+
+def new_key(file: Path) -> str:
+    """Write a new private key, readable by its owner alone; returns its public key in hex. Raises FileExistsError."""
+    key = Ed25519PrivateKey.generate()
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return public_key(key)
+
+
+def public_key(key: Ed25519PrivateKey) -> str:
+    """In hex."""
+    return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+
+
+def read_key(file: str) -> Ed25519PrivateKey:
+    """Raises StoreRefused, naming the file and nothing of what it holds."""
+    try:
+        key = load_pem_private_key(Path(file).expanduser().read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreRefused(
+            f"CAIRN_SIGNING_KEY names {file}, which is no readable private key without a password "
+            f"({type(error).__name__}); cairn keygen writes one"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise StoreRefused(f"CAIRN_SIGNING_KEY names {file}, which is no Ed25519 key; cairn keygen writes one")
+    return key
+
+
+def signing(store: Store, key: Ed25519PrivateKey, opener: Callable[[str], Store]) -> Store:
+    """Returns the store itself, made to sign what it creates of a ledger.
+
+    Args:
+        opener: opens the store at a URL in another process, with that process's own key.
+    """
+    kind = type(store)
+    signs = type(f"Signing{kind.__name__}", (_Signs, kind), {"key": key, "opener": staticmethod(opener)})
+    store.__class__ = signs
+    return store
+
+
+class _Signs(_AnyStore):
+    """Before a kind of store among the bases of a class."""
+
+    key: Ed25519PrivateKey
+    opener: Callable[[str], Store]
+
+    def __reduce__(self) -> tuple[Callable[[str], Store], tuple[str]]:  # type: ignore[override] # opened anew
+        return self.opener, (self.url,)
+
+    def write(self, path: str, data: bytes) -> None:
+        if (beside := part_signature(path)) is not None and beside == signature_path(path, data):
+            self._sign(path, data)
+        super().write(path, data)
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        if (beside := part_signature(path)) is not None:
+            super().delete(beside)
+
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
+        if not path.startswith(_SIGNED):
+            return super().create(path, data, guard)
+        beside = self._sign(path, data)
+        created = super().create(path, data, guard)  # after an error it may have been created all the same
+        if not created:
+            self.delete(beside)
+        return created
+
+    def _sign(self, path: str, data: bytes) -> str:
+        beside = signature_path(path, data)
+        signature = {"key": public_key(self.key), "signature": self.key.sign(_message(path, data)).hex()}
+        super().write(beside, canonical.to_bytes(signature))
+        return beside
+
+
+def part_signature(path: str) -> str | None:
+    """Where the signature of a part that is written ahead of a commit, or of answers, is; None of any other file."""
+    match = _PART.search(path)
+    return None if match is None else f"{path}.{match[1][:_DIGITS]}.sig"
+
+
+def signature_path(path: str, data: bytes) -> str:
+    """Where the signature of these bytes at a path is."""
+    return f"{path}.{hashlib.sha256(data).hexdigest()[:_DIGITS]}.sig"
+
+
+def _message(path: str, data: bytes) -> bytes:
+    return f"{_CONTEXT}\n{path}\n{hashlib.sha256(data).hexdigest()}".encode()
