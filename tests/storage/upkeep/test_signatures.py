@@ -114,7 +114,7 @@ def by_a_stranger(store: Store, path: str) -> str:
 
     data = edited(store.read(path))
     store.delete(path)
-    signing(LocalStore(store.url), read_key(str(key))).create(path, data)
+    signing(LocalStore(store.url), read_key(str(key)), LocalStore).create(path, data)
     return f"{path} is signed by {public}, which is none of the signers"
 
 
