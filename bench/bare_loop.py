@@ -40,9 +40,11 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams, TrainBatch
-from cairn.tasks.advantages.step import ScoredBatch, estimate
+from cairn.tasks.advantages.batch import ScoredBatch
+from cairn.tasks.advantages.step import estimate
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.data import PromptData, draw
+from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.stream import draw
 from cairn.tasks.evaluation.questions import eval_seed
 from cairn.tasks.generation.groups import sample_seed
 from cairn.tasks.generation.rollout import shard_rows

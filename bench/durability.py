@@ -28,11 +28,12 @@ from bench.bare_loop import BareLoop
 from bench.command import SMALL_RUN, parse, say
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted, StepStarted
+from cairn.flows.events import Event, IterationDone, RunDone
 from cairn.flows.reading.metrics import step_seconds
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.opening import open_for_runs
+from cairn.tasks.durable.events import StepCommitted, StepStarted
 
 WARM_UP = 3
 """Iterations that are not counted."""

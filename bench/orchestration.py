@@ -33,13 +33,14 @@ from rich.table import Table
 
 from bench.command import parse, say
 from cairn.configs.schema.operations import RetryConfig
-from cairn.flows.events import IterationDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.events import IterationDone, RunStarted
 from cairn.flows.orchestration.artifacts.publishing import Pages
 from cairn.flows.orchestration.flow_runs import PrefectSteps, driving, silence_console, subflow
 from cairn.flows.orchestration.server import prefect_api
 from cairn.flows.watching.watchers import Watchers
 from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
 from cairn.storage.ledger.snapshots import read_table
+from cairn.tasks.durable.events import StepCommitted, StepStarted
 from cairn.tasks.durable.retries import RetryTally
 from tests.flows.written_runs import config_of, new_run, write_iteration
 

@@ -60,9 +60,10 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
         import cairn.flows.train
     from cairn.engines.fleet.cluster import Cluster
     from cairn.engines.fleet.fleet import Fleet
-    from cairn.flows.events import Event, RunStarted, StepCommitted
+    from cairn.flows.events import Event, RunStarted
     from cairn.flows.orchestration.server import Server
     from cairn.storage.opening import open_for_runs
+    from cairn.tasks.durable.events import StepCommitted
 
     mark("Python")
     span(cairn.flows.train, "open_run", "open", enters=True)

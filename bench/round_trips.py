@@ -28,11 +28,12 @@ from bench.command import SMALL_RUN, parse, say
 from cairn.configs.loader import load
 from cairn.engines.fleet.fencing import Callee
 from cairn.engines.fleet.handles import EngineHandle
-from cairn.flows.events import Event, StepCommitted
+from cairn.flows.events import Event
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Step
 from cairn.storage.opening import open_for_runs
 from cairn.storage.store.local import LocalStore
+from cairn.tasks.durable.events import StepCommitted
 
 WARM_UP = 3
 """Iterations at each end that are not counted."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cairn.configs.schema.run import RunConfig
-from cairn.tasks.data import Draw
+from cairn.tasks.data.stream import Draw
 from cairn.tasks.grading.graders import get_grader
 
 ROOT = Path(__file__).resolve().parent.parent

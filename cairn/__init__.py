@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cairn.tasks.data import files
     from cairn.tasks.data.stream import GroupResult as GroupResult
     from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample as EvaluatedSample
-    from cairn.tasks.grading.graders import TryAgain as TryAgain
+    from cairn.tasks.grading.protocol import TryAgain as TryAgain
     from cairn.tasks.selecting.buffers.group import JudgedGroup as JudgedGroup
     from cairn.tasks.selecting.filters.sample import FilterDecision as FilterDecision
     from cairn.tasks.selecting.filters.sample import GradedSample as GradedSample

@@ -18,7 +18,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 from cairn.flows.reading.metrics import METRICS
-from cairn.storage.query import VIEWS
+from cairn.storage.query.views import VIEWS
 
 DOCS = Path(__file__).parent
 GENERATED = "<!-- Written by docs/generate.py; change the code, not this file. -->"

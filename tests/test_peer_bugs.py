@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cairn.configs.errors import BadData
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.types.errors import EngineError, EngineTimeout, GenerationFailed
@@ -28,7 +29,6 @@ from cairn.storage.store.errors import RunDiffers, StoreError
 from cairn.storage.store.store import StoredFile
 from cairn.storage.upkeep.retention import newest_checkpoint
 from cairn.storage.upkeep.verification import verify
-from cairn.tasks.data import BadData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection, number, trained_groups
 from cairn.tasks.durable.step import DurableStep

@@ -19,7 +19,8 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
-from cairn.tasks.data import PromptData, open_data
+from cairn.tasks.data.opening import open_data
+from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 from cairn.tasks.durable.step import DurableStep

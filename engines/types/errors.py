@@ -68,3 +68,11 @@ class BadModel(Exception):
 class NotFinite(Exception):
     """The loss or the gradient of an optimizer step is infinite or not a number; that step was not taken. The same
     weights and samples give the same result, so a new try will not help: the message says what to look at."""
+
+
+class GraderFailed(Exception):
+    """No grader process runs: its import failed, its code is not what the run recorded, or the pool is closed."""
+
+
+class GraderUnavailable(GraderFailed):
+    """The machine does not let the grader work, or what it asks does not answer: a new try may help."""

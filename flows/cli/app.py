@@ -111,9 +111,9 @@ def cairn() -> None:
 
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
-    from cairn.configs.errors import ConfigError
+    from cairn.configs.errors import BadData, ConfigError
     from cairn.configs.plugins import BadPlugin
-    from cairn.engines.types.errors import BadModel, EngineError, NotFinite, Superseded, TeacherUnusable
+    from cairn.engines.types.errors import BadModel, EngineError, GraderFailed, NotFinite, Superseded, TeacherUnusable
     from cairn.storage.store.errors import (
         BeingDeleted,
         Damaged,
@@ -128,8 +128,6 @@ def exit_code(error: Exception) -> int | None:
         StoreRefused,
         lacks_space,
     )
-    from cairn.tasks.data import BadData
-    from cairn.tasks.grading.pool import GraderFailed
     from cairn.tasks.selecting.filter import BatchNotFilled, NoSuchMetadata
     from cairn.tasks.selecting.sample_filters import NothingLeft
     from cairn.tasks.trainer.recovery import ReplayDiverged

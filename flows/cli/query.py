@@ -52,7 +52,8 @@ def sql(
         return
     if query is None:
         raise BadInput('give a query, as in `cairn sql "SELECT * FROM runs"`; `cairn sql --schema` lists the views')
-    from cairn.storage.query import BadQuery, open_query
+    from cairn.storage.query.database import open_query
+    from cairn.storage.store.errors import BadQuery
 
     try:
         asked = open_query(answering_store(store), run)

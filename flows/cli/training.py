@@ -14,7 +14,6 @@ import typer
 from cairn.flows.cli.app import (
     BAD_INPUT,
     FAILED,
-    INTERRUPTED,
     TERMINATED,
     BadInput,
     JsonOption,
@@ -27,7 +26,7 @@ from cairn.flows.cli.app import (
     tell,
 )
 from cairn.flows.cli.tables import print_summary
-from cairn.flows.driver.signals import EXIT_CODE, NOTICES, WITHHELD, mind_notices
+from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, WITHHELD, mind_notices
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

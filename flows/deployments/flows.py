@@ -43,11 +43,12 @@ from cairn.flows.deployments.forms import (
 )
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import say_who_executes
-from cairn.flows.events import Event, IterationDone, Message, RunStarted
+from cairn.flows.events import Event, IterationDone, RunStarted
 from cairn.flows.text import slug
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_for_runs, open_store
 from cairn.storage.store.store import Store
+from cairn.tasks.durable.events import Message
 
 STORE = "CAIRN_STORE"
 """Environment variable: the store of flow runs whose form leaves it empty."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cairn.configs.digest import digest
-from cairn.configs.errors import ConfigError
+from cairn.configs.errors import BadData, ConfigError
 from cairn.configs.loader import from_manifest, in_recorded_words, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
@@ -33,8 +33,8 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import RunDiffers, StoreError
 from cairn.storage.store.store import Store
-from cairn.tasks.data import BadData, open_data
 from cairn.tasks.data.drawing import MixedData
+from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.stream import GivenPrompts
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message

@@ -27,8 +27,9 @@ from cairn.storage.ledger.commits import Environment
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
 from cairn.storage.store.store import Store
-from cairn.tasks.data import Data, MixedData, PromptData, open_data
-from cairn.tasks.data.opening import searched, told_tools
+from cairn.tasks.data.drawing import MixedData
+from cairn.tasks.data.opening import Data, open_data, searched, told_tools
+from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.plugin_sources import defining_file_digest, digest_of_all, source_digest
 from cairn.tasks.grading.graders import row_check

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from cairn.configs.errors import BadPrompt
+from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.evaluation import BenchmarkConfig
@@ -21,9 +21,10 @@ from cairn.engines.training.factory import problems as training_problems
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.types.errors import BadModel
 from cairn.flows.watching.trackers.requirements import tracking_problems
-from cairn.tasks.data import BadData, MixedData, PromptData, open_data
 from cairn.tasks.data.demonstrations import DemonstrationData
-from cairn.tasks.data.opening import told_tools
+from cairn.tasks.data.drawing import MixedData
+from cairn.tasks.data.opening import open_data, told_tools
+from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.data.stream import GivenPrompts
 from cairn.tasks.durable.rules import untold
 from cairn.tasks.grading.graders import get_grader, require_paying, row_check

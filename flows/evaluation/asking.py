@@ -11,7 +11,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.tasks.data import PromptData
+from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.evaluation.evaluate import eval_shard
 from cairn.tasks.evaluation.questions import Questions, own_questions
 from cairn.tasks.evaluation.standalone import Sampled

@@ -278,8 +278,9 @@ def _graded(
 ) -> tuple[float | None, str | None]:
     """The reward that the grader gives now, or why it was not asked."""
     from cairn.tasks.batch.sample import Sample
-    from cairn.tasks.grading.graders import OUTSIDE, get_grader, grader_version, named_by_row
+    from cairn.tasks.grading.graders import get_grader, grader_version, named_by_row
     from cairn.tasks.grading.pool import GraderPool
+    from cairn.tasks.grading.protocol import OUTSIDE
     from cairn.tasks.grading.shaping import Overlong, sampled_tokens
 
     if recorded is None or recorded["reward"] is None:

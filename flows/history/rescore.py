@@ -32,7 +32,8 @@ from cairn.storage.ledger.redacted import MARK, redacted_samples
 from cairn.storage.ledger.schemas import ROLLOUT, complete
 from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.store.errors import Retired
-from cairn.tasks.data import PromptRow, open_data
+from cairn.tasks.data.opening import open_data
+from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.grading.graders import require_paying
 from cairn.tasks.grading.opening import open_grader
 from cairn.tasks.grading.protocol import Grading

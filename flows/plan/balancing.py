@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cairn.configs.loader import ConfigError, inherit
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.plan.remedies import Change, more_ranks
 from cairn.flows.reading.balance import Balance, Bottleneck

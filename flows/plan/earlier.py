@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.configs.loader import ConfigError, from_manifest
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.plan.rates import PEAK_TFLOPS
 from cairn.flows.plan.subject import StepTime, Subject

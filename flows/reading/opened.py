@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cairn.storage.opening import open_store
-from cairn.storage.query import open_query
+from cairn.storage.query.database import open_query
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from cairn.configs.loader import ConfigError, from_manifest
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.gates import holding
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward

@@ -13,7 +13,7 @@ from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_se
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import DATA
-from cairn.storage.query import open_query
+from cairn.storage.query.database import open_query
 
 # Which samples of a long run are shown with their tokens.
 

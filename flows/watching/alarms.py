@@ -12,11 +12,12 @@ from statistics import fmean
 
 from cairn.configs.schema.operations import AlarmRule, AlarmsConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.events import Event, IterationDone, Message
+from cairn.flows.events import Event, IterationDone
 from cairn.flows.reading.balance import iteration_waits
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.events import Message
 
 WATCHED: Mapping[str, tuple[str, ...]] = {
     "entropy": ("train/entropy_loss",),

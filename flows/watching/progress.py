@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
 from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
 from cairn.flows.text import printable
 from cairn.storage.ledger.commits import Step
+from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
-from cairn.flows.events import Event, Message, OnEvent
+from cairn.flows.events import Event, OnEvent
+from cairn.tasks.durable.events import Message
 
 QUEUE = 4096
 """Events that wait for one watcher at most: some iterations of a hundred shards."""

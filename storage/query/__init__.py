@@ -7,7 +7,8 @@ names. What is kept of commits between queries (`cairn.storage.query.catalogue`)
 """
 
 from cairn.storage.query.database import Query, open_query
-from cairn.storage.query.views import VIEWS, Column, View
+from cairn.storage.query.sample_views import Column, View
+from cairn.storage.query.views import VIEWS
 from cairn.storage.store.errors import BadQuery
 
 __all__ = ["VIEWS", "BadQuery", "Column", "Query", "View", "open_query"]

@@ -23,7 +23,7 @@ from cairn.storage.evals import Evaluation
 from cairn.storage.ledger import layout, schemas
 from cairn.storage.ledger.commits import Step
 from cairn.storage.query.catalogue import Catalogue, Tables
-from cairn.storage.query.views import View
+from cairn.storage.query.sample_views import View
 from cairn.storage.store.errors import Damaged, StoreError
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import Store

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.schemas import Status
-from cairn.tasks.data import MixedData
+from cairn.tasks.data.drawing import MixedData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.grading.shaping import as_graded, sampled_tokens
 

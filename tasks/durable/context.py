@@ -19,16 +19,11 @@ from cairn.storage.ledger.schemas import Disposition, Status
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged
-from cairn.tasks.data import (
-    Data,
-    DemonstrationData,
-    Draw,
-    PromptData,
-    PromptRow,
-    learns_from_results,
-    next_prompts,
-)
-from cairn.tasks.data.stream import GroupResult
+from cairn.tasks.data.demonstrations import DemonstrationData
+from cairn.tasks.data.drawing import learns_from_results, next_prompts
+from cairn.tasks.data.opening import Data
+from cairn.tasks.data.prompts import PromptData, PromptRow
+from cairn.tasks.data.stream import Draw, GroupResult
 from cairn.tasks.durable.casualties import Casualties
 from cairn.tasks.durable.events import StepEvent
 from cairn.tasks.durable.recorded_run import RecordedRun

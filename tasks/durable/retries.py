@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from cairn.configs.schema.operations import ErrorClass, RetryConfig
-from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
+from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout, GraderUnavailable
 from cairn.storage.ledger.commits import Step
 from cairn.storage.store.errors import NO_SPACE, NoSpace, StoreError, StoreRefused
-from cairn.tasks.grading.pool import GraderUnavailable
 
 Place = tuple[int, Step, str | None]
 """Iteration, step and shard."""

@@ -31,7 +31,8 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import Outcome, StepCall, changes, durable
 from cairn.tasks.durable.versions import version_of
-from cairn.tasks.evaluation.benchmarks import SCORE, EvaluatedSample, measure
+from cairn.tasks.evaluation.benchmarks import SCORE, measure
+from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluated_samples, found_answers
 from cairn.tasks.evaluation.questions import Questions, own_questions
 from cairn.tasks.generation.calls import call_tables

@@ -15,7 +15,7 @@ from cairn.engines.types.trajectories import SampleRequest
 from cairn.engines.types.types import SamplingParams
 from cairn.storage.evals import EvaluationKey
 from cairn.storage.store import canonical
-from cairn.tasks.data import PromptData, PromptRow
+from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.durable.plugin_sources import source_digest
 from cairn.tasks.evaluation.benchmarks import measure
 from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample

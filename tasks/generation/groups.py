@@ -43,8 +43,8 @@ from cairn.storage.ledger.schemas import (
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.batch.batch import kept_column, row_images
 from cairn.tasks.batch.sequences import last_trajectory, routed_column, routes_of
-from cairn.tasks.data import DrawnRow
 from cairn.tasks.data.prompts import PromptRow
+from cairn.tasks.data.stream import DrawnRow
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.calls import read_calls
 

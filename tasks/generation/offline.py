@@ -15,7 +15,8 @@ import pyarrow as pa
 from cairn.engines.types.types import FinishReason
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import DATA, FILTER, ROLLOUT, Disposition, Status
-from cairn.tasks.data import DemonstrationData, DemonstrationRow, DrawnRow, draw
+from cairn.tasks.data.demonstrations import DemonstrationData, DemonstrationRow
+from cairn.tasks.data.stream import DrawnRow, draw
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.selection import number

@@ -26,7 +26,8 @@ from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE
 from cairn.storage.ledger.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
 from cairn.storage.logs.write_ahead import WriteAhead
 from cairn.tasks.batch.batch import with_optional
-from cairn.tasks.data import Draw, DrawnRow, PromptRow
+from cairn.tasks.data.prompts import PromptRow
+from cairn.tasks.data.stream import Draw, DrawnRow
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import GroupPlace, unfinished_groups
 from cairn.tasks.durable.step import Outcome, StepCall, durable

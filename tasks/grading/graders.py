@@ -20,8 +20,6 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,14 +27,7 @@ from typing import Any
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, deferred
 from cairn.configs.schema.reward import RewardConfig
-
-Grader = Callable[..., Any]
-
-BOXED = "boxed_"
-"""Before the name of one of ours: it is given what stands in the last box in the place of the response."""
-
-OUTSIDE = ("code", "judge", "remote_rm", "reward_model")
-"""Those of ours that ask something outside: `cairn.tasks.grading.outside.kinds`."""
+from cairn.tasks.grading.protocol import BOXED, OUTSIDE, Grader, NamedGrader, Takes
 
 _LIBRARIES = {
     "deepscaler": "math-verify",
@@ -61,62 +52,6 @@ _OTHERS = {
     "multiple_choice": ("choices",),
 }
 """Of the graders that rest on other modules of this package, which."""
-
-
-class TryAgain(Exception):
-    """Raised by a grader: something that it asks does not answer now, and may later."""
-
-
-class Takes(StrEnum):
-    """What a grader is called with."""
-
-    TEXTS = "texts"
-    """Response, label and metadata of one sample."""
-    SAMPLE = "sample"
-    """One whole sample."""
-    SAMPLES = "samples"
-    """A list of whole samples."""
-    SLIME_SAMPLE = "args, sample"
-    """What slime calls it with: see `cairn.tasks.slime`."""
-    SLIME_SAMPLES = "args, samples"
-    """The same of a list."""
-
-    @property
-    def several(self) -> bool:
-        """Samples that are graded in one call."""
-        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
-
-
-@dataclass(frozen=True)
-class NamedGrader:
-    """Which grader, where it is, which version of it, and how it is called."""
-
-    name: str
-    path: str
-    """For `cairn.configs.plugins.load_callable`."""
-    version: str
-    """Changes whenever the grader's code does."""
-    takes: Takes
-    waits: bool
-    """It is a coroutine function."""
-    wrong: float | None = None
-    """What one of ours that reads responses gives to a wrong answer, and so to one over which its process gets lost;
-    None: such a sample fails."""
-
-    @property
-    def boxed(self) -> bool:
-        """It is given what stands in the last box in the place of the response."""
-        return self.path != self.name and self.name.startswith(BOXED)
-
-    @property
-    def whole_sample(self) -> bool:
-        """It takes `cairn.tasks.batch.sample.Sample` in place of response, label and metadata."""
-        return self.takes is not Takes.TEXTS
-
-    @property
-    def sees_tokens(self) -> bool:
-        """It may read a whole sample's tokens too. Of ours only those that ask something outside do."""
-        return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)
 
 
 def get_grader(config: "RewardConfig") -> NamedGrader:
@@ -188,9 +123,7 @@ def _outside(config: "RewardConfig") -> NamedGrader:
         version = reward_model.version_of(reward_model.options_of(config))
         return NamedGrader(reward_model.NAME, reward_model.__name__, version, Takes.SAMPLE, waits=False)
     asked = outside(config)
-    return NamedGrader(
-        asked.name, f"cairn.tasks.grading.outside.kinds.{asked.name}", asked.version, Takes.SAMPLE, waits=True
-    )
+    return NamedGrader(asked.name, f"cairn.tasks.grading.outside.{asked.name}", asked.version, Takes.SAMPLE, waits=True)
 
 
 def _ours(name: str) -> NamedGrader:

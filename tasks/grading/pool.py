@@ -32,15 +32,17 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader, named_by_row
-from cairn.tasks.grading.process import Blame, GraderFailed, GraderProcess, GraderUnavailable, Lost
+from cairn.tasks.grading.process import Blame, GraderProcess, Lost
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.worker import Answer, Terms, Whose
 
 __all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
@@ -53,23 +55,6 @@ KILLED = 5
 """Processes that the machine may take from a sample before it is no use to start another."""
 FIRST_WAIT = 0.5
 """Seconds before the second of them; the wait doubles with each."""
-
-
-@dataclass(frozen=True)
-class Graded:
-    """What a grader said of one sample. Without a reward the sample has failed, and `error` says how."""
-
-    reward: float | None
-    components: dict[str, Any] | None = None
-    error: str | None = None
-    tries: int = field(default=1, compare=False)
-    """Times that it was graded."""
-    waited: float = field(default=0.0, compare=False)
-    """Seconds between them."""
-    grader: str = field(default="", compare=False)
-    """Who graded it; empty where nobody did."""
-    version: str = field(default="", compare=False)
-    """Of the grader."""
 
 
 class GraderPool:

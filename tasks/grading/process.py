@@ -36,7 +36,9 @@ from typing import Any
 import psutil
 
 from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
-from cairn.tasks.grading.graders import NamedGrader, grader_version
+from cairn.engines.types.errors import GraderFailed, GraderUnavailable
+from cairn.tasks.grading.graders import grader_version
+from cairn.tasks.grading.protocol import NamedGrader
 from cairn.tasks.grading.worker import Answer, Terms, Whose, too_long
 
 # How long a sample has kept its grader busy, told apart from how long the machine kept the grader waiting.
@@ -132,14 +134,6 @@ TICK = 0.25
 
 _TO_END = 10.0
 """Seconds that a process which hung up may take to be gone."""
-
-
-class GraderFailed(Exception):
-    """No grader process runs: its import failed, its code is not what the run recorded, or the pool is closed."""
-
-
-class GraderUnavailable(GraderFailed):
-    """The machine does not let the grader work, or what it asks does not answer: a new try may help."""
 
 
 class Blame(StrEnum):

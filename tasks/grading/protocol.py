@@ -1,10 +1,11 @@
 """What a step has of a grader, wherever it computes: processes (`pool`), or something outside (`outside`)."""
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
 
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.pool import Graded
 
 GRADER_OPTIONS = (
     "reward.rm_type",
@@ -20,6 +21,23 @@ GRADER_OPTIONS = (
     "reward.code",
 )
 """What a step that has samples graded reads of the configuration for its graders, but for a reward model."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What a grader said of one sample. Without a reward the sample has failed, and `error` says how."""
+
+    reward: float | None
+    components: dict[str, Any] | None = None
+    error: str | None = None
+    tries: int = field(default=1, compare=False)
+    """Times that it was graded."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds between them."""
+    grader: str = field(default="", compare=False)
+    """Who graded it; empty where nobody did."""
+    version: str = field(default="", compare=False)
+    """Of the grader."""
 
 
 class Grading(Protocol):
@@ -71,3 +89,70 @@ class Rememberable(Grading, Protocol):
     def can_grade(self, sample: Sample) -> None:
         """Hear of a sample that got a reward before, perhaps in another process: where some fail, it tells by this one
         whether it is they or the grader."""
+
+
+Grader = Callable[..., Any]
+
+
+BOXED = "boxed_"
+"""Before the name of one of ours: it is given what stands in the last box in the place of the response."""
+
+
+OUTSIDE = ("code", "judge", "remote_rm", "reward_model")
+"""Those of ours that ask something outside: `cairn.tasks.grading.outside.kinds`."""
+
+
+class TryAgain(Exception):
+    """Raised by a grader: something that it asks does not answer now, and may later."""
+
+
+class Takes(StrEnum):
+    """What a grader is called with."""
+
+    TEXTS = "texts"
+    """Response, label and metadata of one sample."""
+    SAMPLE = "sample"
+    """One whole sample."""
+    SAMPLES = "samples"
+    """A list of whole samples."""
+    SLIME_SAMPLE = "args, sample"
+    """What slime calls it with: see `cairn.tasks.slime`."""
+    SLIME_SAMPLES = "args, samples"
+    """The same of a list."""
+
+    @property
+    def several(self) -> bool:
+        """Samples that are graded in one call."""
+        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
+
+
+@dataclass(frozen=True)
+class NamedGrader:
+    """Which grader, where it is, which version of it, and how it is called."""
+
+    name: str
+    path: str
+    """For `cairn.configs.plugins.load_callable`."""
+    version: str
+    """Changes whenever the grader's code does."""
+    takes: Takes
+    waits: bool
+    """It is a coroutine function."""
+    wrong: float | None = None
+    """What one of ours that reads responses gives to a wrong answer, and so to one over which its process gets lost;
+    None: such a sample fails."""
+
+    @property
+    def boxed(self) -> bool:
+        """It is given what stands in the last box in the place of the response."""
+        return self.path != self.name and self.name.startswith(BOXED)
+
+    @property
+    def whole_sample(self) -> bool:
+        """It takes `cairn.tasks.batch.sample.Sample` in place of response, label and metadata."""
+        return self.takes is not Takes.TEXTS
+
+    @property
+    def sees_tokens(self) -> bool:
+        """It may read a whole sample's tokens too. Of ours only those that ask something outside do."""
+        return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.schemas import RAW_REWARD, TRAJECTORY_REWARDS
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.worker import finite
 
 # Rewards by their names, of a grader that gives several: numbers among what it returns, and `reward`, the sample's

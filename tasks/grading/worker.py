@@ -29,7 +29,7 @@ from typing import Any
 from cairn.configs.plugins import load_callable
 from cairn.engines.processes.child import die_with
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.grading.graders import Grader, Takes, TryAgain
+from cairn.tasks.grading.protocol import Grader, Takes, TryAgain
 from cairn.tasks.rewards.boxed import in_box
 
 

@@ -22,7 +22,7 @@ from cairn.engines.types.types import FinishReason
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.driver.signals import EXIT_CODE
-from cairn.flows.events import Event, Message
+from cairn.flows.events import Event
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
@@ -30,6 +30,7 @@ from cairn.storage.logs.call_log import CallLog
 from cairn.storage.logs.stream_log import StreamLog
 from cairn.storage.logs.write_ahead import WriteAhead
 from cairn.storage.opening import open_for_runs
+from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import StepCall
 from tests.chaos.faults import Fault, Striker
 from tests.chaos.runs import STREAM

@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cairn.configs.loader import ConfigError, from_manifest, load, parse
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, load, parse
 from cairn.configs.schema.base import has_credentials
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig

@@ -28,7 +28,8 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic, loss_needs, scores_needed
 from cairn.flows.driver.validation import setup_problems
-from cairn.tasks.advantages.step import ScoredBatch, estimate
+from cairn.tasks.advantages.batch import ScoredBatch
+from cairn.tasks.advantages.step import estimate
 from tests.tiny_run import tiny_config
 
 FUNCTIONS = [kind for kind in KINDS if kind is not TOOL]

@@ -17,12 +17,13 @@ from cairn.engines.training.aggregations import token_weights
 from cairn.engines.types.errors import GenerationFailed
 from cairn.engines.types.trajectories import call_seed
 from cairn.flows.driver.validation import setup_problems
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import MEASURED
 from cairn.storage.store.errors import RunDiffers
 from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
 from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate
 from cairn.tasks.steps import stale_steps
 from tests.local_fleet import LocalFleet, dying_after

@@ -23,7 +23,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.logs.call_log import calls_of
 from cairn.storage.opening import open_store
-from cairn.storage.query import open_query
+from cairn.storage.query.database import open_query
 from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.verification import verify
 from tests.browser import visit

@@ -18,8 +18,8 @@ from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.objective import loss_and_metrics, masked
 from cairn.engines.training.losses.value import value_loss
 from cairn.engines.types.types import TrainBatch
-from cairn.tasks.advantages.batch import normalise
-from cairn.tasks.advantages.step import ScoredBatch, distil, estimate, reverse_kl
+from cairn.tasks.advantages.batch import ScoredBatch, normalise
+from cairn.tasks.advantages.step import distil, estimate, reverse_kl
 from tests.parity.recording import OWN, SEVERAL
 
 HERE = Path(__file__).parent

@@ -18,8 +18,9 @@ from cairn.engines.training.losses.dpo import loss as loss_of_tokens
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import METRICS, find_metric, iteration_metrics
 from cairn.storage.ledger.commits import Step
+from cairn.tasks.advantages.batch import ScoredBatch
 from cairn.tasks.advantages.dpo import preference_metrics
-from cairn.tasks.advantages.step import ScoredBatch, estimate
+from cairn.tasks.advantages.step import estimate
 from tests.local_fleet import LocalFleet
 from tests.tasks.test_iteration import run_iterations
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_context

@@ -17,7 +17,8 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.rollout import PythonTool, SandboxedTool, ToolOptions
 from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolUnavailable
 from cairn.engines.agents.tools.results import shortened
-from cairn.engines.processes.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
+from cairn.engines.processes.bubblewrap import Confined
+from cairn.engines.processes.sandbox import LOST, Ran, Sandbox, SandboxFailed
 
 QUEUE = 3600.0
 """Seconds that a program may wait for its turn."""

@@ -25,16 +25,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
-from cairn.flows.events import (
-    Event,
-    GroupsGenerated,
-    IterationDone,
-    Message,
-    RunDone,
-    RunStarted,
-    StepCommitted,
-    StepStarted,
-)
+from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
 from cairn.flows.orchestration.artifacts.pages import (
     IterationFacts,
     Picked,
@@ -51,6 +42,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.errors import Damaged, Retired, StoreError
 from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, StepStarted
 from cairn.tasks.durable.versions import version_of
 
 # Artifacts of Prefect's, as far as pages need them: made, found and replaced by their keys.

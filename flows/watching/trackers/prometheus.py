@@ -11,12 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.events import Event, IterationDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.events import Event, IterationDone, RunStarted
 from cairn.flows.reading.metrics import eval_metrics, step_seconds
 from cairn.flows.reading.samples import first_and_last_scores
 from cairn.flows.watching.alarms import MetricHistory
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.events import StepCommitted, StepStarted
 
 _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cairn_iteration": ("The newest iteration that is complete.", ()),

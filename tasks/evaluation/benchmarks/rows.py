@@ -21,7 +21,8 @@ from cairn.configs.schema.evaluation import TEMPLATES, Benchmark
 from cairn.configs.schema.reward import RewardConfig
 from cairn.tasks.data.prompts import OverRows, PromptData
 from cairn.tasks.data.rows import FILES, RowFile, label_text, open_rows
-from cairn.tasks.grading.graders import NamedGrader, get_grader
+from cairn.tasks.grading.graders import get_grader
+from cairn.tasks.grading.protocol import NamedGrader
 
 # Where a benchmark's rows are on this machine.
 

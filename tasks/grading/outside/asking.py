@@ -13,21 +13,23 @@ How often it is asked again, and after which waits, says `retry.grader`.
 """
 
 import asyncio
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import httpx
 
 from cairn.configs.schema.operations import GraderRetries
+from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.graders import TryAgain
-from cairn.tasks.grading.pool import Graded
-from cairn.tasks.grading.process import GraderFailed, GraderUnavailable
+from cairn.tasks.grading.protocol import Graded, TryAgain
 from cairn.tasks.grading.worker import Whose, whose
 
 _TO_END = 10.0
@@ -264,3 +266,12 @@ class Service:
         if not key:
             raise GraderFailed(f"the environment variable {self._key_env} is empty: put the key for {self._url} there")
         return {"Authorization": f"Bearer {key}"}
+
+
+def source_version(*modules: str | ModuleType) -> str:
+    """Changes with the code of modules, those of this package by their names."""
+    digest = hashlib.sha256()
+    for module in modules:
+        file = Path(__file__).with_name(f"{module}.py") if isinstance(module, str) else Path(str(module.__file__))
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -25,12 +25,13 @@ from typing import Any
 
 from cairn.configs.schema.reward import CodeConfig
 from cairn.engines.processes import bounds, bubblewrap, sandbox
-from cairn.engines.processes import bubblewrap as system_calls
-from cairn.engines.processes.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
+from cairn.engines.processes.bubblewrap import Confined
+from cairn.engines.processes.sandbox import LOST, Ran, Sandbox, SandboxFailed
+from cairn.engines.types.errors import GraderUnavailable
 from cairn.storage.store import canonical
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.outside.kinds import source_version
-from cairn.tasks.grading.pool import Graded, GraderUnavailable
+from cairn.tasks.grading.outside.asking import source_version
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.rewards.boxed import answer_of
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
@@ -68,7 +69,7 @@ class Code:
         self._partial_credit = config.partial_credit
         self._sandbox = Sandbox(confined(config))
         asked = canonical.digest(config.model_dump(mode="json", exclude={"bwrap", "num_workers"}))
-        self.version = f"{source_version('code', sandbox, bubblewrap, bounds, system_calls)} {asked[:16]}"
+        self.version = f"{source_version('code', sandbox, bubblewrap, bounds)} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """The program and its tests. ValueError where the row has none."""

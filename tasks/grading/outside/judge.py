@@ -11,9 +11,8 @@ from typing import Any
 from cairn.configs.schema.reward import JudgeConfig
 from cairn.storage.store import canonical
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.outside.asking import Service
-from cairn.tasks.grading.outside.kinds import source_version
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.outside.asking import Service, source_version
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.rewards.boxed import answer_of
 
 _PLACE = re.compile(r"\{(prompt|response|answer|label)\}")
@@ -32,7 +31,7 @@ class Judge:
         url = f"{config.url.rstrip('/')}/chat/completions"
         self._service = Service(url, config.api_key_env, config.timeout, at_once)
         asked = canonical.digest(config.model_dump(mode="json", exclude={"url", "timeout", "api_key_env"}))
-        self.version = f"{source_version('judge', 'http')} {config.model} {asked[:16]}"
+        self.version = f"{source_version('judge', 'asking')} {config.model} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """The body of the request. ValueError where the template names the label, and the row has none."""

@@ -4,9 +4,6 @@ They are Cairn's own code and wait rather than compute, so they run in the drive
 (`cairn.tasks.grading.outside.asking`).
 """
 
-import hashlib
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from cairn.configs.plugins import BadPlugin
@@ -40,12 +37,3 @@ def outside(config: "RewardConfig") -> "Outside":
 
             return Code(config.code or CodeConfig())
     raise BadPlugin(f"there is no grader {config.rm_type!r} that asks something outside")
-
-
-def source_version(*modules: str | ModuleType) -> str:
-    """Changes with the code of modules, those of this package by their names."""
-    digest = hashlib.sha256()
-    for module in modules:
-        file = Path(__file__).with_name(f"{module}.py") if isinstance(module, str) else Path(str(module.__file__))
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]

@@ -10,9 +10,8 @@ from typing import Any
 from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.store import canonical
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.outside.asking import Service
-from cairn.tasks.grading.outside.kinds import source_version
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.outside.asking import Service, source_version
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.worker import finite
 
 
@@ -27,7 +26,7 @@ class RemoteRM:
         self._reward_key = config.reward_key
         self._service = Service(config.rm_url, config.rm_api_key_env, config.rm_timeout, config.rm_concurrency)
         asked = canonical.digest({"url": config.rm_url, "reward_key": config.reward_key})
-        self.version = f"{source_version('remote_rm', 'http')} {asked[:16]}"
+        self.version = f"{source_version('remote_rm', 'asking')} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """The body of the request."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardModelConfig
+from cairn.engines.types.errors import GraderFailed
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.outside.kinds import source_version
-from cairn.tasks.grading.pool import Graded
-from cairn.tasks.grading.process import GraderFailed
+from cairn.tasks.grading.outside.asking import source_version
+from cairn.tasks.grading.protocol import Graded
 
 if TYPE_CHECKING:
     from cairn.configs.schema.reward import RewardConfig

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cairn.engines.processes.sandbox import Confined, Sandbox, SandboxFailed
+from cairn.engines.processes.bubblewrap import Confined
+from cairn.engines.processes.sandbox import Sandbox, SandboxFailed
 
 ESCAPES = Path(__file__).with_name("escapes.py")
 PLAIN = 54321

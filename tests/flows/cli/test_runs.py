@@ -22,7 +22,7 @@ from cairn.flows.iteration import collect, iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
-from cairn.tasks.data import PromptData
+from cairn.tasks.data.prompts import PromptData
 from tests.background import in_background
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import cairn as package
 from cairn.flows.cli import app
-from cairn.storage.query import VIEWS
+from cairn.storage.query.views import VIEWS
 from tests.flows.written_runs import new_run, write_run
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cairn.configs.loader import ConfigError, parse
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
 from cairn.flows.driver.validation import data_problems, setup_problems

@@ -11,7 +11,8 @@ from cairn.configs.kinds import REWARD
 from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.history.rescore import TAGS, makes_tags
 from cairn.tasks.grading import graders as rewards
-from cairn.tasks.grading.graders import OUTSIDE, get_grader
+from cairn.tasks.grading.graders import get_grader
+from cairn.tasks.grading.protocol import OUTSIDE
 from cairn.tasks.rewards import boxed
 
 PIECES = st.lists(st.tuples(st.booleans(), st.sampled_from(["<", ">", "/", "</", "think", "k>", "<th", "a", *TAGS])))

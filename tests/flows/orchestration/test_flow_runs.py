@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed, State
 
 from cairn.configs.schema.operations import RetryConfig
-from cairn.engines.types.errors import EngineDied
+from cairn.engines.types.errors import EngineDied, GraderUnavailable
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.orchestration.flow_runs import (
     PrefectSteps,
@@ -44,7 +44,6 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.store.errors import LeaseLost, NoSpace, StoreError, StoreRefused
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.retries import RetryTally
-from cairn.tasks.grading.pool import GraderUnavailable
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)

@@ -10,11 +10,12 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cairn.configs.schema.operations import AlarmRule, AlarmsConfig
-from cairn.flows.events import IterationDone, Message
+from cairn.flows.events import IterationDone
 from cairn.flows.watching import alarms as module
 from cairn.flows.watching.alarms import Alarms, MetricHistory, alarms, raised
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.events import Message
 from tests.flows.written_runs import config_of, new_run, write_run
 from tests.waiting import wait_for
 

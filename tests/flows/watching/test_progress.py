@@ -5,10 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
 from cairn.flows.watching.progress import Progress, sparkline
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 from tests.flows.written_runs import config_of, new_run, write_iteration
 
 

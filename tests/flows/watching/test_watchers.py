@@ -6,10 +6,11 @@ from contextvars import ContextVar
 
 import pytest
 
-from cairn.flows.events import Event, Message, RunStarted, StepStarted
+from cairn.flows.events import Event, RunStarted
 from cairn.flows.watching import watchers
 from cairn.flows.watching.watchers import Watchers
 from cairn.storage.ledger.commits import Step
+from cairn.tasks.durable.events import Message, StepStarted
 
 STARTED = RunStarted("toy", 1, 0, 3)
 BLOCKED = 20.0

@@ -11,7 +11,9 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.opening import open_store
-from cairn.storage.query import VIEWS, BadQuery, Query, open_query
+from cairn.storage.query.database import Query, open_query
+from cairn.storage.query.views import VIEWS
+from cairn.storage.store.errors import BadQuery
 from cairn.storage.store.store import Store
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.s3 import S3Server, use_server

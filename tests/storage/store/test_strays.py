@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cairn.configs.errors import BadData
 from cairn.flows.plan.earlier import earlier_run
 from cairn.flows.reading.views import all_runs
 from cairn.flows.train import remove_old_files
@@ -27,7 +28,6 @@ from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import LONGEST_RECORD
 from cairn.storage.upkeep.collector import delete_run, garbage
 from cairn.storage.upkeep.retention import forks, retire
-from cairn.tasks.data import BadData
 from cairn.tasks.data.files import parsed
 from tests.storage.upkeep.test_retention import EVERY_FOURTH, _eleven_iterations
 from tests.tables import cases

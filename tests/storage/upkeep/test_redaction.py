@@ -22,9 +22,9 @@ from cairn.storage.ledger.redacted import MARK, Fault, without_text
 from cairn.storage.ledger.schemas import CALLS, SCORE, rollout_schema
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest
-from cairn.storage.logs.write_ahead import part_bytes
+from cairn.storage.logs.parts import part_bytes
 from cairn.storage.opening import open_store
-from cairn.storage.query import open_query
+from cairn.storage.query.database import open_query
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, Redacted
 from cairn.storage.store.local import LocalStore

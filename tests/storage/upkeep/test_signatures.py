@@ -17,7 +17,7 @@ from cairn.storage.ledger.decisions import Verdict
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.answers import Answer, Answers
-from cairn.storage.logs.write_ahead import part_bytes
+from cairn.storage.logs.parts import part_bytes
 from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import StoreError, StoreRefused

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import FILTER, REWARD, rollout_schema
-from cairn.tasks.advantages.batch import normalise
-from cairn.tasks.advantages.step import ScoredBatch, estimated
+from cairn.tasks.advantages.batch import ScoredBatch, normalise
+from cairn.tasks.advantages.step import estimated
 from cairn.tasks.batch.batch import arrays, trained_shards
 from cairn.tasks.durable.recorded_run import RecordedRun
 from tests.flows import written_runs

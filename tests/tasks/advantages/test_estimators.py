@@ -14,8 +14,7 @@ from cairn.configs.kinds import ESTIMATOR, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.tasks.advantages import step as estimators
-from cairn.tasks.advantages.batch import normalise
-from cairn.tasks.advantages.step import ScoredBatch
+from cairn.tasks.advantages.batch import ScoredBatch, normalise
 
 WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline")

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cairn.configs.loader import ConfigError, parse
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import parse
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.tasks.advantages import step as estimators
-from cairn.tasks.advantages.step import ScoredBatch
+from cairn.tasks.advantages.batch import ScoredBatch
 from cairn.tasks.batch.batch import arrays
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import with_rewards
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

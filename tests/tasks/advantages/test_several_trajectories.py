@@ -11,7 +11,7 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.types import KeptTokens, TrainBatch
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.flows.reading.samples import iteration_samples
 from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.ledger.commits import Step
@@ -20,6 +20,7 @@ from cairn.storage.upkeep.verification import verify
 from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
 from cairn.tasks.batch.sequences import of_samples, split_trajectories
 from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate
 from cairn.tasks.generation.groups import sample_table, unfinished_group, without_unused
 from tests.local_fleet import LocalFleet, dying_after

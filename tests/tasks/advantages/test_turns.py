@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.batch import Turn
-from cairn.tasks.advantages.step import Episodes, ScoredBatch, compared, estimate
+from cairn.tasks.advantages.batch import ScoredBatch, Turn
+from cairn.tasks.advantages.step import Episodes, compared, estimate
 
 
 def ones(*lengths: int) -> list[np.ndarray]:

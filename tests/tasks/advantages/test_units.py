@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages.step import Episodes, ScoredBatch, compared, estimate
+from cairn.tasks.advantages.batch import ScoredBatch
+from cairn.tasks.advantages.step import Episodes, compared, estimate
 from tests.tables import cases
 from tests.tasks.advantages.test_estimators import WHITENED
 

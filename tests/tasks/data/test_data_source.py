@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.errors import BadData
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
-from cairn.tasks.data import BadData, PromptData
+from cairn.tasks.data.prompts import PromptData
 from tests.tasks.data.test_prompt_data import ROWS, write_jsonl, write_parquet
 
 

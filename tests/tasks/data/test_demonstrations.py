@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cairn.configs.errors import BadPrompt
+from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.schema.data import DataConfig
-from cairn.tasks.data import BadData, DemonstrationData
+from cairn.tasks.data.demonstrations import DemonstrationData
 from examples.quickstart.model import build_tokenizer
 
 CHATML = (

@@ -7,14 +7,16 @@ from typing import Any
 import fsspec
 import pytest
 
+from cairn.configs.errors import BadData
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import find_metric, shown_metrics
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.store.errors import RunDiffers
-from cairn.tasks.data import BadData, GivenPrompts, PromptData, next_prompts
-from cairn.tasks.data.stream import GroupResult
+from cairn.tasks.data.drawing import next_prompts
+from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.stream import GivenPrompts, GroupResult
 from cairn.tasks.durable.context import RunContext, round_results, untold_results
 from cairn.tasks.durable.selection import last_selection
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

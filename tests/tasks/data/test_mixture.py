@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.configs.errors import BadData
 from cairn.configs.schema.data import MixedSource
-from cairn.tasks.data import BadData
 from cairn.tasks.data.drawing import MixedData, draw_mixed
 
 SIZES = {"ten": 10, "three": 3, "twenty": 20}

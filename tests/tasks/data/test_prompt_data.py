@@ -20,11 +20,11 @@ import pytest
 import s3fs
 
 import cairn
-from cairn.configs.errors import BadPrompt
+from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.schema.data import RowFormat
 from cairn.engines.models.tokenizers import stop_clock
 from cairn.storage.store.errors import NoSpace
-from cairn.tasks.data import BadData, PromptData
+from cairn.tasks.data.prompts import PromptData
 from tests.small_disk import small_disk, why_not
 from tests.tables import cases
 from tests.tomorrow import Tomorrow

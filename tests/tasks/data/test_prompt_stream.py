@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cairn.configs.errors import BadData
 from cairn.configs.schema.data import RowFormat
-from cairn.tasks.data import BadData, PromptData, draw, order
+from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.stream import draw, order
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSp
 from reasoning_gym.factory import create_curriculum
 from simpleeval import InvalidExpression
 
+from cairn.configs.errors import BadData
 from cairn.configs.schema.data import RowFormat
 from cairn.tasks.batch.sample import Sample
-from cairn.tasks.data import BadData, PromptData
+from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.data.reasoning_gym import rows
 from cairn.tasks.rewards.reasoning_gym import _formula, _literal, grade
 

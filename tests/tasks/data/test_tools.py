@@ -12,8 +12,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.sources import input_digests
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.data import PromptData
 from cairn.tasks.data.opening import told_tools
+from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.generation import generate_function
 from tests.engines.agents.generation.chat import chat_tokenizer

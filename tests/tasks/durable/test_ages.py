@@ -18,7 +18,8 @@ from cairn.tasks.batch.batch import train_batch, trained_shards
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection, number, trained_groups
 from cairn.tasks.durable.versions import sampled_from, token_ages, weight_version_after
-from cairn.tasks.selecting.buffers import JudgedGroup, get_policy
+from cairn.tasks.selecting.buffers import get_policy
+from cairn.tasks.selecting.buffers.group import JudgedGroup
 from cairn.tasks.selecting.filter import fill_batch
 from cairn.tasks.trainer.recovery import restore_trainer
 from tests.flows.written_runs import new_run

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.errors import BadData
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.history.fork import fork
 from cairn.flows.history.replay import replay
@@ -12,7 +13,6 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import InForce, Quarantine
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
-from cairn.tasks.data import BadData
 from cairn.tasks.data.stream import order
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.quarantine import passed_over, put_in_force

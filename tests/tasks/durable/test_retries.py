@@ -7,7 +7,15 @@ import pytest
 
 from cairn.configs.schema.operations import GraderRetries, RetryConfig, RetryRule
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.types.errors import (
+    ClusterLost,
+    EngineDied,
+    EngineError,
+    EngineTimeout,
+    GenerationFailed,
+    GraderFailed,
+    GraderUnavailable,
+)
 from cairn.flows.cli.tables import print_status
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
@@ -16,7 +24,6 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import NoSpace, StoreError, StoreRefused
 from cairn.tasks.durable.retries import RetryTally, error_class
-from cairn.tasks.grading.pool import GraderFailed, GraderUnavailable
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 PLACE = (3, Step.ROLLOUT, "00-000")

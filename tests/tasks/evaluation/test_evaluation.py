@@ -19,7 +19,8 @@ from cairn.flows.reading.views import run_status
 from cairn.flows.watching.progress import Progress
 from cairn.storage.ledger import layout
 from cairn.storage.upkeep.collector import collect, garbage
-from cairn.tasks.evaluation.benchmarks import EvaluatedSample, measure
+from cairn.tasks.evaluation.benchmarks import measure
+from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.evaluate import evaluate
 from cairn.tasks.evaluation.questions import eval_seed
 from cairn.tasks.generation.groups import sample_seed

@@ -24,7 +24,8 @@ from cairn.flows.reading.lineage import lineage
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
 from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.data import DemonstrationData, open_data
+from cairn.tasks.data.demonstrations import DemonstrationData
+from cairn.tasks.data.opening import open_data
 from cairn.tasks.durable.events import Message
 from cairn.tasks.trainer.recovery import restore_trainer
 from tests.local_fleet import LocalFleet

@@ -16,11 +16,13 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading import pool as pool_module
-from cairn.tasks.grading.graders import Takes, get_grader
-from cairn.tasks.grading.pool import FRESH, KILLED, Graded, GraderFailed, GraderPool, GraderUnavailable
+from cairn.tasks.grading.graders import get_grader
+from cairn.tasks.grading.pool import FRESH, KILLED, GraderPool
 from cairn.tasks.grading.process import GraderProcess, OwnTime, _thread_states
+from cairn.tasks.grading.protocol import Graded, Takes
 from cairn.tasks.grading.worker import Terms
 from tests.waiting import wait_for
 

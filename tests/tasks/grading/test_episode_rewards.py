@@ -11,7 +11,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.tasks.batch.sample import ResponseSegment, Sample
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import with_own_rewards
 from cairn.tasks.rewards import episode
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

@@ -17,10 +17,12 @@ import pytest
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.types.errors import GraderFailed
 from cairn.flows.driver.sources import open_graders
 from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
-from cairn.tasks.grading.pool import FRESH, Graded, GraderFailed, GraderPool
+from cairn.tasks.grading.pool import FRESH, GraderPool
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.rewards import dapo
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for

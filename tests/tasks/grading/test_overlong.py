@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import Overlong, sampled_tokens
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -11,7 +11,7 @@ import pytest
 from cairn.flows.driver.sources import open_graders
 from cairn.tasks.batch.sample import ResponseSegment, Sample
 from cairn.tasks.grading.opening import ReturnedRewards
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import with_own_rewards
 from tests.tiny_run import tiny_config
 

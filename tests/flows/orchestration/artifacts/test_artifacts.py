@@ -17,7 +17,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from cairn.flows.events import GroupsGenerated, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.events import IterationDone, RunDone, RunStarted
 from cairn.flows.orchestration.artifacts import publishing
 from cairn.flows.orchestration.artifacts import publishing as progress
 from cairn.flows.orchestration.artifacts.pages import (
@@ -35,6 +35,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.opening import open_store
+from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, StepStarted
 from tests.background import in_background
 from tests.flows.written_runs import config_of, new_run, write_run
 from tests.tiny_run import tiny_config

@@ -11,11 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.configs.errors import ConfigError
-from cairn.flows.events import IterationDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.events import IterationDone, RunStarted
 from cairn.flows.reading.metrics import find_metric
 from cairn.flows.watching.trackers.prometheus import FAMILIES, Prometheus
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.events import StepCommitted, StepStarted
 from tests.flows.written_runs import config_of, new_run, write_run
 
 DASHBOARD = json.loads((Path(__file__).parents[4] / "docs" / "grafana.json").read_text())

@@ -9,11 +9,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from cairn.configs.errors import ConfigError
-from cairn.flows.events import IterationDone, Message, RunDone, RunStarted
+from cairn.flows.events import IterationDone, RunDone, RunStarted
 from cairn.flows.reading.metrics import find_metric
 from cairn.flows.watching.trackers import trackers
 from cairn.flows.watching.watchers import Watchers
 from cairn.storage.ledger.ledger import Ledger
+from cairn.tasks.durable.events import Message
 from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not
 

@@ -6,7 +6,8 @@ from math import isclose, sqrt
 import numpy as np
 import pytest
 
-from cairn.tasks.evaluation.benchmarks import EvaluatedSample, measure
+from cairn.tasks.evaluation.benchmarks import measure
+from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.benchmarks.summary import majority_at_k, mean_and_error, pass_at_k, summary
 
 

@@ -19,7 +19,7 @@ from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.opening import open_grader
 from cairn.tasks.grading.outside.code import confined
-from cairn.tasks.grading.pool import Graded
+from cairn.tasks.grading.protocol import Graded
 
 Grade = Callable[..., Graded]
 

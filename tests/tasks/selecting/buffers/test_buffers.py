@@ -15,7 +15,8 @@ from cairn.flows.cli.app import FAILED, exit_code
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.schemas import Disposition
 from cairn.tasks.durable.selection import last_selection
-from cairn.tasks.selecting.buffers import JudgedGroup, get_policy
+from cairn.tasks.selecting.buffers import get_policy
+from cairn.tasks.selecting.buffers.group import JudgedGroup
 from cairn.tasks.selecting.filter import NoSuchMetadata, fill_batch
 from cairn.tasks.selecting.sample_filters import NothingLeft, removed_by
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

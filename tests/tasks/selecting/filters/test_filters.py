@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from cairn.configs.plugins import BadPlugin
-from cairn.tasks.selecting.filters import Filter, FilterDecision, get_filter
+from cairn.tasks.selecting.filters import get_filter
+from cairn.tasks.selecting.filters.sample import Filter, FilterDecision
 
 
 @pytest.mark.parametrize("name", ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"])
