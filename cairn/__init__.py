@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
-    from cairn.engines.agents.capture.session import capture as capture
+    from cairn.engines.agents.capture.server import capture as capture
     from cairn.engines.agents.environments.mcp import mcp as mcp
     from cairn.engines.agents.environments.openenv import OpenEnv
     from cairn.engines.agents.environments.verifiers import verifiers as verifiers
@@ -67,7 +67,7 @@ _PLACES = {
     "ToolUnavailable": "cairn.engines.agents.tools.tool",
     "Trajectory": "cairn.engines.types.trajectories",
     "TryAgain": "cairn.tasks.rewards",
-    "capture": "cairn.engines.agents.capture.session",
+    "capture": "cairn.engines.agents.capture.server",
     "file_rows": "cairn.tasks.data.files:rows",
     "mcp": "cairn.engines.agents.environments.mcp",
     "open": "cairn.flows.reading.opened:opened",

@@ -12,7 +12,7 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.engines.training.checkpoint import STATE
-from cairn.flows.cli.app import say, tell
+from cairn.flows.cli.printing import say, tell
 from cairn.flows.cli.tables import print_status
 from cairn.flows.driver.session import open_run
 from cairn.flows.driver.trust import recorded_config, require_trusted

@@ -135,7 +135,7 @@ def adapted(
     """A generate function of slime's as one of ours. One that may run again after a crash says so with an attribute
     `replayable` that is true."""
 
-    from cairn.engines.agents.capture.session import capture
+    from cairn.engines.agents.capture.server import capture
 
     async def generate(ctx: "Context", sample: SampleRequest) -> list[Trajectory]:
         replayable = bool(getattr(function, "replayable", False))

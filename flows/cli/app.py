@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cairn.flows.cli.printing import tell
 from cairn.flows.driver.signals import INTERRUPTED
-from cairn.flows.text import printable, printable_json
 
 FAILED = 1
 BAD_INPUT = 2
@@ -182,26 +182,6 @@ def mind_interrupts() -> None:
     """Be stopped by SIGINT also where it was ignored when this process began, as in what a script starts in the
     background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def tell(text: str) -> None:
-    """Print to stderr."""
-    print(printable(text), file=sys.stderr)
-
-
-def say(text: str) -> None:
-    """Print to stdout."""
-    print(printable(text))
-
-
-def print_json(value: Any) -> None:
-    """Print to stdout as indented JSON."""
-    text = printable_json(value)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = printable_json(value, ascii_only=True)
-    print(text)
 
 
 def _spell(value: Any) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption, print_json, say, tell
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption
+from cairn.flows.cli.printing import print_json, say, tell
 from cairn.flows.cli.tables import age, console
 from cairn.flows.evaluation.comparing import Standing, figures
 from cairn.flows.evaluation.evaluating import Found

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell, writing
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, writing
+from cairn.flows.cli.printing import print_json, say, tell
 from cairn.flows.cli.reading import open_ledger, read_signers_of
 from cairn.storage.ledger.layout import LAST_NUMBER
 

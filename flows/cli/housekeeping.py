@@ -13,12 +13,10 @@ from cairn.flows.cli.app import (
     OptionalRunArgument,
     RunArgument,
     StoreOption,
-    print_json,
     require_one,
-    say,
-    tell,
     writing,
 )
+from cairn.flows.cli.printing import print_json, say, tell
 from cairn.flows.cli.reading import answering_store, open_ledger
 from cairn.flows.cli.tables import print_garbage, reporting
 from cairn.storage.ledger.layout import LAST_NUMBER

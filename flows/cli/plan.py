@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption, print_json, say
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption
+from cairn.flows.cli.printing import print_json, say
 from cairn.flows.cli.training import RecipeArgument, SetOption
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, say, tell
+from cairn.flows.cli.app import BadInput, JsonOption, StoreOption
+from cairn.flows.cli.printing import print_json, say, tell
 from cairn.flows.cli.reading import answering_store
 
 if TYPE_CHECKING:

@@ -15,11 +15,10 @@ from cairn.flows.cli.app import (
     OptionalRunArgument,
     RunArgument,
     StoreOption,
-    print_json,
     require_one,
-    say,
     writing,
 )
+from cairn.flows.cli.printing import print_json, say
 from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:

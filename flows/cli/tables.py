@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cairn.flows.cli.app import say
+from cairn.flows.cli.printing import say
 from cairn.flows.text import printable
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from cairn.flows.cli.app import (
     describe,
     exit_code,
     mind_interrupts,
-    print_json,
-    tell,
 )
+from cairn.flows.cli.printing import print_json, tell
 from cairn.flows.cli.tables import print_summary
 from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, WITHHELD, mind_notices
 

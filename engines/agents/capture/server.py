@@ -12,35 +12,38 @@ open, which listens while there is one.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context as Variables
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from cairn.engines.agents.capture import native
-from cairn.engines.agents.capture import native as token_endpoint
 from cairn.engines.agents.capture.anthropic import Messages
 from cairn.engines.agents.capture.openai import ChatCompletions
-from cairn.engines.agents.capture.protocol import BadRequest, Dialect, Exchange
+from cairn.engines.agents.capture.protocol import (
+    BadRequest,
+    Dialect,
+    Exchange,
+)
+from cairn.engines.agents.capture.session import Session
+from cairn.engines.agents.episodes.context import Context
+from cairn.engines.agents.episodes.recorder import UncertainEffect
 from cairn.engines.agents.tools.results import shortened
+from cairn.engines.types.trajectories import SampleRequest
 from cairn.storage.store.canonical import from_json
-
-if TYPE_CHECKING:
-    from cairn.engines.agents.capture.session import Session
 
 _LONGEST = 1 << 28
 """Bytes of a request."""
 
-Handler = Callable[["Session", dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[Session, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def served(session: "Session", host: str) -> AsyncIterator[str]:
+async def served(session: Session, host: str) -> AsyncIterator[str]:
     """While a session is served; yields the URL that names it."""
     servers = _servers.setdefault(asyncio.get_running_loop(), {})
     server = servers.setdefault(host, _Server(host))
@@ -85,9 +88,12 @@ class _Server:
                 f"{before}/v1/messages", partial(_answer, self, anthropic, partial(_converse, anthropic))
             )
             app.router.add_post(f"{before}/v1/messages/count_tokens", partial(_answer, self, anthropic, _count))
-            app.router.add_post(f"{before}/generate", partial(_answer, self, openai, partial(_generate, native)))
             app.router.add_post(
-                f"{before}/inference/v1/generate", partial(_answer, self, openai, partial(_generate, token_endpoint))
+                f"{before}/generate", partial(_answer, self, openai, partial(_generate, native.generate))
+            )
+            app.router.add_post(
+                f"{before}/inference/v1/generate",
+                partial(_answer, self, openai, partial(_generate, native.generate_of_tokens)),
             )
         app.router.add_route("*", "/{rest:.*}", partial(_unknown, openai))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
@@ -116,7 +122,7 @@ async def _answer(server: _Server, dialect: Dialect, handler: Handler, request: 
         return web.json_response(dialect.error(shortened(told, 1000), 400, None), status=400)
 
 
-def _session(server: _Server, request: web.Request) -> "Session":
+def _session(server: _Server, request: web.Request) -> Session:
     authorization = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
     for key in (request.match_info.get("session"), authorization, request.headers.get("x-api-key")):
         if key and key in server.sessions:
@@ -137,7 +143,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 async def _converse(
-    dialect: Dialect, session: "Session", body: dict[str, Any], request: web.Request
+    dialect: Dialect, session: Session, body: dict[str, Any], request: web.Request
 ) -> web.StreamResponse:
     asked = dialect.read(body, session.sampling, session.ignored)
     answer = await session.converse(asked)
@@ -163,20 +169,23 @@ async def _told(
     return response
 
 
-async def _models(session: "Session", body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+async def _models(session: Session, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
     model = {"id": "policy", "object": "model", "created": 0, "owned_by": "cairn"}
     return web.json_response({"object": "list", "data": [model]})
 
 
-async def _count(session: "Session", body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+async def _count(session: Session, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
     asked = Messages().read(body, session.sampling, session.ignored)
     return web.json_response({"input_tokens": session.count(asked)})
 
 
 async def _generate(
-    api: ModuleType, session: "Session", body: dict[str, Any], request: web.Request
+    generate: Callable[[Session, dict[str, Any]], Awaitable[tuple[dict[str, Any], Exchange]]],
+    session: Session,
+    body: dict[str, Any],
+    request: web.Request,
 ) -> web.StreamResponse:
-    told, exchange = await api.generate(session, body)
+    told, exchange = await generate(session, body)
     return await _told(web.json_response(told), request, exchange)
 
 
@@ -186,3 +195,41 @@ async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse
     served = "v1/chat/completions, v1/messages, v1/models, generate and inference/v1/generate"
     told = f"{request.method} …/{place} is not served: {served} are"
     return web.json_response(dialect.error(told, 404, None), status=404)
+
+
+@asynccontextmanager
+async def capture(
+    ctx: Context,
+    sample: SampleRequest,
+    *,
+    replayable: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    ignored: Collection[str] = (),
+    host: str = "127.0.0.1",
+) -> AsyncIterator[Session]:
+    """Open a session for an agent, which ends with the block.
+
+    Raises UncertainEffect where the sample was cut off in the session, or after it, and has to go through it again.
+
+    Args:
+        replayable: the agent may be run again: what it does besides asking the policy has no effects, and follows from
+            the replies. Nobody sees the tools of another one, so it is not run twice.
+        chat_template_kwargs: arguments of the chat template.
+        ignored: fields of requests that are looked over where they ask for other sampling than the run's.
+        host: address to listen on.
+    """
+    session = Session(ctx, chat_template_kwargs or {}, ignored)
+    if ctx.replaying and not replayable:
+        raise UncertainEffect(
+            "its process was lost in a captured session or after it, and what the agent did besides asking the policy "
+            "is not known: let the agent run again with cairn.capture(…, replayable=True), if it may"
+        )
+    async with served(session, host) as session.url:
+        try:
+            yield session
+        except BaseException as error:
+            session._raise_failure(error)
+            raise
+        finally:
+            await session._end()
+    session._raise_failure(None)

@@ -28,53 +28,14 @@ from cairn.engines.agents.capture.protocol import (
     parent_of,
     trajectories,
 )
-from cairn.engines.agents.capture.server import served
 from cairn.engines.agents.episodes.context import Context
-from cairn.engines.agents.episodes.recorder import EpisodeDiverged, Part, UncertainEffect
+from cairn.engines.agents.episodes.recorder import EpisodeDiverged, Part
 from cairn.engines.types.errors import RequestRefused
-from cairn.engines.types.trajectories import SampleRequest, Trajectory
+from cairn.engines.types.trajectories import Trajectory
 from cairn.engines.types.types import FinishReason, SamplingParams
 
 PATIENCE = 30.0
 """Seconds in which an agent that runs again has to ask for what is recorded, before it asks for anything else."""
-
-
-@asynccontextmanager
-async def capture(
-    ctx: Context,
-    sample: SampleRequest,
-    *,
-    replayable: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    ignored: Collection[str] = (),
-    host: str = "127.0.0.1",
-) -> "AsyncIterator[Session]":
-    """Open a session for an agent, which ends with the block.
-
-    Raises UncertainEffect where the sample was cut off in the session, or after it, and has to go through it again.
-
-    Args:
-        replayable: the agent may be run again: what it does besides asking the policy has no effects, and follows from
-            the replies. Nobody sees the tools of another one, so it is not run twice.
-        chat_template_kwargs: arguments of the chat template.
-        ignored: fields of requests that are looked over where they ask for other sampling than the run's.
-        host: address to listen on.
-    """
-    session = Session(ctx, chat_template_kwargs or {}, ignored)
-    if ctx.replaying and not replayable:
-        raise UncertainEffect(
-            "its process was lost in a captured session or after it, and what the agent did besides asking the policy "
-            "is not known: let the agent run again with cairn.capture(…, replayable=True), if it may"
-        )
-    async with served(session, host) as session.url:
-        try:
-            yield session
-        except BaseException as error:
-            session._raise_failure(error)
-            raise
-        finally:
-            await session._end()
-    session._raise_failure(None)
 
 
 class Session:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from cairn.engines.agents.capture.session import capture
+from cairn.engines.agents.capture.server import capture
 from cairn.engines.agents.environments import uv
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.types.trajectories import SampleRequest, Trajectory

@@ -38,17 +38,13 @@ from contextvars import ContextVar
 from functools import cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
 from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
 from cairn.storage.store.canonical import from_json
-
-if TYPE_CHECKING:
-    from cairn.engines.agents.tools.tool import Tool
-
 
 # Who is next, where calls wait: tools take turns, of a tool its episodes, and an episode's oldest call is first.
 
@@ -184,10 +180,29 @@ class Pace(enum.Enum):
 SetPace = Callable[[Pace], None]
 
 
+class Callee(Protocol):
+    """What tool processes need of a tool: `cairn.engines.agents.tools.tool.Tool`."""
+
+    name: str
+    timeout: float
+    """Seconds that a call may take."""
+    memory: int | None
+    """Bytes of data that the process may hold during a call."""
+    max_output: int
+    """Characters that a call may return."""
+
+    @property
+    def kind(self) -> str:
+        """What a lost call means: `pure`, …"""
+
+    def late(self) -> ToolFailed:
+        """The failure of a call that is not done in time."""
+
+
 class _Asked:
     """A call, on its way to a process."""
 
-    def __init__(self, tool: "Tool", path: str, message: bytes, episode: str) -> None:
+    def __init__(self, tool: Callee, path: str, message: bytes, episode: str) -> None:
         self.tool, self.path, self.message, self.episode = tool, path, message, episode
         self.pace = Pace.QUICK
         self.given_up = threading.Event()
@@ -238,7 +253,7 @@ class ToolProcesses:
         self._at_work: dict[_Slot, _Asked] = {}
         self._idle: list[_Slot] = []
 
-    async def call(self, tool: "Tool", path: str, arguments: Mapping[str, Any], key: str) -> Any:
+    async def call(self, tool: Callee, path: str, arguments: Mapping[str, Any], key: str) -> Any:
         """The result of a call, see the module. `path`: where the tool's function is, for `load_callable`; `key`: the
         call's, whose last word tells it from the others of its episode."""
         message = {
@@ -355,7 +370,7 @@ class _Process:
     def call(
         self,
         connection: Connection,
-        tool: "Tool",
+        tool: Callee,
         message: bytes,
         given_up: threading.Event,
         pace: SetPace,
@@ -388,7 +403,7 @@ class _Process:
         self._process = self._connection = self._loaded = None
         return code
 
-    def ready(self, tool: "Tool", path: str, pace: SetPace) -> Connection:
+    def ready(self, tool: Callee, path: str, pace: SetPace) -> Connection:
         """The connection of a process that has the tool. `pace` is told how that goes. Raises
         ToolUnavailable."""
         if self._process is not None and has_ended(self._process):
@@ -449,7 +464,7 @@ class _Process:
                         return True
         return False
 
-    def _ended(self, tool: "Tool") -> Exception:
+    def _ended(self, tool: Callee) -> Exception:
         """Why it did, or closed the connection."""
         assert self._process is not None
         hung_up = not ends_within(_TO_END, self._process)

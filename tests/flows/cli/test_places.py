@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from cairn.flows.cli import app
-from cairn.flows.cli.app import BadInput, print_json, writing
+from cairn.flows.cli.app import BadInput, writing
+from cairn.flows.cli.printing import print_json
 from tests.flows.written_runs import new_run, write_iteration
 from tests.tables import cases
 

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cairn.engines.agents.capture.session import capture
+from cairn.engines.agents.capture.server import capture
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.types.trajectories import SampleRequest, Trajectory
 from tests.engines.agents.capture.conftest import Run, user

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError
 
-from cairn.engines.agents.capture.session import Session, capture
+from cairn.engines.agents.capture.server import capture
+from cairn.engines.agents.capture.session import Session
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.types.trajectories import SampleRequest, Trajectory
 from tests.engines.agents.capture.conftest import ADD, CALL, Run, as_agents, user
