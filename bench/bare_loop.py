@@ -42,13 +42,13 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams, TrainBatch
 from cairn.tasks.advantages.batch import ScoredBatch
 from cairn.tasks.advantages.step import estimate
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.data.stream import draw
 from cairn.tasks.evaluation.questions import eval_seed
 from cairn.tasks.generation.groups import sample_seed
 from cairn.tasks.generation.rollout import shard_rows
 from cairn.tasks.grading.pool import GraderPool
+from cairn.tasks.rewards.sample import Sample
 
 Weights = tuple[int, dict[str, np.ndarray]]
 """A version, and all tensors by name."""

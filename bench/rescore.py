@@ -41,7 +41,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.store.store import open_store
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 ledger = Ledger.open(open_store(sys.argv[1]), sys.argv[2])
 commits = [c for i in ledger.iterations() for c in ledger.commits(i) if c.step is Step.ROLLOUT]
 rows = [row for c in commits for row in read_table(ledger.store, c.run, c.outputs[0]).to_pylist()]

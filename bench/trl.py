@@ -47,11 +47,11 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.types import GenerateRequest, SamplingParams, TrainBatch
 from cairn.tasks.advantages.batch import ScoredBatch
 from cairn.tasks.advantages.step import estimate
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.data.stream import Draw, draw
 from cairn.tasks.generation.groups import sample_seed
 from cairn.tasks.grading.graders import get_grader
+from cairn.tasks.rewards.sample import Sample
 
 WARM_UP = 3
 """Iterations that are not counted."""

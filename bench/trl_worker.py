@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bench.meter import Meter
 from cairn.configs.plugins import load_callable
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 
 class MeteredTrainer(GRPOTrainer):

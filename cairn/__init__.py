@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from cairn.flows.reading.opened import opened
     from cairn.storage.store.errors import BadQuery as BadQuery
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
-    from cairn.tasks.batch.sample import ResponseSegment as ResponseSegment
-    from cairn.tasks.batch.sample import Sample as Sample
     from cairn.tasks.data import files
     from cairn.tasks.data.stream import GroupResult as GroupResult
     from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample as EvaluatedSample
-    from cairn.tasks.grading.protocol import TryAgain as TryAgain
+    from cairn.tasks.rewards.grader import TryAgain as TryAgain
+    from cairn.tasks.rewards.sample import ResponseSegment as ResponseSegment
+    from cairn.tasks.rewards.sample import Sample as Sample
     from cairn.tasks.selecting.buffers.group import JudgedGroup as JudgedGroup
     from cairn.tasks.selecting.filters.sample import FilterDecision as FilterDecision
     from cairn.tasks.selecting.filters.sample import GradedSample as GradedSample
@@ -55,8 +55,8 @@ _PLACES = {
     "JudgeFailed": "cairn.engines.agents.tools.errors",
     "JudgedGroup": "cairn.tasks.selecting.buffers.group",
     "NOT_DONE": "cairn.engines.agents.tools.tool",
-    "ResponseSegment": "cairn.tasks.batch.sample",
-    "Sample": "cairn.tasks.batch.sample",
+    "ResponseSegment": "cairn.tasks.rewards.sample",
+    "Sample": "cairn.tasks.rewards.sample",
     "SampleRequest": "cairn.engines.types.trajectories",
     "ScoredBatch": "cairn.tasks.advantages.batch",
     "Segment": "cairn.engines.types.trajectories",

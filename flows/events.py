@@ -60,3 +60,7 @@ __all__ = [
     "StepCommitted",
     "StepStarted",
 ]
+
+
+class Stopping(Exception):
+    """The driver is about to end, and begins no step."""

@@ -34,15 +34,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 from cairn.flows.driver.approval import Withheld
+from cairn.flows.events import Stopping
 from cairn.flows.iteration import admit, collect, estimate_ahead, evaluate_after, learn
-from cairn.flows.orchestration.flow_runs import Stopping
 from cairn.flows.step_runner import StepRunner
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.evaluation.evaluate import eval_due
 from cairn.tasks.halves import newest_sampled, weights_after
-from cairn.tasks.streaming.stream import Pacing
+from cairn.tasks.streaming.stream import Pacing, Stream
 
 Iterate = Callable[[int], list[Commit]]
 """Executes an iteration by its number."""
@@ -84,19 +84,19 @@ class Pipeline:
 
     def iterate(self, index: int) -> list[Commit]:
         """Execute one iteration, each half when it may begin. The body of its flow run."""
-        run, steps = self._run, self._steps
-        collected = self._collected(index) if run.stream is None else self._streamed(index)
+        run, steps, stream = self._run, self._steps, self._run.attached(Stream)
+        collected = self._collected(index) if stream is None else self._streamed(index, stream)
         waited = self._last["learn"] == index - 1
         advantages = None if waited else self._estimated_ahead(index)
         with self._half("learn", index, after={"learn": index - 1}):
             if not self._lag:
                 self._make_next(index + 1)
-            if run.stream is not None:
+            if stream is not None:
                 self._pacing.learns(index, waited=waited)
-                run.stream.look_again()
+                stream.look_again()
             learned = learn(run, steps, index, advantages)
-            if run.stream is not None:
-                self._tell_stream(index)
+            if stream is not None:
+                self._tell_stream(stream, index)
             self._learned(index)
         with self._half("all", index, after={"all": index - 1}):
             return [*collected, *learned, *self._evaluated(index)]
@@ -107,9 +107,7 @@ class Pipeline:
             with self._sampling:
                 return collect(self._run, self._steps, index)
 
-    def _streamed(self, index: int) -> list[Commit]:
-        stream = self._run.stream
-        assert stream is not None
+    def _streamed(self, index: int, stream: Stream) -> list[Commit]:
         with self._half("admit", index, after={"admit": index - 1, "all": self._published_for(index)}):
             self._begin(index)
             if self._run.find(index, Step.ADMIT, "00") is None:
@@ -131,12 +129,11 @@ class Pipeline:
             self._run.emit(Message(f"{sentence}: {error}", "warning"))
             return None
 
-    def _tell_stream(self, index: int) -> None:
+    def _tell_stream(self, stream: Stream, index: int) -> None:
         """Of new weights, every `update_weights_interval` iterations."""
         run = self._run
-        assert run.stream is not None
         if newest_sampled(run.config.rollout, index) == index:
-            run.stream.publish(weights_after(run, index))
+            stream.publish(weights_after(run, index))
 
     def _published_for(self, index: int) -> int:
         """The oldest iteration whose weights samples of an admission may have: what engines sample with may not be
@@ -148,7 +145,8 @@ class Pipeline:
         run = self._run
         if not eval_due(run.config, index):
             return []
-        with self._sampling, nullcontext() if run.stream is None else run.stream.paused():
+        stream = run.attached(Stream)
+        with self._sampling, nullcontext() if stream is None else stream.paused():
             return evaluate_after(run, self._steps, index)
 
     def run(self, iterate: Iterate, total: int) -> Generator[tuple[int, list[Commit]]]:

@@ -18,7 +18,7 @@ from cairn.tasks.durable.quarantine import passed_over
 from cairn.tasks.durable.selection import last_selection, number
 from cairn.tasks.grading.reward import reward
 from cairn.tasks.selecting.filter import filter_groups
-from cairn.tasks.streaming.stream import admission_number, admit, admitted_groups
+from cairn.tasks.streaming.stream import Stream, admission_number, admit, admitted_groups
 from cairn.tasks.streaming.take import take_groups, taken_ids
 
 
@@ -41,8 +41,8 @@ def collect_from_stream(run: RunContext, steps: StepRunner, index: int) -> list[
             admitted.append(_admit(run, steps, index, round, missing))
         before = [selection] if selection else []
         taken.append(steps.call(take_groups, index, shard, before, count=missing))
-        if run.stream is not None:
-            run.stream.forget(taken_ids(taken[-1]), index)
+        if (stream := run.attached(Stream)) is not None:
+            stream.forget(taken_ids(taken[-1]), index)
         graded.append(steps.call(reward, index, shard, taken[-1]))
         selection = steps.call(filter_groups, index, f"{round:02d}", previous, taken, graded, round=round)
         if selection.values["full"]:
@@ -53,7 +53,7 @@ def collect_from_stream(run: RunContext, steps: StepRunner, index: int) -> list[
 
 def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: int) -> Commit:
     """One after the other, whichever iteration wants it. What an earlier driver was about to admit comes first."""
-    shard, stream = f"{round:02d}", run.stream
+    shard, stream = f"{round:02d}", run.attached(Stream)
     with stream.admitting if stream is not None else nullcontext():
         done = run.find(index, Step.ADMIT, shard)
         if done is not None:
@@ -78,6 +78,7 @@ def _adopt(run: RunContext, steps: StepRunner, done: Commit, count: int) -> Comm
     previous = None if before is None else run.input_commit(done, before)
     without = done.values["without"] or None
     admission = steps.call(admit, done.iteration, done.shard, previous, count=count, without=without)
-    if run.stream is not None and run.stream.follows(admission):  # as one of another driver, which came late, may
-        run.stream.admit(admission, admitted_groups(run, admission))
+    stream = run.attached(Stream)
+    if stream is not None and stream.follows(admission):  # as one of another driver, which came late, may
+        stream.admit(admission, admitted_groups(run, admission))
     return admission

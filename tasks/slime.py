@@ -10,7 +10,7 @@ from typing import Any
 from cairn.configs.slime import Arguments as Arguments
 from cairn.configs.slime import Status as Status
 from cairn.engines.agents import slime as generating
-from cairn.tasks.batch import sample as graders
+from cairn.tasks.rewards import sample as graders
 
 _SAME_WORDS = "the same words earn the same, whichever sample they are; a filter has it"
 _UNTOLD = {

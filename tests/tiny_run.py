@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.flows.driver.sources import environment, input_digests, open_graders
-from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Outcome

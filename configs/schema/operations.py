@@ -180,7 +180,7 @@ class GraderRetries(Retries):
 
     errors: tuple[str, ...] = ("ConnectionError", "TimeoutError", "Timeout", "TransportError", "APIConnectionError")
     """Names of exception classes, with or without their module, that a new try may mend; subclasses are meant too.
-    `cairn.tasks.grading.protocol.TryAgain` always is, and so is an exception with an HTTP status of 408, 429 or 500 to
+    `cairn.tasks.rewards.grader.TryAgain` always is, and so is an exception with an HTTP status of 408, 429 or 500 to
     599."""
 
 

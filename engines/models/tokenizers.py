@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cairn.engines.types.errors import BadModel
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 
@@ -88,3 +89,17 @@ def _model(tokenizer: Any) -> Any:
         return [type(tokenizer).__name__, tokenizer.get_vocab()]
     fields = json.loads(backend.to_str())
     return {name: value for name, value in fields.items() if name not in _NO_MEANING}
+
+
+def load_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer of a model folder. Raises BadModel."""
+    try:
+        tokenizer = read_tokenizer(path)
+    # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
+    except Exception as error:
+        why = str(error).partition("\n")[0].rstrip(": ")
+        raise BadModel(f"{path} has no tokenizer that can be loaded ({why}): put the model's own there") from error
+    # Without files the library makes up a tokenizer without words.
+    if not tokenizer("0")["input_ids"]:
+        raise BadModel(f"{path} has no tokenizer: put the model's own there, beside its weights")
+    return tokenizer

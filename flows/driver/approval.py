@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.orchestration.flow_runs import Stopping
+from cairn.flows.events import Stopping
 from cairn.flows.reading.gates import asking, due, holding
 from cairn.storage.ledger.decisions import Decision, Gate, GateStanding, GateState, gates
 from cairn.storage.ledger.ledger import Ledger

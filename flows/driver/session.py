@@ -19,11 +19,11 @@ from cairn.configs.errors import BadData, ConfigError
 from cairn.configs.loader import from_manifest, in_recorded_words, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.flows.driver.approval import Withheld, require_not_withheld
 from cairn.flows.driver.preemption import OnLease, Preempted
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config
-from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.events import Event
 from cairn.flows.reading.views import stands_in
 from cairn.storage.ledger import layout

@@ -18,10 +18,10 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, view
 from cairn.engines.models.files import folder_digest
 from cairn.engines.models.folders import check_model_folder, context_length
-from cairn.engines.models.tokenizers import stop_clock
+from cairn.engines.models.tokenizers import load_tokenizer, stop_clock
 from cairn.engines.processes.fingerprint import cpu_model, installed
 from cairn.flows.driver.trust import require_trusted
-from cairn.flows.driver.validation import load_tokenizer, setup_problems
+from cairn.flows.driver.validation import setup_problems
 from cairn.flows.events import Event
 from cairn.storage.ledger.commits import Environment
 from cairn.storage.ledger.ledger import Ledger
@@ -35,8 +35,8 @@ from cairn.tasks.durable.plugin_sources import defining_file_digest, digest_of_a
 from cairn.tasks.grading.graders import row_check
 from cairn.tasks.grading.opening import ReturnedRewards, open_grader
 from cairn.tasks.grading.outside.reward_model import Scorer
-from cairn.tasks.grading.protocol import Grading
 from cairn.tasks.grading.reward import reward
+from cairn.tasks.rewards.grader import Grading
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
@@ -64,7 +64,7 @@ class Sources:
             raise ConfigError(problems)
         tokenizer = load_tokenizer(config.model.path)
         is_new = began is None
-        data = open_data(config, tokenizer, is_new)
+        data = open_data(config, tokenizer, row_check(config.reward, is_new), is_new)
         benchmarks = {
             b.name: PromptData.open(
                 b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout), is_new

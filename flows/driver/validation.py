@@ -3,24 +3,28 @@
 Needs no GPU and no cluster; no weights are loaded.
 """
 
+import netrc
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.evaluation import BenchmarkConfig
+from cairn.configs.schema.operations import TrackingConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
 from cairn.engines.models.folders import check_model_folder, context_length, end_tokens, sees_images
-from cairn.engines.models.tokenizers import read_tokenizer
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.rollout.plan import kind_of
 from cairn.engines.training.factory import problems as training_problems
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.types.errors import BadModel
-from cairn.flows.watching.trackers.requirements import tracking_problems
 from cairn.tasks.data.demonstrations import DemonstrationData
 from cairn.tasks.data.drawing import MixedData
 from cairn.tasks.data.opening import open_data, told_tools
@@ -93,7 +97,7 @@ def data_problems(config: RunConfig, note: Callable[[str], None] = lambda senten
         PromptData.open(benchmark, benchmark.path, tokenizer, check, told_tools(config.rollout)).require_all()
 
     def open_training() -> None:
-        data = open_data(config, tokenizer, is_new=True)
+        data = open_data(config, tokenizer, row_check(config.reward, is_new=True), is_new=True)
         if not isinstance(data, GivenPrompts):
             _render_some(data, note)
 
@@ -124,20 +128,6 @@ def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callabl
         raise BadData(f"none of {count} rows gives a prompt; the first: {refused[0]}")
     if refused:
         note(f"{len(refused)} of {count} rows give no prompt, and a run passes them over; the first: {refused[0]}")
-
-
-def load_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer of a model folder. Raises BadModel."""
-    try:
-        tokenizer = read_tokenizer(path)
-    # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
-    except Exception as error:
-        why = str(error).partition("\n")[0].rstrip(": ")
-        raise BadModel(f"{path} has no tokenizer that can be loaded ({why}): put the model's own there") from error
-    # Without files the library makes up a tokenizer without words.
-    if not tokenizer("0")["input_ids"]:
-        raise BadModel(f"{path} has no tokenizer: put the model's own there, beside its weights")
-    return tokenizer
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:
@@ -363,3 +353,32 @@ def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
             f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder, or "
             "model.teacher_url"
         )
+
+
+_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def tracking_problems(config: TrackingConfig) -> Iterator[str]:
+    """Sentences on trackers that are asked for and cannot work."""
+    for option, module in (("use_wandb", "wandb"), ("use_mlflow", "mlflow")):
+        if getattr(config, option) and find_spec(module) is None:
+            yield (
+                f"tracking.{option} needs the extra {module}, which is not installed: "
+                f"pip install 'cairn-rl[{module}]', or leave the option out"
+            )
+    if config.use_wandb and config.wandb_mode == "online" and not _has_wandb_key(config.wandb_host):
+        yield (
+            "tracking.use_wandb needs a key and finds none: set WANDB_API_KEY, log in with `wandb login`, or set "
+            "tracking.wandb_mode to offline"
+        )
+
+
+def _has_wandb_key(host: str | None) -> bool:
+    """As W&B looks for one; it would ask at the terminal if there were none."""
+    if any(map(os.environ.get, _CREDENTIALS)):
+        return True
+    try:
+        known = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return known.authenticators(urlsplit(host or "https://api.wandb.ai").hostname or "") is not None

@@ -14,13 +14,13 @@ from cairn.configs.schema.evaluation import Benchmark, EngineOptions
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.models.folders import check_model_folder, context_length
-from cairn.engines.models.tokenizers import tokenizer_digest
+from cairn.engines.models.tokenizers import load_tokenizer, tokenizer_digest
 from cairn.engines.rollout.plan import Place, kind_of, make_engine
 from cairn.engines.types.errors import BadModel
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import SamplingParams
 from cairn.flows.driver.sources import environment
-from cairn.flows.driver.validation import load_tokenizer, unstopped_end
+from cairn.flows.driver.validation import unstopped_end
 from cairn.flows.evaluation.asking import OwnBenchmark
 from cairn.flows.evaluation.models import Evaluable
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim

@@ -197,7 +197,7 @@ def _add_outputs(opened: ZipFile, ledger: Ledger, commit: Commit) -> None:
 
 def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> dict[str, Any] | None:
     """What the sample's grader was given."""
-    from cairn.flows.driver.validation import load_tokenizer
+    from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.tasks.grading.reward import given_samples
 
     row = sample_row(ledger, rollout, view.group_id, view.sample_index)

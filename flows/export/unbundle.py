@@ -277,11 +277,11 @@ def _graded(
     trust_code: bool,
 ) -> tuple[float | None, str | None]:
     """The reward that the grader gives now, or why it was not asked."""
-    from cairn.tasks.batch.sample import Sample
     from cairn.tasks.grading.graders import get_grader, grader_version, named_by_row
     from cairn.tasks.grading.pool import GraderPool
-    from cairn.tasks.grading.protocol import OUTSIDE
     from cairn.tasks.grading.shaping import Overlong, sampled_tokens
+    from cairn.tasks.rewards.grader import OUTSIDE
+    from cairn.tasks.rewards.sample import Sample
 
     if recorded is None or recorded["reward"] is None:
         return None, "it has no recorded reward"

@@ -36,9 +36,9 @@ from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.grading.graders import require_paying
 from cairn.tasks.grading.opening import open_grader
-from cairn.tasks.grading.protocol import Grading
 from cairn.tasks.grading.reward import graded_columns, graded_shard, prompt_rows
 from cairn.tasks.grading.shaping import Overlong
+from cairn.tasks.rewards.grader import Grading
 
 # The tags of thoughts, and whether a tokenizer can tell them from other text.
 #
@@ -272,7 +272,7 @@ def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
     folder, recorded = Path(config.model.path), ledger.terms.inputs.get("model")
     special = None if grader.sees_tokens else special_tokens(folder)
     if special is None or makes_tags(special):
-        from cairn.flows.driver.validation import load_tokenizer  # other graders need none of its imports
+        from cairn.engines.models.tokenizers import load_tokenizer  # other graders need none of its imports
 
         tokenizer = load_tokenizer(config.model.path)
     else:

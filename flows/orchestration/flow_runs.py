@@ -56,6 +56,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from prefect.states import Cancelled, Crashed, Pending, Running, State, to_state_create
 from prefect.utilities.annotations import opaque
 
+from cairn.flows.events import Stopping
 from cairn.storage.ledger.commits import Commit
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
@@ -124,10 +125,6 @@ class _Engine(FlowRunEngine[..., Any]):
 
 
 # Steps as Prefect tasks: each visible in its iteration's graph, with every new try.
-
-
-class Stopping(Exception):
-    """The driver is about to end, and begins no step."""
 
 
 class PrefectSteps:

@@ -25,7 +25,8 @@ from prefect.exceptions import Pause
 from prefect.states import Cancelled, Paused, Running, State
 
 from cairn.flows.driver.approval import AwaitingApproval, Rejected, Withheld
-from cairn.flows.orchestration.flow_runs import Stopping, current_flow_run, run_tags
+from cairn.flows.events import Stopping
+from cairn.flows.orchestration.flow_runs import current_flow_run, run_tags
 from cairn.storage.ledger.decisions import GateStanding
 
 AWAITING_APPROVAL = "AwaitingApproval"

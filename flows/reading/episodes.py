@@ -81,8 +81,8 @@ class Texts:
 def texts_of(model: str, tried: Iterable[tuple[np.ndarray, str]]) -> Texts | None:
     """Those of the tokenizer in a model's folder; None where there is none, or it makes other texts of the ids that are
     `tried`, each with the response that the run made of them."""
+    from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.engines.types.errors import BadModel
-    from cairn.flows.driver.validation import load_tokenizer
 
     try:
         texts = Texts(load_tokenizer(model))

@@ -31,10 +31,10 @@ from cairn.storage.store.canonical import from_json
 from cairn.tasks.advantages.batch import Estimator, ScoredBatch, Turn, normalise
 from cairn.tasks.advantages.dpo import preference_metrics
 from cairn.tasks.batch.batch import age_weights, arrays, mean_of_trained, rows_of_groups, trained_tokens
-from cairn.tasks.batch.sample_metrics import sample_metrics, sampled_lengths
 from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.durable.selection import max_ages, stale_weights
 from cairn.tasks.durable.step import Outcome, StepCall, durable
+from cairn.tasks.grading.sample_metrics import sample_metrics, sampled_lengths
 from cairn.tasks.grading.shaping import as_graded, by_name
 from cairn.tasks.selecting.sample_filters import NothingLeft
 

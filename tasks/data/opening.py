@@ -7,9 +7,8 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.tasks.data.demonstrations import DemonstrationData
 from cairn.tasks.data.drawing import MixedData, Prompts
-from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.prompts import Check, PromptData
 from cairn.tasks.data.stream import GivenPrompts
-from cairn.tasks.grading.graders import row_check
 
 # The tools of a run, as its prompts and its steps know them.
 
@@ -32,17 +31,19 @@ def searched(rollout: RolloutConfig) -> Path | None:
 Data = Prompts | DemonstrationData
 
 
-def open_data(config: RunConfig, tokenizer: Any, is_new: bool = False) -> Data:
-    """Prompts, or rows that hold responses too, as the algorithm learns from. `is_new`: for a run that begins. Raises
-    BadData and BadModel."""
+def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None, is_new: bool = False) -> Data:
+    """Prompts, or rows that hold responses too, as the algorithm learns from. Raises BadData and BadModel.
+
+    Args:
+        check: called with the metadata of each row of prompts, such as `cairn.tasks.grading.graders.row_check`.
+        is_new: the data are opened for a run that begins.
+    """
     data = config.data
     if config.samples_responses and data.get_samples_path is not None:
         return GivenPrompts(data, tokenizer, told_tools(config.rollout))
     if config.samples_responses and data.mixture:
-        check = row_check(config.reward, is_new)
         return MixedData.open(data.mixture, tokenizer, check, told_tools(config.rollout), is_new)
     if config.samples_responses:
-        check = row_check(config.reward, is_new)
         return PromptData.open(data, data.path, tokenizer, check, told_tools(config.rollout), is_new)
     from cairn.engines.models.folders import (  # PyTorch takes seconds to import
         check_model_folder,

@@ -12,19 +12,25 @@ group was unfinished, it is the group, and its unfinished samples fail. So the s
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from cairn.engines.rollout.plan import kind_of
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.layout import commit_name
-
-if TYPE_CHECKING:
-    from cairn.tasks.durable.step import StepCall
 
 HUNG = 2
 """Times that an engine may not end in time over a group alone."""
 _SHOWN = 8
 """Rows that are named; of more it cannot be told which."""
+
+
+class Place(NamedTuple):
+    """Where an engine was lost."""
+
+    run: str
+    iteration: int
+    step: str
+    engine: str
+    """`rollout.engine`."""
 
 
 class Casualties:
@@ -36,41 +42,47 @@ class Casualties:
         self._lost: dict[str, tuple[int, frozenset[int]]] = {}
         self._hung: Counter[tuple[str, int]] = Counter()
 
-    def add(self, step: "StepCall", unfinished: Iterable[int], *, hung: bool = False) -> None:
-        """An engine was lost before it had finished these groups. `hung`: it did not end in time."""
+    def add(self, step: str, unfinished: Iterable[int], *, hung: bool = False) -> None:
+        """Record that an engine was lost before it had finished these groups.
+
+        Args:
+            step: the name that the step's commit will have, here and below.
+            unfinished: ids of groups.
+            hung: the engine did not end in time.
+        """
         unfinished = list(unfinished)
         with self._lock:
             if hung and len(unfinished) == 1:
-                self._hung[_name(step), unfinished[0]] += 1
-            times, before = self._lost.get(_name(step), (0, None))
+                self._hung[step, unfinished[0]] += 1
+            times, before = self._lost.get(step, (0, None))
             ids = frozenset(unfinished)
-            self._lost[_name(step)] = times + 1, ids if before is None else ids & before
+            self._lost[step] = times + 1, ids if before is None else ids & before
 
-    def times(self, step: "StepCall") -> int:
+    def times(self, step: str) -> int:
         """How often an engine was lost within the step."""
         with self._lock:
-            return self._lost.get(_name(step), (0, None))[0]
+            return self._lost.get(step, (0, None))[0]
 
-    def blamed(self, step: "StepCall", group: int) -> str | None:
+    def blamed(self, step: str, group: int) -> str | None:
         """The error of the samples of a group that is not to be tried again; None for all others."""
         with self._lock:
-            times = self._hung[_name(step), group]
+            times = self._hung[step, group]
         return f"EngineTimeout: an engine did not end in time {times} times over it alone" if times >= HUNG else None
 
-    def told(self, step: "StepCall", error: Exception, rows: Mapping[int, int]) -> str:
+    def explain(self, step: str, error: Exception, rows: Mapping[int, int], place: "Place") -> str:
         """The error's message, with what was there each time if there was another loss before. `rows`: of the data, by
         the group's id."""
         with self._lock:
-            times, ids = self._lost.get(_name(step), (0, frozenset()))
+            times, ids = self._lost.get(step, (0, frozenset()))
         if times < 2:
             return str(error)
-        told = f"{error}. Within {_name(step)} an engine was lost {times} times"
+        told = f"{error}. Within {step} an engine was lost {times} times"
         if not ids:
             return f"{told}, with no prompt that was unfinished each time"
-        data = "the benchmark's data" if step.attempt.step is Step.EVAL else "data.path"
-        fewer = kind_of(step.run.config.rollout.engine).bounded_by
-        given, before = _spell(sorted(rows[id] + 1 for id in ids)), step.iteration - 1
-        where = f"a fork (`cairn fork {step.run.ledger.run}@{before} NEW --set …`)" if before >= 0 else "a new run"
+        data = "the benchmark's data" if place.step == Step.EVAL else "data.path"
+        fewer = kind_of(place.engine).bounded_by
+        given, before = _spell(sorted(rows[id] + 1 for id in ids)), place.iteration - 1
+        where = f"a fork (`cairn fork {place.run}@{before} NEW --set …`)" if before >= 0 else "a new run"
         return (
             f"{told}, each time with {given} of {data} unfinished (counted from 1): "
             "if it is a prompt that ends it, leave its row out of the data, or have fewer samples generated at a time "
@@ -82,7 +94,3 @@ def _spell(rows: Sequence[int]) -> str:
     shown = ", ".join(map(str, rows[:_SHOWN]))
     more = f" and {len(rows) - _SHOWN} others" if len(rows) > _SHOWN else ""
     return f"row{'s' * (len(rows) > 1)} {shown}{more}"
-
-
-def _name(step: "StepCall") -> str:
-    return commit_name(step.iteration, step.attempt.step, step.shard)

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,12 +30,10 @@ from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.durable.retries import RetryTally
 from cairn.tasks.durable.rules import untold
 from cairn.tasks.durable.selection import last_selection
-from cairn.tasks.grading.graders import share_of_right
-from cairn.tasks.grading.protocol import Grading
+from cairn.tasks.rewards.grader import Grading, share_of_right
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
-    from cairn.tasks.streaming.stream import Stream
 
 
 # What a filter step says of the groups that its own round judged, with their prompts.
@@ -161,6 +159,9 @@ class ReplayTally:
             return replayed
 
 
+Service = TypeVar("Service")
+
+
 class RunContext(RecordedRun):
     """A live run in its driver's process. Thread-safe: shards of a step run at the same time.
 
@@ -198,8 +199,7 @@ class RunContext(RecordedRun):
         """Set when the driver ends before its time: no step is to begin, or to be tried again."""
         self.suspects_lock = threading.Lock()
         """Held while a group that may end its engine is generated alone."""
-        self.stream: Stream | None = None
-        """What generates samples all the time, where the run streams."""
+        self._attached: dict[type, object] = {}
         self.side_by_side = False
         """Whether one thread learns while another collects."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()
@@ -270,6 +270,18 @@ class RunContext(RecordedRun):
                     )
                 }
             return self._draws[key]
+
+    def attach(self, service: object) -> None:
+        """Share an object with all steps, which find it by its class; it takes the place of one of the same class."""
+        self._attached[type(service)] = service
+
+    def detach(self, kind: type) -> None:
+        """No longer share the object of this class."""
+        self._attached.pop(kind, None)
+
+    def attached(self, kind: type[Service]) -> Service | None:
+        """The object of this class that is shared; None where there is none."""
+        return self._attached.get(kind)  # type: ignore[return-value]
 
     def notice(self, what: str) -> bool:
         """Whether this is new to the driver: for what is told once."""

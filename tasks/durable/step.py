@@ -24,6 +24,7 @@ from cairn.configs.kinds import naming_code
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, reads_under, view
 from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.layout import commit_name
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules
 from cairn.storage.store import canonical
@@ -94,6 +95,11 @@ class StepCall:
     """Of all inputs and the configuration read: equal for every driver that executes this step."""
     earlier_digests: frozenset[str] = frozenset()
     """The same by the rules of earlier versions of the code that went on with the run."""
+
+    @property
+    def name(self) -> str:
+        """The name that the step's commit will have."""
+        return commit_name(self.iteration, self.attempt.step, self.shard)
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ from cairn.tasks.generation.groups import (
     trajectory_columns,
     without_unused,
 )
-from cairn.tasks.grading.protocol import GRADER_OPTIONS, Grading
 from cairn.tasks.grading.reward import given_samples, grade_benchmark, graded_again, messages_of
 from cairn.tasks.grading.shaping import sampled_tokens
+from cairn.tasks.rewards.grader import GRADER_OPTIONS, Grading
 from cairn.tasks.trainer.sync import serve
 
 # What the evaluations of runs have in common with the results in `evals/` (`cairn.storage.evals`).

@@ -14,7 +14,7 @@ from cairn.storage.store.canonical import from_json
 from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.generation.groups import status_of
-from cairn.tasks.grading.protocol import Graded
+from cairn.tasks.rewards.grader import Graded
 
 SAMPLES = "samples.parquet"
 """The file that they lie in."""

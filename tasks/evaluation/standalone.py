@@ -29,8 +29,8 @@ from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.generation.generation import Engine
 from cairn.tasks.generation.groups import finished_samples, status_of
 from cairn.tasks.grading.opening import open_grader
-from cairn.tasks.grading.protocol import Grading
 from cairn.tasks.grading.reward import given_samples, grade_benchmark, messages_of
+from cairn.tasks.rewards.grader import Grading
 
 ORDER = [("group_id", "ascending"), ("sample_index", "ascending")]
 SINGLE_TURN = GenerateFunction(ONE_CALL)

@@ -35,6 +35,7 @@ from cairn.engines.types.trajectories import FIRST_CALL, GeneratedSample, Record
 from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.layout import commit_name
+from cairn.tasks.durable.casualties import Place
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.plugin_sources import digest_of_all, source_digest
 from cairn.tasks.durable.step import StepCall
@@ -138,18 +139,19 @@ def generate_samples(
     for sample in calls.given(samples):
         groups[sample.group_id].append(sample)
     for id in list(groups):
-        if (error := casualties.blamed(step, id)) is not None:
+        if (error := casualties.blamed(step.name, id)) is not None:
             yield [GeneratedSample.failed(sample, error) for sample in groups.pop(id)]
     suspects = [id for id in groups if failures[_key(step, id)] >= TOGETHER]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     try:
-        in_turn = others[:: -1 if casualties.times(step) % 2 else 1]
+        in_turn = others[:: -1 if casualties.times(step.name) % 2 else 1]
         how = (params, unfinished, calls, interrupted, joined)
         yield from _together(step, engine, weights, brought, in_turn, *how)
         for id in suspects:
             yield from _alone(step, engine, brought, groups[id], *how)
     except (EngineDied, EngineTimeout) as error:
-        raise type(error)(casualties.told(step, error, rows)) from error
+        place = Place(step.run.ledger.run, step.iteration, step.attempt.step, step.run.config.rollout.engine)
+        raise type(error)(casualties.explain(step.name, error, rows, place)) from error
 
 
 def _together(
@@ -201,7 +203,7 @@ def _together(
         step.run.failed_generations.update(_key(step, id) for id in unfinished.groups)
         raise
     except (EngineDied, EngineTimeout) as error:
-        step.run.casualties.add(step, unfinished.groups, hung=isinstance(error, EngineTimeout))
+        step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
         raise
 
 

@@ -3,7 +3,7 @@
 | called as | is given |
 |---|---|
 | `grade(response, label, metadata)` | the text without special tokens, and what the data row has |
-| `grade(sample)` | a `cairn.tasks.batch.sample.Sample`, which holds all there is |
+| `grade(sample)` | a `cairn.tasks.rewards.sample.Sample`, which holds all there is |
 | `grade(samples)` | a list of them: `reward.rm_batch_size` at most, or with `reward.group_rm` all of one group |
 
 Each may be a coroutine function. A grader returns a number, or a mapping with the number under `reward` (another name:
@@ -27,7 +27,7 @@ from typing import Any
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, deferred
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.grading.protocol import BOXED, OUTSIDE, Grader, NamedGrader, Takes
+from cairn.tasks.rewards.grader import BOXED, OUTSIDE, Grader, NamedGrader, Takes, _paid
 
 _LIBRARIES = {
     "deepscaler": "math-verify",
@@ -38,8 +38,6 @@ _LIBRARIES = {
 """Of the graders that rest on another distribution, which."""
 _MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
 """Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
-_PAYS = {"dapo": (-1.0, 1.0)}
-"""Of the graders that pay something else than 0 for a wrong answer and 1 for a right one, what."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
 _OTHERS = {
@@ -87,18 +85,6 @@ def require_paying(name: str) -> None:
             f"the grader {name!r} would pay for nothing: {file} itself looks for the answer, behind {_MARKS[file]}, "
             f"which no box holds; set rm_type to {file}"
         )
-
-
-def share_of_right(reward: float, grader: str) -> float:
-    """A reward of a grader, or a mean of its rewards, as the share of answers that are right: 0 of wrong ones alone, 1
-    of right ones, whatever these are paid."""
-    wrong, right = _paid(grader)
-    return (reward - wrong) / (right - wrong)
-
-
-def _paid(grader: str) -> tuple[float, float]:
-    """What a wrong and what a right answer gets."""
-    return _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))
 
 
 def gives_a_number(grader: NamedGrader) -> bool:

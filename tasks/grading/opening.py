@@ -12,13 +12,13 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.ledger.schemas import TRAJECTORY_REWARDS
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest, question_digest
 from cairn.storage.store.store import Store
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import gives_a_number
 from cairn.tasks.grading.outside.asking import Answered, OutsideGraders
 from cairn.tasks.grading.outside.kinds import KEPT, outside
 from cairn.tasks.grading.outside.reward_model import NAME, RewardModelGrader, Scorer
 from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, GraderPool
-from cairn.tasks.grading.protocol import OUTSIDE, Graded, Grading, NamedGrader, Rememberable
+from cairn.tasks.rewards.grader import OUTSIDE, Graded, Grading, NamedGrader, Rememberable
+from cairn.tasks.rewards.sample import Sample
 
 # A grader that asks nothing twice: what it answered before lies in the store, see `cairn.storage.logs.answers`.
 

@@ -39,11 +39,11 @@ from typing import Any
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader, named_by_row
 from cairn.tasks.grading.process import Blame, GraderProcess, Lost
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.worker import Answer, Terms, Whose
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 
 __all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
 

@@ -38,8 +38,8 @@ import psutil
 from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading.graders import grader_version
-from cairn.tasks.grading.protocol import NamedGrader
 from cairn.tasks.grading.worker import Answer, Terms, Whose, too_long
+from cairn.tasks.rewards.grader import NamedGrader
 
 # How long a sample has kept its grader busy, told apart from how long the machine kept the grader waiting.
 #

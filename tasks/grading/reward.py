@@ -23,15 +23,14 @@ from cairn.storage.ledger.schemas import (
 )
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.batch.batch import arrays, with_optional
-from cairn.tasks.batch.sample import ResponseSegment, Sample
 from cairn.tasks.batch.sequences import last_trajectory
 from cairn.tasks.data.drawing import MixedData
 from cairn.tasks.data.opening import Data
 from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.durable.step import Outcome, StepCall, durable
-from cairn.tasks.grading.graders import share_of_right
-from cairn.tasks.grading.protocol import GRADER_OPTIONS, Graded, Grading
 from cairn.tasks.grading.shaping import SHAPED, Overlong, sampled_tokens, with_own_rewards, with_rewards
+from cairn.tasks.rewards.grader import GRADER_OPTIONS, Graded, Grading, share_of_right
+from cairn.tasks.rewards.sample import ResponseSegment, Sample
 
 
 @durable(

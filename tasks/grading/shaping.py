@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.schemas import RAW_REWARD, TRAJECTORY_REWARDS
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.worker import finite
+from cairn.tasks.rewards.grader import Graded
 
 # Rewards by their names, of a grader that gives several: numbers among what it returns, and `reward`, the sample's
 # own, whatever `reward.reward_key` calls it.

@@ -29,8 +29,8 @@ from typing import Any
 from cairn.configs.plugins import load_callable
 from cairn.engines.processes.child import die_with
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.grading.protocol import Grader, Takes, TryAgain
 from cairn.tasks.rewards.boxed import in_box
+from cairn.tasks.rewards.grader import Grader, Takes, TryAgain
 
 
 class Whose(StrEnum):

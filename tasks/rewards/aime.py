@@ -17,9 +17,9 @@ pays some answers as they do, `strict` none but what is the label beyond doubt:
 import re
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import notation
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, final_answer, last_boxed
+from cairn.tasks.rewards.sample import Sample
 
 _IGNORED = re.compile(r"\\?%")
 

@@ -7,7 +7,7 @@ What a model writes while it thinks is no answer, and neither is a box that the 
 import re
 from dataclasses import replace
 
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _MARK = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{|\\(?!\\boxed|\\fbox)[\s\S]|[{}]")

@@ -24,9 +24,9 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import notation
 from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.sample import Sample
 
 _LAST = 300
 """Characters. The longest answer of MATH-500 has 159."""

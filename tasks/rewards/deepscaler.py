@@ -16,9 +16,9 @@ What is equal has to be proved, as in the grader `math`:
 | no label | 0 | the sample fails |
 """
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.math import is_right
+from cairn.tasks.rewards.sample import Sample
 
 _CLOSE, _RESPONSE = "</think>", "###Response"
 

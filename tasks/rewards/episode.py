@@ -6,7 +6,7 @@ one has none, the sample has failed.
 
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

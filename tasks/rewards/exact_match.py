@@ -7,8 +7,8 @@ do not count, those within count as one, and neither do the commas of a number s
 
 import re
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from cairn.tasks.rewards.sample import Sample
 
 # A minus after a digit subtracts.
 _NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")

@@ -12,8 +12,8 @@ import re
 import string
 from collections import Counter
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.sample import Sample
 
 _CLOSED = frozenset({"yes", "no", "noanswer"})
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

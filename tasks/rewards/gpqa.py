@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.choices import denies, letter_of, plain
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

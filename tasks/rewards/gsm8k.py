@@ -9,8 +9,8 @@ response that was cut off has no last number.
 import re
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.sample import Sample
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")

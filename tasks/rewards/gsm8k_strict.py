@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.gsm8k import extracted
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.sample import Sample
 
 # Instructions that a response follows or not, by its name in IFEval (Zhou et al. 2023, arXiv:2311.07911).
 #

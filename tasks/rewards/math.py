@@ -25,9 +25,9 @@ nothing that changes its meaning is passed over. Where others decide otherwise:
 
 from functools import lru_cache
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import equality, notation
 from cairn.tasks.rewards.boxed import final_answer, last_boxed
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> float:

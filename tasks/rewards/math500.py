@@ -4,9 +4,9 @@ counted."""
 
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import math, notation
 from cairn.tasks.rewards.boxed import final_answer
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

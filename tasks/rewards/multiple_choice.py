@@ -10,9 +10,9 @@ parentheses, whatever is said of it."""
 from string import ascii_uppercase
 from typing import Any
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.choices import choice_in_box, denies_what_follows, letter_of
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> float:

@@ -24,8 +24,8 @@ from reasoning_gym.utils import extract_answer
 from simpleeval import EvalWithCompoundTypes
 from sympy.parsing.sympy_parser import parse_expr
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from cairn.tasks.rewards.sample import Sample
 
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
 _LITERALS = (*_ARITHMETIC, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.expr_context)

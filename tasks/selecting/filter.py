@@ -43,11 +43,11 @@ from cairn.storage.ledger.schemas import (
     Status,
 )
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.batch.sample_metrics import generated_metrics
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import number
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import sampled_as_newest, sampled_from, token_ages
+from cairn.tasks.grading.sample_metrics import generated_metrics
 from cairn.tasks.grading.shaping import as_graded
 from cairn.tasks.selecting.buffers import BufferPolicy, get_policy
 from cairn.tasks.selecting.buffers.group import JudgedGroup

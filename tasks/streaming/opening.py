@@ -61,10 +61,10 @@ def open_stream(run: RunContext) -> Iterator[None]:
         if newest is not None:
             stream.admit(newest, [])
         stream.begin()
-        run.stream = stream
+        run.attach(stream)
         yield
     finally:
-        run.stream = None
+        run.detach(Stream)
         stream.close()
 
 

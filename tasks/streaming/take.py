@@ -19,6 +19,7 @@ from cairn.tasks.generation.calls import call_table, call_tables, uncertain_effe
 from cairn.tasks.generation.groups import Group, image_table, sample_table, without_unused
 from cairn.tasks.generation.progress import INTERVAL, episode_metrics, failure_metrics
 from cairn.tasks.generation.rollout import READS, retold_metrics, token_count, whole_groups
+from cairn.tasks.streaming.stream import Stream
 
 
 @durable(
@@ -31,7 +32,8 @@ from cairn.tasks.generation.rollout import READS, retold_metrics, token_count, w
 def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Outcome:
     """Take `count` groups from the stream, when as many are complete. `earlier`: the filter step before."""
     run = step.run
-    assert run.stream is not None
+    stream = run.attached(Stream)
+    assert stream is not None
 
     told = float("-inf")
 
@@ -41,7 +43,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             told = time.monotonic()
             run.emit(GroupsGenerated(step.iteration, step.shard, min(complete, count), count))
 
-    taken = run.stream.take(step.iteration, count, tell)
+    taken = stream.take(step.iteration, count, tell)
     serving = run.fleet.membership.serving()
     groups = {one.group.drawn.group_id: one.group for one in taken.groups}
     names = [engine.name for engine in run.fleet.rollout]

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from cairn.flows.orchestration.flow_runs import Stopping
+from cairn.flows.events import Stopping
 from cairn.flows.pipeline import Pipeline
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.upkeep.retention import retire

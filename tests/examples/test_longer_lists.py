@@ -3,7 +3,7 @@
 import random
 from itertools import islice
 
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 from examples.longer_lists.build import LONGEST, PROMPTS, SHOWN, curriculum, demonstrations, problem
 from examples.longer_lists.grader import grade
 from examples.quickstart.task import is_held_out

@@ -14,9 +14,9 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.data import PromptData, draw
 from cairn.tasks.rewards.exact_match import grade
+from cairn.tasks.rewards.sample import Sample
 from examples.quickstart import build as builder
 from examples.quickstart.task import demonstration, is_held_out, problems
 from examples.quickstart.warm_start import RUN, config

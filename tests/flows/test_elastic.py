@@ -20,6 +20,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import DurableStep
+from cairn.tasks.streaming.stream import Stream
 from cairn.tasks.trainer.recovery import restore_trainer
 from tests.chaos.in_process import drive
 from tests.engines.fleet import simulated_machines
@@ -67,8 +68,9 @@ def drive_while_machines_come_and_go(store: str, config: RunConfig, parent: Conn
             os.kill(pids[0], signal.SIGSTOP)
 
         def leave() -> None:
-            assert run.stream is not None
-            wait_for(lambda: run.stream._engines[1]._groups, 240)  # type: ignore[union-attr]
+            stream = run.attached(Stream)
+            assert stream is not None
+            wait_for(lambda: stream._engines[1]._groups, 240)
             parent.send("go")
 
         drive(run, Between(run, {(1, Step.ROLLOUT): join, (3, Step.ADMIT): stop, (3, Step.ROLLOUT): leave}))

@@ -11,10 +11,10 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import _object_store_memory
 from cairn.engines.types.errors import EngineError, PublicationGone, WeightsDiffer
+from cairn.flows.events import Stopping
 from cairn.flows.history.diff import diff
 from cairn.flows.history.replay import replay, replay_all
 from cairn.flows.iteration import iteration
-from cairn.flows.orchestration.flow_runs import Stopping
 from cairn.flows.pipeline import Pipeline
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger

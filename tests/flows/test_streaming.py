@@ -334,7 +334,8 @@ def test_samples_go_on_with_newer_weights_between_two_steps_and_none_ends(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny_context(str(tmp_path), streaming(tiny_assets, 2)) as (run, _), open_stream(run):
-        assert run.stream is not None
+        stream = run.attached(Stream)
+        assert stream is not None
         direct = DirectSteps(run)
         publish_for_open_halves(run)
         admit_prompts(run, direct, 0)
@@ -343,7 +344,7 @@ def test_samples_go_on_with_newer_weights_between_two_steps_and_none_ends(
         admit_prompts(run, direct, 1)
         held.wait()
         learn(run, direct, 0)
-        run.stream.publish(weights_after(run, 0))
+        stream.publish(weights_after(run, 0))
         wait_for(lambda: run.fleet.rollout[0].engine.get_weight_version() == 1, 60)
         wait_for(lambda: bool(rows_that_ended(tmp_path, Status.ABORTED)), 60)
         logged = rows_that_ended(tmp_path, Status.ABORTED)
@@ -371,7 +372,7 @@ def test_prompts_that_are_admitted_join_what_an_engine_is_at(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny_context(str(tmp_path), streaming(tiny_assets, 2)) as (run, _), open_stream(run):
-        stream = run.stream
+        stream = run.attached(Stream)
         assert stream is not None
         direct, held = DirectSteps(run), Held(monkeypatch, 3)
         publish_for_open_halves(run)

@@ -146,7 +146,10 @@ def test_an_admission_that_was_claimed_and_not_made_is_made_first_as_it_was_clai
             refill, other = admissions(run.ledger)[1:]
             assert (refill.name, len(refill.values["groups"]), refill.values["without"]) == ("000000/admit.01", 1, [])
             assert (other.name, other.values["without"]) == ("000001/admit.00", [prompt])
-            assert run.stream.newest_admission.name == other.name
+            stream = run.attached(Stream)
+            assert stream is not None
+            assert stream.newest_admission is not None
+            assert stream.newest_admission.name == other.name
 
 
 def test_what_people_decide_does_not_hold_for_an_iteration_whose_prompts_are_claimed(

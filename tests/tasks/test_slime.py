@@ -11,8 +11,8 @@ from cairn.configs.slime import Arguments
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.pool import GraderPool
+from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.selecting.filters import get_filter, takes_samples
 from cairn.tasks.selecting.filters.sample import FilterDecision, GradedSample
 from cairn.tasks.slime import Sample as SlimeSample

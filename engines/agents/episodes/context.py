@@ -280,7 +280,7 @@ class Context:
         """The arguments of a grader."""
         way = REWARD.ways(name, function)[0]
         if way == ("sample",):
-            sample = load_callable("cairn.tasks.batch.sample.Sample")
+            sample = load_callable("cairn.tasks.rewards.sample.Sample")
             return (sample(**words, prompt=self._sample.prompt, prompt_ids=tuple(self._sample.prompt_ids)),)
         if len(way) != len(words):
             raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge asks for one response at a time")

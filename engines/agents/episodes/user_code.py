@@ -206,7 +206,5 @@ class UserCode:
     def _launch(self) -> tuple["subprocess.Popen[bytes]", Connection, Heartbeat]:
         here, there = Pipe()
         with there, Heartbeat.shared() as (heartbeat, fd):
-            process = launch(
-                "cairn.engines.agents.episodes.user_process", there, [fd], search=self._function.search, files=[fd]
-            )
+            process = launch("cairn.engines.agents.user_process", there, [fd], search=self._function.search, files=[fd])
         return process, here, heartbeat

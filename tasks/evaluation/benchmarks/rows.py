@@ -22,7 +22,7 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.tasks.data.prompts import OverRows, PromptData
 from cairn.tasks.data.rows import FILES, RowFile, label_text, open_rows
 from cairn.tasks.grading.graders import get_grader
-from cairn.tasks.grading.protocol import NamedGrader
+from cairn.tasks.rewards.grader import NamedGrader
 
 # Where a benchmark's rows are on this machine.
 

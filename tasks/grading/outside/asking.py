@@ -28,9 +28,9 @@ import httpx
 from cairn.configs.schema.operations import GraderRetries
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.batch.sample import Sample
-from cairn.tasks.grading.protocol import Graded, TryAgain
 from cairn.tasks.grading.worker import Whose, whose
+from cairn.tasks.rewards.grader import Graded, TryAgain
+from cairn.tasks.rewards.sample import Sample
 
 _TO_END = 10.0
 """Seconds that questions under way may take to be given up."""

@@ -29,10 +29,10 @@ from cairn.engines.processes.bubblewrap import Confined
 from cairn.engines.processes.sandbox import LOST, Ran, Sandbox, SandboxFailed
 from cairn.engines.types.errors import GraderUnavailable
 from cairn.storage.store import canonical
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.outside.asking import source_version
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _ASSERTS = """

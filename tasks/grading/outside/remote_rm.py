@@ -9,10 +9,10 @@ from typing import Any
 
 from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.store import canonical
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.outside.asking import Service, source_version
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.worker import finite
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 
 
 class RemoteRM:

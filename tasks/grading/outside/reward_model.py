@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardModelConfig
 from cairn.engines.types.errors import GraderFailed
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.outside.asking import source_version
-from cairn.tasks.grading.protocol import Graded
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 
 if TYPE_CHECKING:
     from cairn.configs.schema.reward import RewardConfig

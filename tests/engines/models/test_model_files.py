@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from cairn.engines.models.files import folder_digest, special_tokens
-from cairn.flows.driver.validation import load_tokenizer
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.storage.store import canonical
 from examples.quickstart.model import build_tokenizer
 

@@ -15,9 +15,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.flows.cli import app
 from cairn.flows.driver.sources import input_digests
-from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import collect, iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger

@@ -12,8 +12,8 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.history.rescore import TAGS, makes_tags
 from cairn.tasks.grading import graders as rewards
 from cairn.tasks.grading.graders import get_grader
-from cairn.tasks.grading.protocol import OUTSIDE
 from cairn.tasks.rewards import boxed
+from cairn.tasks.rewards.grader import OUTSIDE
 
 PIECES = st.lists(st.tuples(st.booleans(), st.sampled_from(["<", ">", "/", "</", "think", "k>", "<th", "a", *TAGS])))
 

@@ -17,9 +17,10 @@ from cairn.configs.loader import parse
 from cairn.flows.cli import app
 from cairn.flows.driver import approval
 from cairn.flows.driver.approval import AwaitingApproval, Rejected, admit
+from cairn.flows.events import Stopping
 from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.flows.orchestration.flow_runs import Stopping, run_tags
+from cairn.flows.orchestration.flow_runs import run_tags
 from cairn.flows.pipeline import Pipeline
 from cairn.flows.reading.gates import ask, decide, due, holding
 from cairn.storage.ledger.commits import Step

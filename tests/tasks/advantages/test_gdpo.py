@@ -19,8 +19,8 @@ from cairn.storage.ledger.commits import Step
 from cairn.tasks.advantages import step as estimators
 from cairn.tasks.advantages.batch import ScoredBatch
 from cairn.tasks.batch.batch import arrays
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import with_rewards
+from cairn.tasks.rewards.grader import Graded
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 Groups = list[list[dict[str, float]]]

@@ -9,7 +9,7 @@ import pytest
 
 from cairn.configs.errors import BadData
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.driver.validation import load_tokenizer
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import find_metric, shown_metrics
 from cairn.storage.ledger.commits import Commit, Step

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.schema.data import RowFormat
-from cairn.flows.driver.validation import load_tokenizer
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.tasks.data.prompts import PromptData
 from tests.tiny_run import write_assets
 from tests.vision import dots, marks, noise

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, parse
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.training.factory import make_engine
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.cli import app
-from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.history.rescore import changed_config as rescored_with
 from cairn.flows.history.rescore import naming
 from cairn.flows.iteration import iteration

@@ -17,13 +17,13 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading import pool as pool_module
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.pool import FRESH, KILLED, GraderPool
 from cairn.tasks.grading.process import GraderProcess, OwnTime, _thread_states
-from cairn.tasks.grading.protocol import Graded, Takes
 from cairn.tasks.grading.worker import Terms
+from cairn.tasks.rewards.grader import Graded, Takes
+from cairn.tasks.rewards.sample import Sample
 from tests.waiting import wait_for
 
 GRADER = """
@@ -334,7 +334,7 @@ def test_a_grader_with_options_of_its_own_gets_what_its_first_parameter_is_calle
     tmp_path: Path, parameters: str, reward: float
 ) -> None:
     (tmp_path / "options.py").write_text(
-        "from cairn.tasks.batch.sample import Sample\n"
+        "from cairn.tasks.rewards.sample import Sample\n"
         f"def grade({parameters}):\n"
         "    first = next(iter(locals().values()))\n"
         "    return float(first.length if isinstance(first, Sample) else 1)\n"

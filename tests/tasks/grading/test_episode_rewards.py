@@ -9,11 +9,11 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.batch.sample import ResponseSegment, Sample
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import with_own_rewards
 from cairn.tasks.rewards import episode
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import ResponseSegment, Sample
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 CODE = """

@@ -19,11 +19,11 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed
 from cairn.flows.driver.sources import open_graders
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.pool import FRESH, GraderPool
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.rewards import dapo
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
@@ -279,7 +279,7 @@ def test_processes_die_with_their_driver_however_it_ends(tmp_path, busy_with):
             "import sys\n"
             "from cairn.configs.schema.reward import RewardConfig\n"
             "from cairn.tasks.grading.pool import GraderPool\n"
-            "from cairn.tasks.batch.sample import Sample\n"
+            "from cairn.tasks.rewards.sample import Sample\n"
             f"pool = GraderPool(RewardConfig(custom_rm_path={str(tmp_path / 'graders.py:grade')!r}, rm_timeout=60))\n"
             "print(int(pool.grade([Sample('pid', None)])[0].reward), flush=True)\n"
             f"if {busy_with!r} != 'nothing': pool.grade([Sample({busy_with!r}, None, {told!r})])\n"

@@ -9,10 +9,10 @@ import yaml
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.rewards import aime, exact_match, gsm8k, gsm8k_strict, math, multiple_choice, random
 from cairn.tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
+from cairn.tasks.rewards.sample import Sample
 from tests.tables import cases
 
 MATH_ANSWERS = [

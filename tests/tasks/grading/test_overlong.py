@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import Overlong, sampled_tokens
+from cairn.tasks.rewards.grader import Graded
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cairn.flows.driver.sources import open_graders
-from cairn.tasks.batch.sample import ResponseSegment, Sample
 from cairn.tasks.grading.opening import ReturnedRewards
-from cairn.tasks.grading.protocol import Graded
 from cairn.tasks.grading.shaping import with_own_rewards
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import ResponseSegment, Sample
 from tests.tiny_run import tiny_config
 
 SLIME = "async def generate(args, sample, sampling_params):\n    return sample\n"

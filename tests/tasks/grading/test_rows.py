@@ -10,9 +10,9 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.driver.validation import data_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.pool import GraderPool
+from cairn.tasks.rewards.sample import Sample
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 NAMED = ["exact_match", None, "boxed_f1", "f1"]

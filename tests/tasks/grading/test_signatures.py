@@ -14,10 +14,10 @@ from cairn.engines.types.errors import GraderUnavailable
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.pool import FRESH, GraderPool
-from cairn.tasks.grading.protocol import Graded, Takes
+from cairn.tasks.rewards.grader import Graded, Takes
+from cairn.tasks.rewards.sample import Sample
 from tests.tables import cases
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -11,7 +11,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import (
     aime,
     boxed,
@@ -27,6 +26,7 @@ from cairn.tasks.rewards import (
     multiple_choice,
     notation,
 )
+from cairn.tasks.rewards.sample import Sample
 from tests.tables import cases
 
 MEGABYTE = 2**20

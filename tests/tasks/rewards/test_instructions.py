@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import ifeval
 from cairn.tasks.rewards.ifeval import CHECKS, CannotCheck, follows
+from cairn.tasks.rewards.sample import Sample
 
 
 def row(*given: tuple[str, dict]) -> dict:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.rewards import aime, dapo, deepscaler, gpqa, math, multiple_choice
+from cairn.tasks.rewards.sample import Sample
 from tests.tables import cases
 
 ENTRIES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("proved_answers.yaml").read_text())

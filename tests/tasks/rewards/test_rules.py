@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader, require_paying, row_check
 from cairn.tasks.grading.pool import GraderPool
 from cairn.tasks.rewards import dapo, deepscaler, f1, gpqa
 from cairn.tasks.rewards.boxed import in_box
+from cairn.tasks.rewards.sample import Sample
 from tests.tables import cases
 
 ANSWERS = [

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.schema.evaluation import EngineOptions
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.sources import environment
-from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import OwnEngine, questions_of
 from cairn.storage.evals import Claim, find_or_claim, read_samples

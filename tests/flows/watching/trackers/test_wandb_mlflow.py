@@ -12,8 +12,8 @@ from mlflow.tracking import MlflowClient
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined] # chosen by protobuf's version
 
 from cairn.configs.loader import parse
+from cairn.flows.driver.validation import tracking_problems
 from cairn.flows.events import RunStarted
-from cairn.flows.watching.trackers.requirements import tracking_problems
 from cairn.flows.watching.trackers.tracker import Written
 from cairn.flows.watching.trackers.wandb import points_before, records, run_id
 from cairn.storage.ledger.ledger import Ledger

@@ -15,11 +15,11 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.processes.sandbox import Sandbox
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.opening import open_grader
 from cairn.tasks.grading.outside.code import confined
-from cairn.tasks.grading.protocol import Graded
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 
 Grade = Callable[..., Graded]
 

@@ -10,8 +10,8 @@ import pytest
 
 from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.opening import open_store
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.opening import open_grader
+from cairn.tasks.rewards.sample import Sample
 from tests.tasks.grading.outside.service import serving
 from tests.waiting import wait_for
 
@@ -21,7 +21,7 @@ import sys
 from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.store.store import open_store
 from cairn.tasks.grading.opening import open_grader
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 config = RewardConfig(rm_type="remote_rm", rm_url=sys.argv[1], rm_concurrency={at_once})
 grader = open_grader(config, None, open_store(sys.argv[2]))
 grader.grade([Sample(str(number), None) for number in range(40)])

@@ -15,10 +15,10 @@ from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.storage.opening import open_store
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.opening import open_grader
-from cairn.tasks.grading.protocol import Graded
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 from tests.tasks.grading.outside.service import said, serving
 
 QUICK = GraderRetries(retries=3, retry_delay_seconds=0.01)

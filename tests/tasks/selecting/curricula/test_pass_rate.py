@@ -4,7 +4,7 @@ import pytest
 
 from cairn.configs.schema.data import CurriculumConfig
 from cairn.tasks.data.stream import GroupResult
-from cairn.tasks.grading.graders import share_of_right
+from cairn.tasks.rewards.grader import share_of_right
 from cairn.tasks.selecting.curricula.pass_rate import choose
 
 

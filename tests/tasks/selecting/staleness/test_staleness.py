@@ -59,7 +59,7 @@ def selected(run: RunContext) -> tuple[Commit, Commit, Commit]:
     3."""
     admission = admit(run, ITERATION, "00", None, count=2)
     attempt = run.ledger.attempt(ITERATION, Step.ROLLOUT, "stream")
-    run.stream = stream = Stream(StepCall(run, ITERATION, "stream", attempt, "inputs"), None, logs_of(run), ())
+    stream = Stream(StepCall(run, ITERATION, "stream", attempt, "inputs"), None, logs_of(run), ())
     young, old = admitted_groups(run, admission)
     stream.admit(admission, [sampled(young, [3, 4]), sampled(old, [1, 2, 3, 4])])
     taken = take_groups(run, ITERATION, "00-000", [], count=2)

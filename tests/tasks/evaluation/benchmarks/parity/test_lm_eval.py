@@ -19,8 +19,8 @@ import yaml
 
 from cairn.configs.catalogue import load_benchmark
 from cairn.configs.plugins import load_callable
-from cairn.tasks.batch.sample import Sample
 from cairn.tasks.evaluation.benchmarks.rows import benchmark_grader
+from cairn.tasks.rewards.sample import Sample
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[4]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from cairn.tasks.batch.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 GRADER_OPTIONS = (
     "reward.rm_type",
@@ -149,10 +149,26 @@ class NamedGrader:
 
     @property
     def whole_sample(self) -> bool:
-        """It takes `cairn.tasks.batch.sample.Sample` in place of response, label and metadata."""
+        """It takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
         return self.takes is not Takes.TEXTS
 
     @property
     def sees_tokens(self) -> bool:
         """It may read a whole sample's tokens too. Of ours only those that ask something outside do."""
         return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)
+
+
+_PAYS = {"dapo": (-1.0, 1.0)}
+"""Of the graders that pay something else than 0 for a wrong answer and 1 for a right one, what."""
+
+
+def share_of_right(reward: float, grader: str) -> float:
+    """A reward of a grader, or a mean of its rewards, as the share of answers that are right: 0 of wrong ones alone, 1
+    of right ones, whatever these are paid."""
+    wrong, right = _paid(grader)
+    return (reward - wrong) / (right - wrong)
+
+
+def _paid(grader: str) -> tuple[float, float]:
+    """What a wrong and what a right answer gets."""
+    return _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))

@@ -10,8 +10,8 @@ from cairn.flows.reading.metrics import iteration_metrics
 from cairn.flows.reading.views import run_status
 from cairn.flows.report.curve import reward_curve
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.batch.sample_metrics import sample_metrics
 from cairn.tasks.durable.selection import last_selection, number, unfinished_groups
+from cairn.tasks.grading.sample_metrics import sample_metrics
 from tests.tasks.generation.test_partial_rollout import partial_config
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
