@@ -1,8 +1,8 @@
 """A view of a configuration that gives what its reader has declared, and raises for everything else.
 
 What a step's commit says it was made from is then proved at every read, and not kept by hand: whoever is given a view
-cannot compute on an option that its digest does not cover. Methods and properties of a section run on the view, so what
-they read is checked too.
+cannot compute on an option that its digest does not cover. A view is a section without the other options, so what its
+methods and properties read is checked too.
 
     config = view(run_config, Reader("step filter", "`reads` in …", ("rollout.rollout_batch_size",)))
     config.rollout.rollout_batch_size     # its value
@@ -11,10 +11,8 @@ they read is checked too.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType, MethodType
-from typing import Any, TypeVar, cast
-
-from pydantic import BaseModel
+from functools import partial
+from typing import Any, TypeVar
 
 from cairn.configs.kinds import OPTIONS, declared, named, naming_code
 from cairn.configs.schema.base import Section
@@ -74,61 +72,24 @@ def is_covered(option: str, names: tuple[str, ...]) -> bool:
 
 
 def view(section: AnySection, reader: Reader, name: str = "") -> AnySection:
-    """`section` as its reader may see it. `name`: of the section, dotted; empty for the whole configuration."""
-    return cast(AnySection, _View(section, reader, name))
+    """Returns `section` without the options that its reader may not read: reading one raises UndeclaredRead.
+
+    Args:
+        name: of the section, dotted; empty for the whole configuration.
+    """
+    prefix = f"{name}." if name else ""
+    shown = {}
+    for field, value in section:
+        option = prefix + field
+        if reader.may_read(option):
+            shown[field] = value
+        elif isinstance(value, Section) and reader.may_read_of(option):
+            shown[field] = view(value, reader, option)
+    return section.restricted_to(shown, partial(_refusal, reader, prefix))
 
 
-class _View:
-    """In the place of a section. What was read once lies in the instance, where Python finds it without asking."""
-
-    def __init__(self, section: Section, reader: Reader, name: str) -> None:
-        self.__dict__.update(_section=section, _reader=reader, _name=name)
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # asked by copy and pickle of whatever they find
-            raise AttributeError(attribute)
-        found = self.__dict__[attribute] = self._read(attribute)
-        return found
-
-    def __setattr__(self, attribute: str, value: Any) -> None:
-        raise TypeError(f"{self._option(attribute)} is frozen")
-
-    def __eq__(self, other: object) -> bool:
-        raise self._reader.refuse(self._name)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def model_copy(self, *, update: Mapping[str, Any]) -> Any:
-        """The same view of a section with other values, see `BaseModel.model_copy`."""
-        return _View(self._section.model_copy(update=update), self._reader, self._name)
-
-    def _option(self, attribute: str) -> str:
-        return f"{self._name}.{attribute}" if self._name else attribute
-
-    def _read(self, attribute: str) -> Any:
-        kind = type(self._section)
-        if attribute in kind.model_fields:
-            option = self._option(attribute)
-            if self._reader.may_read(option):
-                return getattr(self._section, attribute)
-            value = getattr(self._section, attribute)
-            if isinstance(value, Section) and self._reader.may_read_of(option):
-                return _View(value, self._reader, option)
-            raise self._reader.refuse(option)
-        if hasattr(BaseModel, attribute):  # such as model_dump
-            raise self._reader.refuse(self._name or "the whole configuration")
-        for owner in kind.__mro__:
-            if attribute in vars(owner):
-                return _on(self, vars(owner)[attribute])
-        raise AttributeError(f"{kind.__name__} has no option {attribute}")
-
-
-def _on(seen: _View, member: Any) -> Any:
-    """A method or property of a section, of a view in its place."""
-    if isinstance(member, property):
-        assert member.fget is not None
-        return member.fget(seen)
-    return MethodType(member, seen) if isinstance(member, FunctionType) else member
+def _refusal(reader: Reader, prefix: str, field: str) -> UndeclaredRead:
+    return reader.refuse(prefix + field)
 
 
 # What a step or an engine reads under a configuration: what it has declared, and what the user's code that it runs

@@ -1,10 +1,11 @@
 """What every section of a run's configuration has in common."""
 
 import re
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, ValidationInfo
 
 from cairn.configs.plugins import Unchecked
 
@@ -40,6 +41,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    _refusal: Callable[[str], Exception] | None = PrivateAttr(default=None)
+    """Of a section that was restricted: the error for reading a field that it lacks."""
+
+    def restricted_to(self, fields: Mapping[str, Any], refusal: Callable[[str], Exception]) -> Self:
+        """Returns a copy that has these fields alone; reading another one raises `refusal(name)`."""
+        copy = self.model_copy()
+        copy.__dict__.clear()
+        copy.__dict__.update(fields)
+        copy._refusal = refusal
+        return copy
+
+    if not TYPE_CHECKING:  # only reached by a field that is not there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields and self._refusal is not None:
+                raise self._refusal(name)
+            return super().__getattr__(name)
 
 
 # Where something lies or is asked: a path, a URL or `host:port`, without credentials.

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -217,11 +218,14 @@ class RunContext(RecordedRun):
         self._graders = graders
         self._drawing = threading.Lock()
         self._draws: dict[str, Draw[PromptRow]] = {}
+        """The newest draw, by what it was asked for."""
         self._noticed: set[str] = set()
 
     def seen_as(self, config: RunConfig) -> "RunContext":
-        """This run, all of its state shared, with another view of its configuration."""
-        return _Seen(self, config)
+        """Returns this run, all of its state shared, with another view of its configuration."""
+        seen = copy(self)
+        seen.config = config
+        return seen
 
     @property
     def records_kept(self) -> bool:
@@ -258,17 +262,17 @@ class RunContext(RecordedRun):
         with self._drawing:
             if key not in self._draws:
                 learns = earlier and learns_from_results(self.config)
-                self._draws = {
-                    key: next_prompts(
-                        self.config,
-                        self.data,
-                        cursor,
-                        count,
-                        untold_results(self, earlier[-1]) if learns else (),
-                        max_prompt_len=self.max_prompt_len,
-                        without=frozenset(without),
-                    )
-                }
+                draw = next_prompts(
+                    self.config,
+                    self.data,
+                    cursor,
+                    count,
+                    untold_results(self, earlier[-1]) if learns else (),
+                    max_prompt_len=self.max_prompt_len,
+                    without=frozenset(without),
+                )
+                self._draws.clear()
+                self._draws[key] = draw
             return self._draws[key]
 
     def attach(self, service: object) -> None:
@@ -312,17 +316,3 @@ class RunContext(RecordedRun):
         commit = self.ledger.commit(**fields)
         self._commits[commit.iteration, commit.step, commit.shard] = commit
         return commit
-
-
-class _Seen(RunContext):
-    """A run as one step sees it. Methods run on it, so that they see the step's configuration too; attributes are the
-    run's own."""
-
-    def __init__(self, run: RunContext, config: RunConfig) -> None:
-        self.__dict__.update(_run=run, config=config)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_run"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._run, name, value)

@@ -20,6 +20,32 @@ TABLE_BYTES_KEPT = 2 << 30
 beyond it, the one that was asked for longest ago goes."""
 
 
+class _Tables:
+    """Snapshots by their digests, `TABLE_BYTES_KEPT` at most. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[str, tuple[pa.Table, int]] = OrderedDict()
+        """With their bytes, the one that was asked for longest ago first."""
+        self._bytes = 0
+
+    def get(self, digest: str) -> pa.Table | None:
+        with self._lock:
+            if (kept := self._tables.get(digest)) is None:
+                return None
+            self._tables.move_to_end(digest)
+            return kept[0]
+
+    def add(self, digest: str, table: pa.Table) -> None:
+        with self._lock:
+            self._bytes -= self._tables.pop(digest, (table, 0))[1]
+            self._tables[digest] = table, table.nbytes
+            self._bytes += table.nbytes
+            while self._bytes > TABLE_BYTES_KEPT:
+                _, (_, least_wanted) = self._tables.popitem(last=False)
+                self._bytes -= least_wanted
+
+
 class RecordedRun:
     """Commits and tables of a run, each read once. Thread-safe."""
 
@@ -28,9 +54,7 @@ class RecordedRun:
         self.ledger = ledger
         self._lock = threading.Lock()
         self._commits: dict[tuple[int, Step, str | None], Commit] = {}
-        self._tables: OrderedDict[str, tuple[pa.Table, int]] = OrderedDict()
-        """Snapshots and their bytes, by their digests, the one that was asked for longest ago first."""
-        self._bytes_kept = 0
+        self._tables = _Tables()
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
         """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
@@ -72,20 +96,12 @@ class RecordedRun:
         return complete(self._read(commit.run, calls, read_recorded_table), CALLS), long
 
     def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
-        with self._lock:
-            if (kept := self._tables.get(output.sha256)) is not None:
-                self._tables.move_to_end(output.sha256)
-                return kept[0]
-        table = read(self.ledger.store, run, output)
-        self.remember(output, table)
+        table = self._tables.get(output.sha256)
+        if table is None:
+            table = read(self.ledger.store, run, output)
+            self.remember(output, table)
         return table
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Keep a snapshot that was just written: the next steps read it."""
-        with self._lock:
-            self._bytes_kept -= self._tables.pop(output.sha256, (table, 0))[1]
-            self._tables[output.sha256] = table, table.nbytes
-            self._bytes_kept += table.nbytes
-            while self._bytes_kept > TABLE_BYTES_KEPT:
-                _, (_, least_wanted) = self._tables.popitem(last=False)
-                self._bytes_kept -= least_wanted
+        self._tables.add(output.sha256, table)

@@ -21,6 +21,6 @@ def test_the_snapshot_asked_for_longest_ago_goes_when_there_are_too_many_bytes(
     with tiny_context(str(tmp_path), tiny_config(tiny_assets)) as (run, _):
         for number in (0, 1, 2, 0, 3):  # 0 is asked for again before there is one too many
             run.remember(output(number), table)
-        assert list(run._tables) == [f"{number:064x}" for number in (2, 0, 3)]
+        assert list(run._tables._tables) == [f"{number:064x}" for number in (2, 0, 3)]
         run.remember(output(4), pa.table({"tokens": list(range(4000))}))
-        assert not run._tables  # larger than all that may be kept
+        assert not run._tables._tables  # larger than all that may be kept
