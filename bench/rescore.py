@@ -40,7 +40,7 @@ import importlib, sys, time
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.rewards.sample import Sample
 ledger = Ledger.open(open_store(sys.argv[1]), sys.argv[2])
 commits = [c for i in ledger.iterations() for c in ledger.commits(i) if c.step is Step.ROLLOUT]
@@ -57,7 +57,7 @@ import sys, time
 from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.history.rescore import naming, rescore
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 began = time.perf_counter()
 figures, _ = rescore(Ledger.open(open_store(sys.argv[1]), sys.argv[2]), None, [naming(sys.argv[3])])
 print(time.perf_counter() - began)

@@ -42,7 +42,7 @@ QUESTIONS = {
 _ASK = """
 import sys, time
 from cairn.storage.query import open_query
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 query = open_query(open_store(sys.argv[1]))
 began = time.perf_counter()
 rows = query.sql(sys.argv[2]).num_rows

@@ -1,6 +1,6 @@
 import os
 
-from cairn.engines.deferred import defer_compiler
+from cairn.engines.processes.deferred import defer_compiler
 
 # In all processes that import anything from here, and in those that they start:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that have nothing to do leave the cores to others

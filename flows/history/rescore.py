@@ -42,7 +42,7 @@ from cairn.tasks.rewards.grader import Grading
 
 # The tags of thoughts, and whether a tokenizer can tell them from other text.
 #
-# `cairn.tasks.grading.graders.boxed` looks for tags in the text with special tokens that the text without them lacks.
+# `cairn.tasks.rewards.boxed` looks for tags in the text with special tokens that the text without them lacks.
 # Such a tag has letters of a special token: where none of those has a piece of a tag at its ends, nor is one, the two
 # texts hold the same tags, and a grader that reads no more of the first does without it.
 

@@ -17,7 +17,7 @@ arXiv:2206.14858, appendix D.1), compared as text.
 | what stands before the last `=`, as in `x = 17, y = 18`, `17 = 18`, `2x = 18` | is removed: 18 | wrong |
 
 So an answer is right if it is right for these, and if the whole line is that integer and no more than a name before `=`
-and a unit that `cairn.tasks.grading.graders.notation` knows.
+and a unit that `cairn.tasks.rewards.notation` knows.
 """
 
 import re

@@ -2,7 +2,7 @@
 `multiple_choice` does.
 
 The letter is the one that the last sentence of the form `the answer is C` or `C is correct` names, else the one that
-the last clause names alone: `cairn.tasks.grading.graders.choices` says how. A response that names none is right if it
+the last clause names alone: `cairn.tasks.rewards.choices` says how. A response that names none is right if it
 holds the text of the right choice, as words, and denies nothing. Which choice is right a row says by the label, a
 letter or the text of a choice, or by `correct_letter` in its metadata; `choices` or `valid_letters` there say which
 letters count, else A to J.

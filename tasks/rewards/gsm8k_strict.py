@@ -1,5 +1,5 @@
 """The answer to a problem of GSM8K is right if the number behind the first `####` is the label's: the filter
-`strict-match` of lm-evaluation-harness's task `gsm8k` (version 3.0). See `cairn.tasks.grading.graders.gsm8k`."""
+`strict-match` of lm-evaluation-harness's task `gsm8k` (version 3.0). See `cairn.tasks.rewards.gsm8k`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-r"""The answer is right if it can be proved to equal the label: `cairn.tasks.grading.graders.equality` says what is
+r"""The answer is right if it can be proved to equal the label: `cairn.tasks.rewards.equality` says what is
 equal.
 
 The answer is what stands in the response's last `\boxed{…}`, else what the last sentence with a number or a formula
@@ -6,7 +6,7 @@ says, in a response that was not cut off. What was thought does not count, and a
 or a box has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the
 answer in `\boxed{…}`.
 
-`cairn.tasks.grading.graders.notation` undoes how an answer is written; what is left has to be read as a whole, so that
+`cairn.tasks.rewards.notation` undoes how an answer is written; what is left has to be read as a whole, so that
 nothing that changes its meaning is passed over. Where others decide otherwise:
 
 | | lm-evaluation-harness (`minerva_math`), verl (`math_dapo`) | slime (`math_utils`) | here |

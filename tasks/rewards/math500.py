@@ -1,5 +1,5 @@
 """The answer to a problem of MATH-500 is right if it is mathematically equal to the label, as the grader `math` judges.
-It is recorded beside the reward, as `cairn.tasks.grading.graders.notation` writes it, so that answers can be
+It is recorded beside the reward, as `cairn.tasks.rewards.notation` writes it, so that answers can be
 counted."""
 
 from typing import Any

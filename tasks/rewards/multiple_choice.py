@@ -2,7 +2,7 @@ r"""The answer to a multiple-choice question is right if its letter is the label
 
 The letter is the one that the last sentence with `answer is` or `Answer:` names; else the one in the last `\boxed{…}`,
 as in `\boxed{\textbf{C}}` or `\boxed{C. water}`; else, in a response that was not cut off, the one that its last clause
-names alone: `cairn.tasks.grading.graders.choices` says how. Several letters, and denied ones, are none. Only the
+names alone: `cairn.tasks.rewards.choices` says how. Several letters, and denied ones, are none. Only the
 letters of the choices count, where the metadata has `choices`. lm-evaluation-harness's `gpqa_diamond_cot_zeroshot`
 (version 2.2) looks for the same phrase in its filter `strict-match`, and in `flexible-extract` for the last letter in
 parentheses, whatever is said of it."""

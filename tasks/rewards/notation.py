@@ -1,5 +1,5 @@
 r"""How people write an answer, undone, as far as what it says stays the same. What is left is for
-`cairn.tasks.grading.graders.equality` to read.
+`cairn.tasks.rewards.equality` to read.
 
 | written | read as |
 |---|---|

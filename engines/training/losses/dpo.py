@@ -1,5 +1,5 @@
 """Direct preference optimization, of which the estimator of that name has made advantages and returns
-(`cairn.tasks.advantages.step.dpo`).
+(`cairn.tasks.advantages.dpo`).
 
 With A the advantage and L the return of a sample's c trained tokens, every token's loss is
 

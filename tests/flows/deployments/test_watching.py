@@ -21,7 +21,7 @@ from cairn.flows.orchestration.flow_runs import run_tags
 DRIVER = """
 import sys, time
 from cairn.storage.ledger.leases import Lease
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 Lease.acquire(open_store(sys.argv[1]), sys.argv[2])
 print("owned", flush=True)
 time.sleep(600)

@@ -31,7 +31,7 @@ sys.path.insert(0, {root!r})
 from cairn.storage.store.errors import LeaseLost
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.storage.builders import commit_step
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 print(ledger.acquire().epoch, flush=True)

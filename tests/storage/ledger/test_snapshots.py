@@ -223,7 +223,7 @@ sys.path.insert(0, {root!r})
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.write_ahead import WriteAhead
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from tests.storage.builders import rollout_table
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 ledger.acquire()

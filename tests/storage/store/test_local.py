@@ -59,7 +59,7 @@ def test_a_folder_that_may_not_be_written_is_refused() -> None:
         # Root may write anywhere, so the probing process becomes somebody else.
         code = f"""
 import os
-from cairn.storage.store.store import open_store, probe
+from cairn.storage.opening import open_store; from cairn.storage.store.store import probe
 store = open_store({folder!r})
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -86,7 +86,7 @@ def test_an_unknown_kind_of_store_is_refused() -> None:
 
 _WRITER = """
 import sys
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 store = open_store(sys.argv[1])
 print("ready", flush=True)
 for number in range(10**9):

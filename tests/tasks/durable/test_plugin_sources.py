@@ -11,7 +11,7 @@ from cairn.tasks.durable.plugin_sources import source_digest, source_files
 
 FILES = {
     "grade.py": (
-        "import functools, json\nfrom pathlib import Path\nimport numpy\nfrom storage import canonical\n"
+        "import functools, json\nfrom pathlib import Path\nimport numpy\nfrom storage.store import canonical\n"
         "from cairn_rewards import scale\nimport cairn_alone\n"
         "def grade(response, label, metadata):\n"
         "    from cairn_lazy.sub.deep import helper\n    return helper(response)\n"

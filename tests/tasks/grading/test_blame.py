@@ -28,7 +28,7 @@ from tests.waiting import wait_for
 
 GRADER = """
 import errno, os, signal, sys, time
-from cairn.tasks.rewards import TryAgain
+from cairn.tasks.rewards.grader import TryAgain
 
 class Refused(Exception):
     def __init__(self, status):
@@ -180,7 +180,7 @@ def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytes
 def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -> None:
     here, there = Pipe()
     terms = ("sample", False, 1.0, 1, None)
-    words = (there.fileno(), os.getpid(), "cairn.tasks.grading.graders.exact_match.grade", terms)
+    words = (there.fileno(), os.getpid(), "cairn.tasks.rewards.exact_match.grade", terms)
     code = f"from cairn.tasks.grading.worker import main; main(*{words!r})"
     with there:
         process = subprocess.Popen(

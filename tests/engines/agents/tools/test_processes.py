@@ -210,7 +210,7 @@ def test_importing_the_worker_is_light():
     code = "import sys, json, cairn.engines.agents.tools.worker; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"torch", "numpy", "ray", "transformers"} & set(loaded)
-    assert Path(cairn.engines.tools.__file__).exists()  # type: ignore[attr-defined]
+    assert Path(cairn.engines.agents.tools.__file__).exists()  # type: ignore[attr-defined]
 
 
 def test_a_tool_reaches_a_network_where_that_is_granted_alone(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_what_is_missing_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyP
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert problems(use_wandb=True) == []
     assert len(problems(use_wandb=True, wandb_host="https://wandb.example.com")) == 1
-    monkeypatch.setattr("cairn.flows.watching.trackers.requirements.find_spec", lambda name: None)
+    monkeypatch.setattr("cairn.flows.driver.validation.find_spec", lambda name: None)
     assert [problem.partition(",")[0] for problem in problems(use_wandb=True, use_mlflow=True)] == [
         "tracking.use_wandb needs the extra wandb",
         "tracking.use_mlflow needs the extra mlflow",

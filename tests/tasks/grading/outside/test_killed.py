@@ -19,7 +19,7 @@ AT_ONCE = 4
 DRIVER = """
 import sys
 from cairn.configs.schema.reward import RewardConfig
-from cairn.storage.store.store import open_store
+from cairn.storage.opening import open_store
 from cairn.tasks.grading.opening import open_grader
 from cairn.tasks.rewards.sample import Sample
 config = RewardConfig(rm_type="remote_rm", rm_url=sys.argv[1], rm_concurrency={at_once})
