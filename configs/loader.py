@@ -17,9 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.recorded import in_todays_words
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
+from cairn.configs.schema.base import UNCHECKED, has_credentials
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
@@ -112,7 +111,6 @@ def _values(field: FieldInfo) -> str:
 __all__ = [
     "ConfigError",
     "from_manifest",
-    "in_recorded_words",
     "inherit",
     "load",
     "parse",
@@ -195,8 +193,7 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     """The configuration of a fork: what its parent's manifest says, with `a.b=value` overrides applied. Names of code
     in it are Unchecked.
 
-    What a rule has against the parent itself, which was sound when it was recorded, does not keep it from being forked.
-    What it has against the fork alone does, and the sentence names the overrides that take back what was inherited.
+    A sentence about an inherited option names the override that takes it back.
     """
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
@@ -204,11 +201,8 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     _leave_the_clip_range_to_the_loss(values, parent, given)
     try:
         return parse(values, UNCHECKED)
-    except ConfigError:
-        new = _new_problems(values, parent, given)
-    if new:
-        raise ConfigError([problem + _way_back(problem, parent, given) for problem in new])
-    return parse(values, RECORDED | UNCHECKED)
+    except ConfigError as error:
+        raise ConfigError([problem + _way_back(problem, parent, given) for problem in error.problems]) from None
 
 
 def _leave_the_clip_range_to_the_loss(
@@ -224,36 +218,25 @@ def _leave_the_clip_range_to_the_loss(
 def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
     """A recorded configuration with options of one section changed by `section.option=value`, and held against the
     rules of that section alone: for what is computed of it apart from the run.
-
-    As with a fork, what a rule has against the recorded section itself is let pass, and names of code are Unchecked.
-    """
+    Names of code are Unchecked."""
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
     after = _overridden(before, overrides)
 
-    def validated(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> Any:
-        return schema.model_validate_json(json.dumps(values[name], default=str), strict=True, context=context)
-
-    def problems(values: dict[str, Any]) -> list[str]:
-        try:
-            validated(values, UNCHECKED)
-        except ValidationError as error:
-            found = error.errors(include_url=False)
-            return [_sentence(cast(ErrorDetails, {**details, "loc": (name, *details["loc"])})) for details in found]
-        return []
-
-    new = [problem for problem in problems(after) if problem not in problems(before)]
-    if new:
+    try:
+        section = schema.model_validate_json(json.dumps(after[name], default=str), strict=True, context=UNCHECKED)
+    except ValidationError as error:
         given = {override.partition("=")[0].strip() for override in overrides}
-        raise ConfigError([problem + _way_back(problem, before, given) for problem in new])
-    return recorded.model_copy(update={name: validated(after, RECORDED | UNCHECKED)})
+        found = [{**details, "loc": (name, *details["loc"])} for details in error.errors(include_url=False)]
+        problems = [_sentence(cast(ErrorDetails, details)) for details in found]
+        raise ConfigError([problem + _way_back(problem, before, given) for problem in problems]) from None
+    return recorded.model_copy(update={name: section})
 
 
 def from_manifest(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration in a run's manifest or terms, as it was recorded, to be read: rules that were added since are
-    not held against it, options keep what they said, and names of code are Unchecked. What is to be executed comes
-    through `cairn.flows.driver.trust`."""
+    """The configuration in a run's manifest or terms, to be read: names of code are Unchecked. What is to be executed
+    comes through `cairn.flows.driver.trust`."""
     try:
-        return RunConfig.model_validate(in_todays_words(values), context=RECORDED | UNCHECKED)
+        return RunConfig.model_validate(values, context=UNCHECKED)
     except (ValidationError, AttributeError, TypeError) as error:
         found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         problems = [_sentence(details) for details in found] or ["it is no configuration"]
@@ -263,48 +246,7 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
 def released(config: RunConfig) -> RunConfig:
     """Return a configuration whose names of code may be imported. For `cairn.flows.driver.trust`, which has held them
     against what a store may set."""
-    return RunConfig.model_validate(config.model_dump(mode="json"), context=RECORDED)
-
-
-def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConfig:
-    """`config`, with what a manifest says for options whose default has changed since, where it means the same.
-
-    `algorithm.kl_loss_type` once had the default `k1`, which manifests name whether it is read or not.
-    `reward.rm_type_key` was not there: no row named a grader.
-    """
-    if "rm_type_key" not in recorded.get("reward", {"rm_type_key": None}):
-        config = config.model_copy(update={"reward": config.reward.model_copy(update={"rm_type_key": None})})
-    algorithm, before = config.algorithm, recorded.get("algorithm", {})
-    same = not algorithm.reads_kl or before.get("kl_loss_type") == algorithm.kl_estimator
-    if algorithm.kl_loss_type is not None or before.get("kl_loss_type") is None or not same:
-        return config
-    algorithm = algorithm.model_copy(update={"kl_loss_type": before["kl_loss_type"]})
-    return config.model_copy(update={"algorithm": algorithm})
-
-
-def _new_problems(values: dict[str, Any], parent: dict[str, Any], given: Collection[str]) -> Sequence[str]:
-    """What today's rules have against a fork and not against its parent. A rule that is broken hides others: what the
-    parent breaks is taken back for another look, where that can be."""
-    values, parent = copy.deepcopy(values), copy.deepcopy(parent)
-    while True:
-        problems, known = _problems(values), _problems(parent)
-        new = [problem for problem in problems if problem not in known]
-        idle = {option.name: option.default for problem in problems for option in _idle(problem, parent, given)}
-        if new or not idle:
-            return new
-        for name, default in idle.items():
-            *sections, last = name.split(".")
-            for owner in (values, parent):
-                reduce(getitem, sections, owner)[last] = default
-
-
-def _problems(values: dict[str, Any]) -> Sequence[str]:
-    """What today's rules have against a configuration."""
-    try:
-        parse(values, UNCHECKED)
-    except ConfigError as error:
-        return error.problems
-    return ()
+    return RunConfig.model_validate(config.model_dump(mode="json"))
 
 
 def _way_back(problem: str, parent: dict[str, Any], given: Collection[str]) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
-from cairn.configs.schema.base import Code, Section, is_recorded
+from cairn.configs.schema.base import Code, Section
 from cairn.configs.schema.unread import unread
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -350,13 +350,13 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_the_paper_of_the_loss(cls, given: Any, info: ValidationInfo) -> Any:
-        if is_recorded(info) or not isinstance(given, Mapping) or given.keys() & {*_CLIP_RANGE}:
+    def _by_the_paper_of_the_loss(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.keys() & {*_CLIP_RANGE}:
             return given
         return cls.usual_clip_range(given) | dict(given)
 
     @model_validator(mode="after")
-    def _consistent(self, info: ValidationInfo) -> "AlgorithmConfig":
+    def _consistent(self) -> "AlgorithmConfig":
         if self.use_rollout_logprobs and self.use_tis:
             raise ValueError(
                 "use_rollout_logprobs (true) and use_tis (true) exclude each other: importance sampling corrects "
@@ -396,8 +396,6 @@ class AlgorithmConfig(Section):
                 f"loss_type ({self.loss_type}) contradicts advantage_estimator ({self.advantage_estimator}), which is "
                 f"trained with the loss {estimator.loss}; leave one of them out"
             )
-        if is_recorded(info):
-            return self
         if self.loss_type == "dpo" and estimator is not None and self.advantage_estimator != "dpo":
             raise ValueError(
                 "loss_type (dpo) follows the advantages of pairs, and advantage_estimator is "

@@ -9,17 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, Validat
 
 from cairn.configs.plugins import Unchecked
 
-RECORDED = {"recorded": True}
-"""Validation context of a configuration that a run has in its ledger: it was sound by the rules of the version that
-recorded it, and rules that were added since are not held against it."""
 UNCHECKED = {"unchecked": True}
 """Validation context of a configuration with values out of a store: the code that it names is not imported before it
 passed `cairn.flows.driver.trust`."""
-
-
-def is_recorded(info: ValidationInfo) -> bool:
-    """Whether a configuration out of a ledger is validated."""
-    return bool((info.context or {}).get("recorded"))
 
 
 def _unchecked(name: str, info: ValidationInfo) -> str:
@@ -86,8 +78,8 @@ def shown(address: str) -> str:
     return "an address with credentials" if has_credentials(address) else address
 
 
-def _without_credentials(address: str, info: ValidationInfo) -> str:
-    if has_credentials(address) and not is_recorded(info):
+def _without_credentials(address: str) -> str:
+    if has_credentials(address):
         raise ValueError(
             "holds credentials, and whatever a configuration holds is recorded with the run: leave them out of the "
             "address and set them in the environment, where whoever asks there looks for them (for S3: "

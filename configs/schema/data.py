@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from cairn.configs.schema.base import Code, Location, Section, is_recorded
+from cairn.configs.schema.base import Code, Location, Section
 
 
 def one_group(pattern: str | None) -> str | None:
@@ -174,14 +174,12 @@ class DataConfig(RowFormat):
         return tuple(source.path for source in self.mixture) or (self.path,)
 
     @model_validator(mode="after")
-    def _there_is_one_source(self, info: ValidationInfo) -> "DataConfig":
+    def _there_is_one_source(self) -> "DataConfig":
         if not self.path and not self.mixture and self.get_samples_path is None:
             raise ValueError("path is required and missing: a JSONL or Parquet file; or give several in mixture")
         names = [source.name for source in self.mixture]
         if len(set(names)) < len(names):
             raise ValueError(f"mixture names {next(n for n in names if names.count(n) > 1)!r} twice: give each its own")
-        if is_recorded(info):
-            return self
         if self.mixture:
             format = [name for name in RowFormat.model_fields if name != "path"]
             self._have_no_effect("mixture", ["path", "get_samples_path", *format], "set it in the sources that need it")

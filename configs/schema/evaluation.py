@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from jinja2 import StrictUndefined, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from cairn.configs.schema.base import Code, Location, Section, is_recorded
+from cairn.configs.schema.base import Code, Location, Section
 from cairn.configs.schema.data import RowFormat, one_group
 from cairn.configs.schema.rollout import RolloutConfig
 
@@ -318,8 +318,8 @@ class BenchmarkConfig(RowFormat):
     """Longest response in tokens. slime: `--eval-max-response-len`."""
 
     @model_validator(mode="after")
-    def _something_can_be_drawn(self, info: ValidationInfo) -> "BenchmarkConfig":
-        if self.top_k == 0 and not is_recorded(info):
+    def _something_can_be_drawn(self) -> "BenchmarkConfig":
+        if self.top_k == 0:
             raise ValueError("top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
         return self
 

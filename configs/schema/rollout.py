@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from cairn.configs.schema.base import Code, Location, Section, is_recorded
+from cairn.configs.schema.base import Code, Location, Section
 
 # Rollout servers of several kinds, as slime's `--sglang-config` describes them.
 
@@ -382,8 +382,8 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _iterations_can_be_numbered(self, info: ValidationInfo) -> "RolloutConfig":
-        if self.num_rollout > MOST_ITERATIONS and not is_recorded(info):
+    def _iterations_can_be_numbered(self) -> "RolloutConfig":
+        if self.num_rollout > MOST_ITERATIONS:
             raise ValueError(
                 f"num_rollout ({self.num_rollout}) is above {MOST_ITERATIONS}, the most iterations that a ledger can "
                 "number"
@@ -391,9 +391,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _something_can_be_drawn(self, info: ValidationInfo) -> "RolloutConfig":
-        if is_recorded(info):
-            return self
+    def _something_can_be_drawn(self) -> "RolloutConfig":
         if self.rollout_top_k == 0:
             raise ValueError("rollout_top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
         if self.rollout_top_k == 1:
@@ -410,9 +408,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _tools_are_called(self, info: ValidationInfo) -> "RolloutConfig":
-        if is_recorded(info):
-            return self
+    def _tools_are_called(self) -> "RolloutConfig":
         function, fields = self.custom_generate_function_path, type(self).model_fields
         if function == "single_turn" and self.tools:
             raise ValueError(
@@ -527,7 +523,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _there_are_older_tokens(self, info: ValidationInfo) -> "RolloutConfig":
+    def _there_are_older_tokens(self) -> "RolloutConfig":
         if self.oldest_trained < self.weights_lag:
             raise ValueError(
                 f"max_age ({self.max_age}) is below the lag ({self.weights_lag}): no token would be young enough to be "
@@ -540,7 +536,7 @@ class RolloutConfig(Section):
                 "nothing is left over that could grow old"
             )
         lag = self.weights_lag
-        if self.partial_rollout and self.oldest_trained == lag and not is_recorded(info):
+        if self.partial_rollout and self.oldest_trained == lag:
             raise ValueError(
                 f"partial_rollout is true and max_age is {lag}: of a response that was continued only the end would be "
                 f"trained on; set max_age to {lag + 1} or more, with algorithm.use_tis=true or "
@@ -549,9 +545,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _the_buffer_has_a_choice(self, info: ValidationInfo) -> "RolloutConfig":
-        if is_recorded(info):
-            return self
+    def _the_buffer_has_a_choice(self) -> "RolloutConfig":
         policy, key = self.buffer_filter_path, self.buffer_key
         chosen = policy != type(self).model_fields["buffer_filter_path"].default
         if chosen and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:

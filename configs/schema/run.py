@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.base import Location, Section, is_recorded
+from cairn.configs.schema.base import Location, Section
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import EvalConfig
 from cairn.configs.schema.given import require_read
@@ -201,10 +201,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _what_length_costs_is_learned(self, info: ValidationInfo) -> "RunConfig":
+    def _what_length_costs_is_learned(self) -> "RunConfig":
         algorithm = self.algorithm
         shaped = self.reward.overlong_buffer_len is not None and algorithm.advantage_estimator == "gdpo"
-        if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys} and not is_recorded(info):
+        if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys}:
             raise ValueError(
                 f"reward.overlong_buffer_len ({self.reward.overlong_buffer_len}) lowers the reward, and "
                 "algorithm.gdpo_reward_keys names neither reward nor overlong_penalty, so that nothing would learn it; "
@@ -213,9 +213,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _older_tokens_are_corrected_for(self, info: ValidationInfo) -> "RunConfig":
+    def _older_tokens_are_corrected_for(self) -> "RunConfig":
         rollout = self.rollout
-        if rollout.oldest_trained > 0 and not is_recorded(info) and not self.algorithm.corrects_for_lag:
+        if rollout.oldest_trained > 0 and not self.algorithm.corrects_for_lag:
             aged = rollout.max_age or rollout.pipeline == "streaming"
             option, value = ("max_age", rollout.oldest_trained) if aged else ("lag", rollout.weights_lag)
             leaves = option == "max_age" and rollout.pipeline != "streaming"
@@ -278,11 +278,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _every_step_has_tokens_to_train_on(self, info: ValidationInfo) -> "RunConfig":
+    def _every_step_has_tokens_to_train_on(self) -> "RunConfig":
         """Of a group that was continued, some token is young enough, but not one of every sample."""
         n, samples = self.rollout.n_samples_per_prompt, self.global_batch_size
         holds_a_group = samples % n == 0 or samples >= 2 * n - 1
-        if self.rollout.partial_rollout and not holds_a_group and not is_recorded(info):
+        if self.rollout.partial_rollout and not holds_a_group:
             raise ValueError(
                 f"rollout.partial_rollout is true and an optimizer step has {samples} samples, which may all be of one "
                 f"group of {n} and finished too long ago to be trained on (rollout.max_age): make "
@@ -311,9 +311,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ratios_can_be_clipped(self, info: ValidationInfo) -> "RunConfig":
+    def _ratios_can_be_clipped(self) -> "RunConfig":
         algorithm, training = self.algorithm, self.training
-        if is_recorded(info) or training.num_steps_per_rollout > 1:
+        if training.num_steps_per_rollout > 1:
             return self
         if algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour:  # of another policy
             return self
@@ -334,10 +334,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _values_can_be_clipped(self, info: ValidationInfo) -> "RunConfig":
+    def _values_can_be_clipped(self) -> "RunConfig":
         value, steps = self.algorithm.value_clip, self.training.num_steps_per_rollout
         usual = type(self.algorithm).model_fields["value_clip"].default
-        if value != usual and steps == 1 and not self.algorithm.names_user_code and not is_recorded(info):
+        if value != usual and steps == 1 and not self.algorithm.names_user_code:
             raise ValueError(
                 f"algorithm.value_clip ({value}) has no effect while training.num_steps_per_rollout is 1: the critic "
                 "that is trained is the one that the values are of; raise num_steps_per_rollout, or leave it out"
@@ -345,10 +345,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _the_learning_rate_falls_within_the_run(self, info: ValidationInfo) -> "RunConfig":
+    def _the_learning_rate_falls_within_the_run(self) -> "RunConfig":
         training, fall = self.training, self.training.lr_wsd_decay_iters
         total = self.rollout.num_rollout * training.num_steps_per_rollout
-        if is_recorded(info) or fall is None or training.lr_decay_iters is not None or total == 0:
+        if fall is None or training.lr_decay_iters is not None or total == 0:
             return self
         if fall > total - warmup_steps(training, total):
             raise ValueError(
@@ -358,9 +358,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _what_is_given_is_not_sampled(self, info: ValidationInfo) -> "RunConfig":
-        if is_recorded(info):
-            return self
+    def _what_is_given_is_not_sampled(self) -> "RunConfig":
         if self.samples_responses and self.rollout.rollout_max_response_len < 1:
             raise ValueError("rollout.rollout_max_response_len is missing: set it to the longest response in tokens")
         steps = self.training.num_steps_per_rollout

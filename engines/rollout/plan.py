@@ -61,8 +61,8 @@ class EngineKind:
     """What a configuration asks for; whether the engines are to give their memory away in turns."""
     options: tuple[str, ...] = ()
     """What it alone reads of `rollout`."""
-    problems: Callable[[RunConfig, bool], Iterable[str]] = lambda config, tells_kept: ()
-    """Sentences on what it cannot do, before anything starts; whether it is asked what each token was drawn from."""
+    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()
+    """Sentences on what it cannot do, before anything starts."""
     router: str | None = None
     """`module:name` of what makes a router before engines of this kind, of its options, RolloutConfig, the address that
     it listens on, file for what it has to say, and seconds that it may take to serve."""
@@ -80,9 +80,6 @@ class EngineKind:
     """Whether it counts tokens that it need not compute again, for it has seen a prompt's beginning before."""
     bounded_by: str = "rollout.max_running_requests"
     """The option that bounds how many samples it generates at a time."""
-    kept_problems: Callable[[RolloutConfig], Iterable[str]] = lambda rollout: ()
-    """Sentences on why it would not say what top-p and top-k left to draw tokens from, asked of the configuration
-    alone."""
     permitted: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """What a store may set of options that are its own mappings, by their names: see `cairn.flows.driver.trust`."""
 

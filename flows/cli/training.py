@@ -280,11 +280,9 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         from cairn.flows.orchestration.server import PREFECT_HOME, prepare_server
 
         prepare_server(PREFECT_HOME)
-        from cairn.flows.driver.session import as_recorded, telling_what_is_stale
+        from cairn.flows.driver.session import telling_what_is_stale
         from cairn.flows.reading.views import RunState, run_status
 
-    if is_new:
-        config = as_recorded(store, run, config)
     try:
         with telling_what_is_stale(store, run, config, {}):
             ledger = Ledger.open(store, run, config if is_new else None)

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from cairn.configs.digest import digest
 from cairn.configs.errors import BadData, ConfigError
-from cairn.configs.loader import from_manifest, in_recorded_words, parse
+from cairn.configs.loader import from_manifest, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.models.tokenizers import load_tokenizer
@@ -38,7 +38,6 @@ from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.stream import GivenPrompts
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
-from cairn.tasks.durable.rules import untold
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.durable.versions import weight_version_after
 from cairn.tasks.steps import rules, stale_steps
@@ -176,12 +175,6 @@ def _sampled_from(ledger: Ledger) -> range:
     return range(max(0, ledger.first_iteration - 1 - ledger.lag), ledger.first_iteration)
 
 
-UNTOLD = (
-    "Run {run} goes on as it began: tokens are drawn from a part of the vocabulary and scored over all of it, which "
-    "biases the gradient; a fork mends that, `cairn fork {run}@ITER NEW --set rollout.rollout_top_p=1` ({why})"
-)
-
-
 @contextmanager
 def open_run(
     store: Store,
@@ -200,12 +193,12 @@ def open_run(
     """
     config = None if config is None else with_length(config)
     given = config
-    began, inputs = None, None
+    inputs = None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
-        began, inputs = recorded.manifest.schema_version, recorded.terms.inputs
-        config = recorded_config(recorded) if config is None else in_recorded_words(config, recorded.manifest.config)
-    sources = Sources.open(config, began, inputs)
+        inputs = recorded.terms.inputs
+        config = recorded_config(recorded) if config is None else config
+    sources = Sources.open(config, inputs)
     with telling_what_is_stale(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
     require_not_withheld(ledger, config, stands_in(ledger, config))
@@ -214,8 +207,6 @@ def open_run(
         stack.push(_releasing(lease))
         stack.enter_context(_divergence_is_the_holders(lease))
         on_lease(lease, config.operations.grace_period)
-        if why := untold(config.rollout, began):
-            emit(Message(UNTOLD.format(run=name, why=why), "warning"))
         graders = open_graders(config, stack, store, lambda: fleet().scorer)
         if needs_restore_point(ledger, config):
             make_restore_point(ledger, config, sources, emit, given)
@@ -228,14 +219,6 @@ def open_run(
             starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, tell)
         )
         yield sources.context(config, ledger, fleet, graders, emit, given)
-
-
-def as_recorded(store: Store, name: str, config: RunConfig) -> RunConfig:
-    """A configuration that was given, in the words of the run's manifest if there is a run of that name."""
-    try:
-        return in_recorded_words(config, Ledger.open(store, name).manifest.config)
-    except FileNotFoundError:
-        return config
 
 
 @contextmanager

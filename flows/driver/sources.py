@@ -56,18 +56,17 @@ class Sources:
     """Of all of it, and of models and user code; the run's manifest fixes them."""
 
     @classmethod
-    def open(cls, config: RunConfig, began: int | None = None, recorded: Mapping[str, str] | None = None) -> "Sources":
-        """`began`: format of the run's manifest; None: there is none yet. `recorded`: digests of the run's inputs, see
+    def open(cls, config: RunConfig, recorded: Mapping[str, str] | None = None) -> "Sources":
+        """`recorded`: digests of the run's inputs, see
         `folder_digest`. Raises ConfigError, BadModel, BadData and BadPlugin."""
-        problems = setup_problems(config, began)
+        problems = setup_problems(config)
         if problems:
             raise ConfigError(problems)
         tokenizer = load_tokenizer(config.model.path)
-        is_new = began is None
-        data = open_data(config, tokenizer, row_check(config.reward, is_new), is_new)
+        data = open_data(config, tokenizer, row_check(config.reward))
         benchmarks = {
             b.name: PromptData.open(
-                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout), is_new
+                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type)), told_tools(config.rollout)
             )
             for b in config.eval.benchmarks
         }

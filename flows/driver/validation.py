@@ -30,7 +30,6 @@ from cairn.tasks.data.drawing import MixedData
 from cairn.tasks.data.opening import open_data, told_tools
 from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.data.stream import GivenPrompts
-from cairn.tasks.durable.rules import untold
 from cairn.tasks.grading.graders import get_grader, require_paying, row_check
 from cairn.tasks.grading.opening import keeps_answers, unread_options
 
@@ -38,13 +37,12 @@ _MOST_RENDERED = 1000
 """Rows of training data that a validation renders."""
 
 
-def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
-    """Sentences on the model folders, the lengths against the context, and user code. Reads no data. `began`: format of
-    the run's manifest, for what it may go on with though a new run (None) may not begin with it."""
-    problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
+def setup_problems(config: RunConfig) -> list[str]:
+    """Sentences on the model folders, the lengths against the context, and user code. Reads no
+    data."""
+    problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     problems += _image_problems(config)
-    if began is None:
-        problems += [*_of_a_new_run(config), *_stop_token_problems(config), *_top_k_problems(config)]
+    problems += [*_grader_problems(config), *_stop_token_problems(config), *_top_k_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     there = [path for path in config.model.folders.values() if _is_read(path)]
     for path in there:
@@ -72,8 +70,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     if config.model.path in there:
         try:
             tokenizer = load_tokenizer(config.model.path)
-            if began is None:
-                problems += [*_end_problems(config, tokenizer), *_tool_call_problems(config, tokenizer)]
+            problems += [*_end_problems(config, tokenizer), *_tool_call_problems(config, tokenizer)]
         except BadModel as error:
             problems.append(f"model.path: {error}")
     if not problems:
@@ -93,11 +90,11 @@ def data_problems(config: RunConfig, note: Callable[[str], None] = lambda senten
     tokenizer = load_tokenizer(config.model.path)
 
     def open_benchmark(benchmark: BenchmarkConfig) -> None:
-        check = row_check(config.reward.of(benchmark.rm_type), is_new=True)
+        check = row_check(config.reward.of(benchmark.rm_type))
         PromptData.open(benchmark, benchmark.path, tokenizer, check, told_tools(config.rollout)).require_all()
 
     def open_training() -> None:
-        data = open_data(config, tokenizer, row_check(config.reward, is_new=True), is_new=True)
+        data = open_data(config, tokenizer, row_check(config.reward))
         if not isinstance(data, GivenPrompts):
             _render_some(data, note)
 
@@ -265,12 +262,12 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
             )
 
 
-def _server_problems(config: RunConfig, began: int | None) -> Iterator[str]:
+def _server_problems(config: RunConfig) -> Iterator[str]:
     rollout, kind = config.rollout, kind_of(config.rollout.engine)
     for option in ("sglang", "router", "server_groups", "external_urls"):
         if option not in kind.options and getattr(rollout, option):
             yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
-    yield from kind.problems(config, untold(rollout, began) is None)
+    yield from kind.problems(config)
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:
@@ -314,8 +311,8 @@ def _unasked_graders(config: RunConfig) -> Iterator[str]:
         yield "reward.rm_api_key_env is set, which only the grader remote_rm reads: leave it out"
 
 
-def _of_a_new_run(config: RunConfig) -> Iterator[str]:
-    """What graders would not do, or not read; runs that began with it go on."""
+def _grader_problems(config: RunConfig) -> Iterator[str]:
+    """What graders would not do, or not read."""
     asked = [config.reward, *(config.reward.of(b.rm_type) for b in config.eval.benchmarks if b.rm_type is not None)]
     if not config.samples_responses:  # nothing is graded but in evaluations
         asked = [config.reward.of(benchmark.rm_type) for benchmark in config.eval.benchmarks]

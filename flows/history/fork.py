@@ -10,7 +10,7 @@ from cairn.flows.driver.session import with_length
 from cairn.flows.driver.sources import Sources
 from cairn.flows.driver.trust import require_trusted
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import FORMAT, Step, newest_selection
+from cairn.storage.ledger.commits import Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.store.errors import BeingDeleted, Retired
@@ -50,7 +50,7 @@ def fork(
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
     # What is said of a new run alone was let pass for the parent.
-    sources = Sources.open(config, FORMAT, parent.terms.inputs)
+    sources = Sources.open(config, parent.terms.inputs)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
         if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
             raise CannotFork(

@@ -258,7 +258,7 @@ def beside_the_ledger(
 ) -> Iterator[RunContext]:
     """A context that reads a run as its driver does and owns nothing of it. `trains_only`: see `Fleet.start`."""
     config = recorded_config(ledger)
-    sources = Sources.open(config, ledger.manifest.schema_version, ledger.terms.inputs)
+    sources = Sources.open(config, ledger.terms.inputs)
     differing = input_differences(ledger.terms.inputs, sources.digests)
     if differing:
         with telling_what_is_stale(ledger.store, ledger.run, config, sources.digests):

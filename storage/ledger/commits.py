@@ -44,9 +44,7 @@ from cairn.storage.store.store import check_path
 
 
 FORMAT = 3
-"""Of what this version writes."""
-OLDEST_FORMAT = 2
-"""That it reads: `tests/fixtures/ledgers` holds a ledger of each format from here on."""
+"""The format of ledgers: `tests/fixtures/ledgers` holds one."""
 
 
 class Record(BaseModel):
@@ -91,11 +89,8 @@ def readable(data: bytes) -> dict[str, Any]:
 def require_readable(fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless a file's format is one that this version reads."""
     found = fields.get("schema_version")
-    if not isinstance(found, int) or not OLDEST_FORMAT <= found <= FORMAT:
-        raise ValueError(
-            f"it has format {found}, this Cairn reads formats {OLDEST_FORMAT} to {FORMAT}; use the version that wrote "
-            "it, or a newer one"
-        )
+    if found != FORMAT:
+        raise ValueError(f"it has format {found}, this Cairn reads format {FORMAT}; use the version that wrote it")
 
 
 class Step(StrEnum):

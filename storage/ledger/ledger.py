@@ -105,7 +105,7 @@ class Ledger:
                 id=uuid.uuid4().hex,
                 config=plain(config),
                 inputs=dict(inputs or {}),
-                rules=None if rules is None else dict(rules),
+                rules=dict(rules or {}),
                 code_version=code_version(),
                 parent=parent,
                 created_at=time.time(),

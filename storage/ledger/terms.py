@@ -22,8 +22,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field, JsonValue
 
-from cairn.configs.recorded import in_todays_words
-from cairn.configs.schema.base import RECORDED, UNCHECKED
+from cairn.configs.schema.base import UNCHECKED
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import FORMAT, Record, readable
 from cairn.storage.ledger.leases import Lease
@@ -90,8 +89,8 @@ class Terms(Record):
     inputs: dict[str, str]
     """Digest of everything read from outside the ledger, such as `data` and `model`. What a name's digest is taken of
     never changes: a version that looks further adds a name, such as `reward.custom_rm_path:modules`."""
-    rules: dict[str, Rules] | None = None
-    """By step; None where the format had none (`cairn.tasks.durable.rules`)."""
+    rules: dict[str, Rules]
+    """By step."""
     code_version: CodeVersion
 
     @classmethod
@@ -128,7 +127,7 @@ def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, An
     """A recorded configuration in the options of the version that `config` is of."""
     if not isinstance(config, BaseModel):
         return dict(recorded)
-    return type(config).model_validate(in_todays_words(recorded), context=RECORDED | UNCHECKED).model_dump(mode="json")
+    return type(config).model_validate(recorded, context=UNCHECKED).model_dump(mode="json")
 
 
 def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:

@@ -80,10 +80,9 @@ class MixedData:
         tokenizer: Any,
         check: Check | None = None,
         tools: list[Any] | None = None,
-        is_new: bool = True,
     ) -> "MixedData":
         """Open each as `PromptData.open` does."""
-        return cls(sources, [PromptData.open(one, one.path, tokenizer, check, tools, is_new) for one in sources])
+        return cls(sources, [PromptData.open(one, one.path, tokenizer, check, tools) for one in sources])
 
     @property
     def path(self) -> str:

@@ -31,20 +31,19 @@ def searched(rollout: RolloutConfig) -> Path | None:
 Data = Prompts | DemonstrationData
 
 
-def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None, is_new: bool = False) -> Data:
+def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None) -> Data:
     """Prompts, or rows that hold responses too, as the algorithm learns from. Raises BadData and BadModel.
 
     Args:
         check: called with the metadata of each row of prompts, such as `cairn.tasks.grading.graders.row_check`.
-        is_new: the data are opened for a run that begins.
     """
     data = config.data
     if config.samples_responses and data.get_samples_path is not None:
         return GivenPrompts(data, tokenizer, told_tools(config.rollout))
     if config.samples_responses and data.mixture:
-        return MixedData.open(data.mixture, tokenizer, check, told_tools(config.rollout), is_new)
+        return MixedData.open(data.mixture, tokenizer, check, told_tools(config.rollout))
     if config.samples_responses:
-        return PromptData.open(data, data.path, tokenizer, check, told_tools(config.rollout), is_new)
+        return PromptData.open(data, data.path, tokenizer, check, told_tools(config.rollout))
     from cairn.engines.models.folders import (  # PyTorch takes seconds to import
         check_model_folder,
         context_length,

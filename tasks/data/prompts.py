@@ -262,12 +262,10 @@ class PromptData(OverRows):
         tokenizer: Any,
         images: RowImages | None = None,
         tools: list[Any] | None = None,
-        is_new: bool = True,
     ) -> None:
-        """`tools`: default tools for the chat template. `is_new`: see `open`."""
+        """`tools`: default tools for the chat template."""
         super().__init__(rows)
         self._tools = tools
-        self._is_new = is_new
         self._tokenizer = tokenizer
         self._format = format
         self._images = images
@@ -280,13 +278,11 @@ class PromptData(OverRows):
         tokenizer: Any,
         check: Check | None = None,
         tools: list[Any] | None = None,
-        is_new: bool = True,
     ) -> "PromptData":
         """Open what the data source gives for `path`, and check every row: see `open_rows`.
 
         `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. `tools`: default tools for the chat
-        template. `is_new`: for what begins now; a run that began with labels that are no text and no number keeps
-        their JSON. Raises BadData also where the tokenizer has no chat template but needs one.
+        template. Raises BadData also where the tokenizer has no chat template but needs one.
         """
         require_template(format, tokenizer)
         required = {format.input_key: "input_key"}
@@ -300,7 +296,7 @@ class PromptData(OverRows):
         optional.update(format.multimodal_keys.values())
 
         def looked_at(row: dict[str, Any], where: str) -> None:
-            metadata = _fields(row, format, where, is_new).metadata
+            metadata = _fields(row, format, where).metadata
             if images is not None:
                 images.check(row, where)
             if check is not None:
@@ -313,7 +309,7 @@ class PromptData(OverRows):
         rows = open_rows(format.data_source_path, path, required, optional, looked_at, pictures)
         if images is not None:
             images.end_checks(path)
-        return cls(rows, format, tokenizer, images, tools, is_new)
+        return cls(rows, format, tokenizer, images, tools)
 
     @property
     def fingerprint(self) -> str:
@@ -325,7 +321,7 @@ class PromptData(OverRows):
         or it holds what is no text."""
         where = f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
-        prompt, label, metadata, tools = _fields(row, self._format, where, self._is_new)
+        prompt, label, metadata, tools = _fields(row, self._format, where)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
         require_text(str(text) + (label or ""), where)
         # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
@@ -395,11 +391,11 @@ class _Fields(NamedTuple):
     tools: list[Any] | None
 
 
-def _fields(row: dict[str, Any], format: RowFormat, where: str, is_new: bool) -> _Fields:
+def _fields(row: dict[str, Any], format: RowFormat, where: str) -> _Fields:
     """What the configuration takes of a row. Raises BadData if something is not of its kind."""
     return _Fields(
         prompt_of(row[format.input_key], format.input_key, format, where),
-        None if format.label_key is None else label_of(row[format.label_key], format, where, is_new),
+        None if format.label_key is None else label_of(row[format.label_key], format, where),
         None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
         None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
     )

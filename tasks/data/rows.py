@@ -67,14 +67,10 @@ def prompt_of(value: Any, key: str, format: RowFormat, where: str) -> str | Mess
     return [_message(m, images, f"{where}: message {number} of {key!r}") for number, m in enumerate(value, 1)]
 
 
-def label_of(value: Any, format: RowFormat, where: str, is_new: bool = True) -> str | None:
-    """The text of a label, cut by `label_pattern`. Raises BadData; but not where it is of a wrong kind and `is_new` is
-    false: it is then JSON."""
+def label_of(value: Any, format: RowFormat, where: str) -> str | None:
+    """The text of a label, cut by `label_pattern`. Raises BadData."""
     assert format.label_key is not None
-    if is_new or _is_text_or_number(value):
-        label = label_text(value, format.label_key, where)
-    else:
-        label = json.dumps(value)
+    label = label_text(value, format.label_key, where)
     if format.label_pattern is None:
         return label
     match = re.search(format.label_pattern, label or "")

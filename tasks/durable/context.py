@@ -29,7 +29,6 @@ from cairn.tasks.durable.casualties import Casualties
 from cairn.tasks.durable.events import StepEvent
 from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.durable.retries import RetryTally
-from cairn.tasks.durable.rules import untold
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.rewards.grader import Grading, share_of_right
 
@@ -231,8 +230,7 @@ class RunContext(RecordedRun):
     def records_kept(self) -> bool:
         """Whether rollouts record what was left of the vocabulary to draw each token from, for it to be scored within
         that."""
-        rollout = self.config.rollout
-        return rollout.cuts_vocabulary and untold(rollout, self.ledger.manifest.schema_version) is None
+        return self.config.rollout.cuts_vocabulary
 
     @property
     def fleet(self) -> "Fleet":

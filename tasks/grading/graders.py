@@ -77,8 +77,7 @@ def grader_version(grader: NamedGrader) -> str:
 
 
 def require_paying(name: str) -> None:
-    """Raise BadPlugin where a grader of ours, behind `BOXED`, would never find an answer. Runs that began with one go
-    on."""
+    """Raise BadPlugin where a grader of ours, behind `BOXED`, would never find an answer."""
     file = name.removeprefix(BOXED)
     if name != file and file in _MARKS:
         raise BadPlugin(
@@ -226,15 +225,14 @@ def named_by_row(config: RewardConfig, metadata: Mapping[str, Any] | None) -> st
     return name
 
 
-def row_check(config: RewardConfig, is_new: bool = False) -> Check:
-    """Of every row, whether there is the grader that it names. `is_new`: and whether a run may begin with it."""
+def row_check(config: RewardConfig) -> Check:
+    """Returns a check of every row: there is the grader that it names, and it can find an answer."""
 
     @lru_cache
     def known(name: str) -> str | None:
         try:
             get_grader(config.of(name))
-            if is_new:
-                require_paying(name)
+            require_paying(name)
         except BadPlugin as error:
             return str(error)
         return None

@@ -197,7 +197,6 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
     it."""
     if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):
         return []
-    has_bound = "max_age" in previous.values
     return [
         _aged(
             run,
@@ -214,7 +213,6 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
                 priority=row.get(PRIORITY.name),
                 key=_decoded(row.get(BUFFER_KEY.name)),
             ),
-            has_bound=has_bound,
         )
         for row in run.read(previous).to_pylist()
         if row["disposition"] in (Disposition.BUFFER, Disposition.CONTINUE)
@@ -231,14 +229,12 @@ def _sampled_from(run: RunContext, generated: Commit) -> dict[int, int]:
     return {id: iterations[version] for id, version in zip(ids, versions, strict=True)}  # type: ignore[misc]
 
 
-def _aged(
-    run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: bool = True, sampled: int | None = None
-) -> JudgedGroup:
+def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, sampled: int | None = None) -> JudgedGroup:
     """A group with its age in an iteration and the bound for its tokens. `sampled`: see `_sampled_from`."""
     config = run.config.rollout
     age = iteration - (sampled_as_newest(run.ledger, group.iteration) if sampled is None else sampled)
     max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
-    return replace(group, age=age, max_age=max_age if has_bound else None)
+    return replace(group, age=age, max_age=max_age)
 
 
 def _stale_tokens(run: RunContext, iteration: int, generated: Commit) -> dict[int, Counter[int]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.plan import EngineKind
 from cairn.engines.rollout.sglang.launch_plan import launch_plan
@@ -76,16 +75,10 @@ ROUTER = """
 ROUTER_PERMITTED = frozenset(ROUTER.split())
 
 
-def _problems(config: RunConfig, tells_kept: bool) -> Iterable[str]:
+def _problems(config: RunConfig) -> Iterable[str]:
     from cairn.engines.rollout.sglang.problems import problems  # asks models and installations, which few need
 
-    return problems(config, tells_kept)
-
-
-def _kept_problems(rollout: RolloutConfig) -> Iterable[str]:
-    from cairn.engines.rollout.sglang.completions import kept_problems
-
-    return kept_problems(rollout)
+    return problems(config)
 
 
 KIND = EngineKind(
@@ -100,7 +93,6 @@ KIND = EngineKind(
     maps_gpu_memory=True,
     caches_prefixes=True,
     bounded_by="rollout.sglang_server_concurrency",
-    kept_problems=_kept_problems,
     permitted={
         "rollout.sglang": PERMITTED,
         "rollout.server_groups.overrides": PERMITTED,

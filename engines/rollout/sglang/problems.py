@@ -82,13 +82,11 @@ MOST_STOP_STRINGS = 32
 """Of a request (`MAX_STOP_COUNT` in SGLang's sampling parameters)."""
 
 
-def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
-    """Sentences on servers, router and model. `tells_kept`: servers are asked what each token was drawn from, where
-    `rollout` cuts the vocabulary."""
+def problems(config: RunConfig) -> Iterator[str]:
+    """Sentences on servers, router and model."""
     rollout = config.rollout
     yield from plan_problems(rollout)
-    if tells_kept:
-        yield from kept_problems(rollout)
+    yield from kept_problems(rollout)
     if config.algorithm.use_rollout_routing_replay:
         yield from routes_problems(rollout)
     if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:
@@ -102,8 +100,7 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
         return
     try:
         installation = Installation.find()
-        if tells_kept:
-            yield from version_problems(rollout, installation)
+        yield from version_problems(rollout, installation)
         yield from _code_of_the_model(rollout, config.model.path)
         yield from option_problems(installation, "rollout.sglang", rollout.sglang)
         for index, group in enumerate(rollout.server_groups):
