@@ -7,14 +7,17 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import sqlite3
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Collection, Iterator, MutableMapping
+from contextlib import closing, contextmanager
+from functools import partial
+from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -118,43 +121,51 @@ def prefect() -> OwnPages:
     return OwnPages(create_app(final=True))
 
 
-# Prefect's SQLite database, new and empty, from database.sql: what all of Prefect's migrations together make.
-#
-# To run them takes six seconds of CPU time, to read the file a twentieth of one. A newer Prefect runs those that came
-# since by itself; after an update of it, `python -m cairn.flows.orchestration.server_process` writes the file again.
-
-
-FILE = Path(__file__).with_name("database.sql")
-
-
 def create(database: Path) -> None:
-    """Make the database, whole or not at all, unless it is there."""
+    """Make Prefect's SQLite database, whole or not at all, unless it is there.
+
+    All of Prefect's migrations take six seconds of CPU time, so they run once a machine and version of Prefect, into a
+    file in the user's cache, of which a new database is a copy.
+    """
     if database.exists():
         return
-    made = database.with_suffix(f".{os.getpid()}")
+    cached = _cache() / f"prefect-{version('prefect')}.db"
+    try:
+        if not cached.exists():
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            _become(cached, _migrate)
+        _become(database, partial(shutil.copyfile, cached))
+    except OSError:  # no cache can be written here: the server migrates a database of its own as it starts
+        return
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn"
+
+
+def _become(file: Path, make: Callable[[Path], object]) -> None:
+    """Have a file made under another name, which it loses when it is whole."""
+    made = file.with_suffix(f".{os.getpid()}")
     made.unlink(missing_ok=True)
-    with closing(sqlite3.connect(made)) as connection:
-        connection.executescript(FILE.read_text())
-    made.rename(database)
+    try:
+        make(made)
+        made.replace(file)
+    finally:
+        made.unlink(missing_ok=True)
 
 
-def migrated() -> str:
-    """The SQL of a database after all migrations of the Prefect that is installed."""
+def _migrate(database: Path) -> None:
     import anyio
     from prefect.server.database.alembic_commands import alembic_upgrade
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, temporary_settings
     from prefect.utilities.asyncutils import run_sync_in_worker_thread
 
     with tempfile.TemporaryDirectory() as folder:
-        database = Path(folder) / "prefect.db"
-        with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: database_url(database)}):
+        migrated = Path(folder) / DATABASE
+        with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: database_url(migrated)}):
             anyio.run(run_sync_in_worker_thread, alembic_upgrade)
-        with closing(sqlite3.connect(database)) as connection:
-            return "".join(f"{line}\n" for line in connection.iterdump())
-
-
-if __name__ == "__main__":
-    FILE.write_text(migrated())
+        with closing(sqlite3.connect(migrated)) as connection:
+            connection.execute("VACUUM INTO ?", (str(database),))  # one file, with what lies in its log
 
 
 DATABASE = "prefect.db"
@@ -222,18 +233,24 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
             return super().begin_transaction(session, with_for_update=True)
 
     class OneAtATime(uvicorn.Server):
-        """Makes or migrates the database alone, whoever else starts over the same home."""
+        """Migrates the database alone, whoever else starts over the same home."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            with (SERVER_HOME.value() / "start.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if url == database_url_in(SERVER_HOME.value()):
-                    create(SERVER_HOME.value() / DATABASE)
+            with alone():
                 await super().startup(sockets)
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        with (SERVER_HOME.value() / "start.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     if not sys.stdin.buffer.read(1):
         os._exit(1)  # nobody will tell it to serve any more
     url = PREFECT_API_DATABASE_CONNECTION_URL.value()
+    if url == database_url_in(SERVER_HOME.value()):
+        with alone():
+            create(SERVER_HOME.value() / DATABASE)
     if url.startswith("sqlite"):
         set_database_config(ImmediateTransactions(url))
     config = uvicorn.Config(

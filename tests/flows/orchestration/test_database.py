@@ -1,4 +1,4 @@
-"""A new Prefect database: as Prefect's migrations make one, and without them."""
+"""A new Prefect database: all of Prefect's migrations, run once."""
 
 import sqlite3
 from pathlib import Path
@@ -6,16 +6,21 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine.url import make_url
 
-from cairn.flows.orchestration.server_process import FILE, create, database_url_in, migrated
+from cairn.flows.orchestration import server_process
+from cairn.flows.orchestration.server_process import create, database_url_in
 
 
-def dumped(database: Path) -> str:
-    return "".join(f"{line}\n" for line in sqlite3.connect(database).iterdump())
+def newest_migration() -> str | None:
+    import prefect.server.database
+    from alembic.script import ScriptDirectory
+
+    migrations = Path(prefect.server.database.__file__).with_name("_migrations")
+    return ScriptDirectory(migrations, version_locations=[migrations / "versions" / "sqlite"]).get_current_head()
 
 
-def statements(sql: str) -> list[str]:
-    """Its lines in an order of their own: migrations copy indexes and constraints in any."""
-    return sorted(line.rstrip(", ") for line in sql.splitlines())
+def migration_of(database: Path) -> list[tuple[str]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute("SELECT version_num FROM alembic_version").fetchall()
 
 
 def test_the_database_lies_in_its_folder_whatever_that_is_called() -> None:
@@ -23,28 +28,30 @@ def test_the_database_lies_in_its_folder_whatever_that_is_called() -> None:
         assert make_url(database_url_in(Path("/home") / name)).database == f"/home/{name}/prefect.db"
 
 
-def test_a_database_is_made_whole_and_one_that_is_there_stays(tmp_path: Path) -> None:
-    database = tmp_path / "prefect.db"
-    create(database)
-    assert dumped(database) == FILE.read_text()
-    assert list(tmp_path.iterdir()) == [database]
-    with sqlite3.connect(database) as connection:
+def test_migrations_run_once_and_a_database_that_is_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, second = tmp_path / "first.db", tmp_path / "second.db"
+    create(first)
+    assert migration_of(first) == [(newest_migration(),)]
+    with sqlite3.connect(first) as connection:
         connection.execute("CREATE TABLE history (run)")
-    create(database)
-    assert "CREATE TABLE history" in dumped(database)
+    create(first)
+    assert migration_of(first)
+    with sqlite3.connect(first) as connection:
+        connection.execute("SELECT run FROM history")
+
+    monkeypatch.setattr(server_process, "_migrate", lambda database: pytest.fail("they ran already"))
+    create(second)
+    assert migration_of(second) == migration_of(first)
+    assert {file.name for file in tmp_path.iterdir()} == {"cache", "first.db", "second.db"}
 
 
-def test_the_file_is_of_the_prefect_that_is_installed() -> None:
-    import prefect.server.database
-    from alembic.script import ScriptDirectory
-
-    migrations = Path(prefect.server.database.__file__).with_name("_migrations")
-    newest = ScriptDirectory(migrations, version_locations=[migrations / "versions" / "sqlite"]).get_current_head()
-    assert f"INSERT INTO \"alembic_version\" VALUES('{newest}')" in FILE.read_text(), (
-        "run python -m cairn.flows.orchestration.server_process"
-    )
-
-
-@pytest.mark.slow
-def test_the_file_is_what_all_migrations_make() -> None:
-    assert statements(migrated()) == statements(FILE.read_text())
+def test_a_server_makes_its_own_database_where_no_cache_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    create(tmp_path / "prefect.db")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
