@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.schema.base import RECORDED, Section
+from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.rollout.sglang.kind import PERMITTED, ROUTER_PERMITTED
@@ -98,7 +98,7 @@ def test_what_a_store_may_not_set_the_user_may(tiny_assets: Path, store: LocalSt
     wrong = []
     for option, sections in REFUSED:
         set_by_store = {section: with_store(values, store) for section, values in sections.items()}
-        config = tiny_config(tiny_assets, RECORDED, **{**plain, **set_by_store})
+        config = tiny_config(tiny_assets, **{**plain, **set_by_store})
         found, found_of_user = problems(config, store), problems(config, store, given=config)
         named = [problem.partition(" is ")[0] for problem in found] == [option]
         if not named or "`cairn train RECIPE --run NAME`" not in found[0] or found_of_user:

@@ -14,7 +14,6 @@ from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
 from cairn.flows.driver.validation import data_problems, setup_problems
-from cairn.storage.ledger.commits import FORMAT
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
@@ -78,7 +77,6 @@ def test_a_tokenizer_s_end_token_that_stops_no_engine_is_told_before_a_new_run(
     assert problem.endswith(f"or set rollout.rollout_stop_token_ids=[{tokenizer.eos_token_id}]")
     assert setup_problems(config(other, data, rollout=way_out)) == []
     assert setup_problems(config(other, data, rollout={"rollout_stop": ["<|im_end|>"]})) == []
-    assert setup_problems(config(other, data), began=FORMAT) == [], "a run that began so goes on"
     given = json.loads((other / "generation_config.json").read_text())
     ends = [tokenizer.pad_token_id, tokenizer.eos_token_id]
     (other / "generation_config.json").write_text(json.dumps(given | {"eos_token_id": ends}))
@@ -240,7 +238,6 @@ def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(m
         f"rollout.tool_call_format: the model in {model} cannot call tools, since the chat template writes no calls of "
         "tools: set rollout.tool_call_format=tags, or use a model whose template has tools"
     ]
-    assert setup_problems(calling, 1) == [], "a run that began with it goes on"
     assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
 
 
@@ -249,7 +246,6 @@ def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data:
     stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
     (problem,) = setup_problems(stopping)
     assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {model}")
-    assert setup_problems(stopping, FORMAT) == []
 
 
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:

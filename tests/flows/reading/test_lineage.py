@@ -21,8 +21,6 @@ from cairn.storage.store.errors import Damaged, Retired
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.storage.builders import ENVIRONMENT
 
-OLD_LEDGER = Path(__file__).parents[2] / "fixtures" / "ledgers" / "2"
-
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
@@ -115,14 +113,6 @@ def test_a_fork_tells_what_its_parent_made_and_what_it_made_of_it(tmp_path: Path
     assert [(saved.iteration, saved.run) for saved in found.checkpoints] == [(1, "toy"), (2, "fork")]
     (weights,) = lineage(fork, 2, 7, 0).sampled.weights
     assert (weights.made_by.name, weights.made_by.run) == ("000001/train", "toy")
-
-
-def test_the_grader_of_an_old_ledger_is_told_by_the_digest_of_its_source() -> None:
-    found = cairn.open(str(OLD_LEDGER)).lineage("parent", 0, 2, 1, token=3)
-    assert list(found.grade.sources) == ["reward.custom_rm_path"]
-    assert found.grade.sources["reward.custom_rm_path"].startswith(found.grade.grader_version)
-    assert [j.disposition for j in found.judgements] == ["buffer", "train"]
-    assert found.update.made_by.name == "000001/train"
 
 
 def test_what_is_gone_or_altered_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from cairn.storage.store.store import Store
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.s3 import S3Server, use_server
 
-OLD_LEDGER = Path(__file__).parents[2] / "fixtures" / "ledgers" / "2"
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -134,16 +132,6 @@ def test_one_run_is_asked_alone_with_what_it_shares(query: Query) -> None:
     assert rows(alone, "SELECT count(*) FROM samples") == [(18,)]
     with pytest.raises(FileNotFoundError, match="no run 'brunch'"):
         open_query(query.store, "brunch")
-
-
-def test_columns_that_an_old_ledger_is_without_are_null(cache: Path) -> None:
-    old = open_query(open_store(str(OLD_LEDGER)))
-    counted = "SELECT count(*), count(advantage), count(age), count(trajectories) FROM samples WHERE run = 'parent'"
-    assert rows(old, counted) == [(14, 8, 0, 0)]
-    assert rows(old, "SELECT count(*), sum(tokens), bool_and(sampled) FROM segments WHERE run = 'parent'") == rows(
-        old, "SELECT count(DISTINCT (iteration, shard, group_id, sample_index)), count(*), true FROM tokens "
-        "WHERE run = 'parent'"
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("view", VIEWS)

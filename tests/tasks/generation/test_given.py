@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, parse
+from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.training.factory import make_engine
@@ -207,7 +207,6 @@ def test_options_of_engines_and_graders_that_there_are_not_are_refused(
         ConfigError, match=rf"^{section}\.{option} \(.*\) has no effect while algorithm\.loss_type is sft"
     ):
         parse(given)
-    assert getattr(getattr(from_manifest(given), section), option), "a run that began with it goes on"
     if option in ("overlong_buffer_len", "rollout_top_p"):  # of training alone
         return
     benchmark = {"name": "heldout", "path": "heldout.jsonl", "max_response_len": 4}

@@ -99,10 +99,9 @@ def test_no_box_before_those_that_look_for_a_mark(name: str) -> None:
     refused = rf"'boxed_{name}' would pay for nothing: .*; set rm_type to {name}"
     with pytest.raises(BadPlugin, match=f"{refused}$"):
         require_paying(f"boxed_{name}")
-    check = row_check(RewardConfig(), is_new=True)
+    check = row_check(RewardConfig())
     with pytest.raises(BadPlugin, match=f"^line 3: .*{refused}; or name another field"):
         check({"rm_type": f"boxed_{name}"}, "line 3")
-    row_check(RewardConfig())({"rm_type": f"boxed_{name}"}, "of a run that began with it")
     require_paying(name)
     require_paying("boxed_math")
 
