@@ -39,9 +39,10 @@ from cairn.engines.fleet.membership import Membership
 from cairn.flows.reading.views import all_runs, run_status
 from cairn.flows.train import report_changed_environment
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Environment
 from cairn.storage.store.s3 import S3Store
 from cairn.storage.upkeep.collector import garbage
 from cairn.storage.upkeep.retention import newest_checkpoint

@@ -12,11 +12,12 @@ import pyarrow as pa
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger import layout
 from cairn.storage.ledger import snapshots as tables
-from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, FILTER, REWARD, ROLLOUT, SCORE
 from cairn.storage.opening import open_store
+from cairn.storage.records import Environment
 
 RUN = "million"
 GROUP = 8

@@ -38,8 +38,9 @@ from cairn.flows.orchestration.artifacts.publishing import Pages
 from cairn.flows.orchestration.flow_runs import PrefectSteps, driving, silence_console, subflow
 from cairn.flows.orchestration.server import prefect_api
 from cairn.flows.watching.watchers import Watchers
-from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.records import Environment
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 from cairn.tasks.durable.retries import RetryTally
 from tests.flows.written_runs import config_of, new_run, write_iteration

@@ -27,11 +27,12 @@ import pyarrow as pa
 
 from bench.command import parse, say
 from cairn.configs import loader
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, FILTER, REWARD, ROLLOUT
 from cairn.storage.opening import open_store
+from cairn.storage.records import Environment
 from cairn.tasks.steps import rules
 from examples.quickstart.model import COMMON_WORDS, build_tokenizer
 from tests.browser import executable

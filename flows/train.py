@@ -39,9 +39,10 @@ from cairn.flows.watching.alarms import Alarms
 from cairn.flows.watching.trackers import trackers
 from cairn.flows.watching.watchers import Watcher, Watchers
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_for_runs
+from cairn.storage.records import Environment
 from cairn.storage.store.errors import Damaged, Retired, StoreError
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.retention import newest_checkpoint, retire

@@ -26,9 +26,10 @@ import pyarrow as pa
 from pydantic import Field, JsonValue, field_validator
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import FORMAT, Environment, Marker, OutputFile, Record
+from cairn.storage.ledger.commits import FORMAT, Marker, OutputFile
 from cairn.storage.ledger.leases import Lease, LeaseState, Outcome, Owned, newest_lease
 from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, from_parquet
+from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, LeadsOut, LeaseHeld
 from cairn.storage.store.store import Store

@@ -27,8 +27,8 @@ from cairn.engines.types.types import (
     SamplingParams,
     Stream,
 )
-from cairn.storage.ledger.commits import Environment
 from cairn.storage.opening import open_store
+from cairn.storage.records import Environment
 from cairn.storage.store.store import StoredFile
 from tests.spare_engines import engine_of, give_back
 

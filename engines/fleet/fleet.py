@@ -52,7 +52,7 @@ from cairn.engines.processes.fingerprint import combined
 from cairn.engines.rollout.plan import LaunchPlan, kind_of
 from cairn.engines.types.errors import EngineError, Superseded
 from cairn.engines.types.types import Publication
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 from cairn.storage.store.errors import LeaseLost, StoreError
 
 SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")

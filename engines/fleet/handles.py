@@ -20,7 +20,7 @@ from cairn.engines.fleet.fencing import NO_CLAIM, Callee, Tenure
 from cairn.engines.fleet.roles import Slot
 from cairn.engines.processes.fingerprint import combined
 from cairn.engines.types.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.storage.ledger.commits import Environment
-from cairn.storage.ledger.terms import code_version
+from cairn.storage.records import Environment, code_version
 
 if TYPE_CHECKING:
     import torch

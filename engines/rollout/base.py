@@ -8,7 +8,7 @@ import torch
 
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 
 
 class RolloutEngine(Protocol):

@@ -25,7 +25,7 @@ from cairn.engines.models.folders import check_reward_model_folder, context_leng
 from cairn.engines.models.tokenizers import stop_clock
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
 from cairn.engines.types.errors import BadModel
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 
 _NOW = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
 """The time to a chat template that asks for it, so that a score is the same on every day: Llama's take this day where

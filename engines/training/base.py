@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 from cairn.storage.store.store import Store, StoredFile
 
 

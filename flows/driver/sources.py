@@ -23,8 +23,8 @@ from cairn.engines.processes.fingerprint import cpu_model, installed
 from cairn.flows.driver.trust import require_trusted
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.events import Event
-from cairn.storage.ledger.commits import Environment
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.store import Store
 from cairn.tasks.data.drawing import MixedData

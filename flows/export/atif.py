@@ -26,8 +26,8 @@ from typing import Any
 from cairn.configs.loader import from_manifest
 from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, TrajectoryView, episodes
 from cairn.flows.reading.samples import SampleView, iteration_samples
-from cairn.storage.ledger.commits import Record
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.store.canonical import from_json
 
 VERSION = "ATIF-v1.8"

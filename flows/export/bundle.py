@@ -27,10 +27,11 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import TRAJECTORIES
 from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.signed import signature_path

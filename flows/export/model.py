@@ -31,8 +31,9 @@ from cairn.flows.events import Event
 from cairn.flows.history.replay import beside_the_ledger
 from cairn.flows.reading.samples import benchmark_scores
 from cairn.flows.text import code, table
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.store.errors import Damaged
 from cairn.storage.upkeep.retention import is_retired, newest_checkpoint
 from cairn.tasks.durable.events import Message

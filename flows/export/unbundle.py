@@ -29,9 +29,10 @@ from pydantic import TypeAdapter, ValidationError
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Record, Step, newest_selection
+from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_bytes, read_table
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged

@@ -3,9 +3,10 @@
 from typing import Any
 
 from cairn.configs.loader import from_manifest
-from cairn.storage.ledger.commits import Commit, Record, Step, causal_order
+from cairn.storage.ledger.commits import Commit, Step, causal_order
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.terms import differences as differing_fields
+from cairn.storage.records import Record
 from cairn.storage.upkeep.comparison import Comparison, compare
 
 _BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)

@@ -17,12 +17,13 @@ from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
 from cairn.flows.iteration import admit, iteration, up_to_learning
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import input_differences
 from cairn.storage.opening import open_store
+from cairn.storage.records import Record
 from cairn.storage.store.errors import Retired, RunDiffers
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.comparison import compare

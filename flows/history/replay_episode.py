@@ -35,9 +35,10 @@ from cairn.engines.types.trajectories import (
 )
 from cairn.engines.types.types import FinishReason
 from cairn.flows.driver.trust import recorded_config
-from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import redacted_samples
+from cairn.storage.records import Record
 from cairn.tasks.durable.plugin_sources import digest_of_all, source_digest
 from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.generation.groups import unfinished_group

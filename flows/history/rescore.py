@@ -26,11 +26,12 @@ from cairn.engines.models.files import folder_digest, special_tokens
 from cairn.engines.types.errors import BadModel
 from cairn.flows.driver.trust import require_trusted
 from cairn.flows.text import code, table
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import MARK, redacted_samples
 from cairn.storage.ledger.schemas import ROLLOUT, complete
 from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.records import Record
 from cairn.storage.store.errors import Retired
 from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.prompts import PromptRow

@@ -20,10 +20,11 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import reads_under
 from cairn.engines.training.needs import advantage_needs
 from cairn.flows.driver.trust import require_trusted
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.ledger.terms import differences
+from cairn.storage.records import Record
 from cairn.tasks.advantages.step import advantage, estimated
 from cairn.tasks.batch.batch import arrays, rows_of_groups, trained_shards, trained_tokens
 from cairn.tasks.durable.recorded_run import RecordedRun

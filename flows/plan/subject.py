@@ -12,7 +12,7 @@ from cairn.engines.models.folders import context_length
 from cairn.engines.plan.rates import peak_tflops
 from cairn.engines.plan.tensors import Model, config_of, model_of
 from cairn.engines.types.errors import BadModel
-from cairn.storage.ledger.commits import Record
+from cairn.storage.records import Record
 from cairn.storage.store.canonical import from_json
 
 # A plan as it is told.

@@ -18,8 +18,9 @@ from statistics import fmean
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import ON_TRAINING, engine_of
 from cairn.flows.reading.metrics import covered_seconds
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Record
 
 WINDOW = 10
 """Iterations that are measured at most."""

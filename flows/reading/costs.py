@@ -20,9 +20,10 @@ from cairn.configs.schema.algorithm import LearnsFrom
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.metrics import busy_seconds
 from cairn.storage.evals import Evaluation, results
-from cairn.storage.ledger.commits import Commit, Record, Step, newest_selection
+from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.leases import LeaseState, Outcome, all_leases
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Record
 
 # How long the devices of a run were held, by what: the measures that `cairn.flows.reading.costs` adds up.
 #

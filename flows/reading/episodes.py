@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
 from cairn.engines.types.trajectories import FIRST_CALL
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import (
     SEQUENCES,
@@ -29,6 +29,7 @@ from cairn.storage.ledger.schemas import (
 )
 from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.logs.call_log import calls_of
+from cairn.storage.records import Record
 
 # The texts of tokens, by the tokenizer of the run that made them, if that is where the run had it.
 

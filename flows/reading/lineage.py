@@ -18,10 +18,11 @@ import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Environment, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import DATA, Disposition
 from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.records import Environment, Record
 from cairn.storage.store.canonical import from_json
 
 # What a lineage is made of. None stands for what has not happened, or is not known.

@@ -9,10 +9,11 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.episodes import EpisodeView, episodes
-from cairn.storage.ledger.commits import Commit, Record, Step, newest_selection
+from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import IMAGES, Disposition
 from cairn.storage.ledger.snapshots import read_recorded_table, read_table
+from cairn.storage.records import Record
 from cairn.tasks.durable.versions import weight_version_after
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard, initial_eval_due
 

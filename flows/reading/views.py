@@ -16,12 +16,13 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.gates import holding
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import GateStanding, GateState
 from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent, list_runs
 from cairn.storage.logs.write_ahead import waiting_groups
+from cairn.storage.records import Record
 from cairn.storage.store.errors import BeingDeleted, Damaged
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.self_tests import find_self_test

@@ -31,9 +31,9 @@ from cairn.flows.report.facts import (
     verification_facts,
 )
 from cairn.flows.report.page import chosen_panels, meaning, write_page
-from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.terms import code_version
+from cairn.storage.records import Record, code_version
 from cairn.storage.store.errors import Damaged, Retired
 from cairn.storage.upkeep.verification import Verified, verify
 from cairn.tasks.batch.sequences import last_trajectory

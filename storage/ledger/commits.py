@@ -33,9 +33,10 @@ from enum import StrEnum
 from graphlib import TopologicalSorter
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from cairn.storage.ledger import layout
+from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import check_path
@@ -45,12 +46,6 @@ from cairn.storage.store.store import check_path
 
 FORMAT = 3
 """The format of ledgers: `tests/fixtures/ledgers` holds one."""
-
-
-class Record(BaseModel):
-    """A frozen value of the ledger."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class Marker(Record):
@@ -136,18 +131,6 @@ class OutputFile(Record):
     @classmethod
     def _stays_in_the_run(cls, path: str) -> str:
         return check_path(path)
-
-
-class Environment(Record):
-    """Where a step ran. Bitwise equality is claimed between equal environments only."""
-
-    device: str
-    """Type of the machine: CPU or GPU model."""
-    threads: int
-    """CPU threads of the engine that computed."""
-    host: str | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
-    """Of the packages that compute, by name."""
 
 
 class Commit(Marker):

@@ -30,8 +30,9 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.manifest import Manifest, read_manifest
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store

@@ -39,7 +39,7 @@ import psutil
 from pydantic import ValidationError
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Record
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError
 from cairn.storage.store.store import Store

@@ -17,12 +17,13 @@ from pydantic import BaseModel
 
 from cairn.configs.schema.rollout import lag_of
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.decisions import Decisions
 from cairn.storage.ledger.leases import Lease
 from cairn.storage.ledger.manifest import Manifest, Parent, create_manifest, read_manifest
 from cairn.storage.ledger.snapshots import Attempt
-from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, code_version, input_differences, plain
+from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, input_differences, plain
+from cairn.storage.records import Environment, code_version
 from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
 from cairn.storage.store.store import Store
 

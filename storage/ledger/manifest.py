@@ -7,8 +7,9 @@ from functools import cache
 from pydantic import field_validator
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Record, require_readable
+from cairn.storage.ledger.commits import require_readable
 from cairn.storage.ledger.terms import Terms
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut
 from cairn.storage.store.store import Store

@@ -5,9 +5,10 @@ from enum import StrEnum
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import redacted_files
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Record
 
 # What reading a run again can find wrong with it.
 

@@ -11,60 +11,23 @@ without has its default.
 """
 
 import itertools
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, JsonValue
 
 from cairn.configs.schema.base import UNCHECKED
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import FORMAT, Record, readable
+from cairn.storage.ledger.commits import FORMAT, readable
 from cairn.storage.ledger.leases import Lease
+from cairn.storage.records import CodeVersion, Record, code_version
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, RunDiffers
 from cairn.storage.store.store import Store
 
 # Which code is running.
-
-
-_DEADLINE = 10.0
-
-
-class CodeVersion(Record):
-    """Version of Cairn."""
-
-    package: str
-    """Of the installed distribution."""
-    commit: str | None = None
-    """Git commit of the source tree, with `-dirty` where tracked files differ from it; None outside of git."""
-
-
-@cache
-def code_version() -> CodeVersion:
-    """The version of the code that this process runs."""
-    try:
-        package = version("cairn-rl")
-    except PackageNotFoundError:
-        package = "unknown"
-    here = Path(__file__).resolve()
-    # An installation inside of someone's own repository is not that repository's code.
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return CodeVersion(package=package)
-    return CodeVersion(package=package, commit=_git(here.parent, "describe", "--always", "--dirty", "--abbrev=40"))
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_DEADLINE)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 class Rules(Record):

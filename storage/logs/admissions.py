@@ -20,9 +20,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, StoreError
 from cairn.storage.store.store import Store

@@ -23,10 +23,11 @@ from typing import Literal
 import pyarrow as pa
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Record, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.schemas import SCHEMAS, Disposition
 from cairn.storage.ledger.snapshots import read_columns
+from cairn.storage.records import Record
 from cairn.storage.store.store import Store
 
 Unread = Literal["retired", "unreadable"]

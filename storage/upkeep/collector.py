@@ -20,12 +20,13 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Record, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.layout import Kind
 from cairn.storage.ledger.leases import Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.admissions import open_groups
 from cairn.storage.logs.stream_log import groups_of_part, stream_parts
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import LeaseLost, SharedWithForks
 from cairn.storage.store.store import Store

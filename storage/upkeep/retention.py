@@ -39,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Record, Step, newest_selection
+from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.decisions import Decision, Pin, pinned
 from cairn.storage.ledger.layout import Kind
 from cairn.storage.ledger.ledger import Ledger
@@ -47,6 +47,7 @@ from cairn.storage.ledger.manifest import pass_over
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut, Redacted, Retired
 from cairn.storage.store.store import Store

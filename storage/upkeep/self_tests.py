@@ -4,7 +4,7 @@ the runs: all runs of a store share what one of them found."""
 from collections.abc import Callable
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Environment, Record
+from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store

@@ -28,8 +28,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from cairn.storage import evals
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Record
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.signed import _message, part_signature, signature_path
 from cairn.storage.store.store import Store

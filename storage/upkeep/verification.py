@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow.compute as pc
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, OutputFile, Record, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, read_decision, redacted_files
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.ledger.snapshots import is_retired, read_table
 from cairn.storage.logs.admissions import Admitted, Claim, claimed_numbers, read_claim
+from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store

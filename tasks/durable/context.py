@@ -14,9 +14,10 @@ from pydantic import JsonValue
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.trajectories import SampleRequest
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Disposition, Status
+from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged

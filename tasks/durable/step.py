@@ -23,10 +23,11 @@ from cairn.configs.engines import ENGINES
 from cairn.configs.kinds import naming_code
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, reads_under, view
-from cairn.storage.ledger.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.layout import commit_name
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules
+from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import StaleCommits, StoreError, StoreRefused
 from cairn.tasks.durable.context import RunContext

@@ -21,10 +21,11 @@ from cairn.engines.processes.fingerprint import combined
 from cairn.engines.types.trajectories import GeneratedSample
 from cairn.engines.types.types import FinishReason
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, look, read_samples
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import commit_name
 from cairn.storage.ledger.schemas import EVAL, GENERATED_EVAL, IMAGES, SEQUENCES, TRAJECTORIES, Status
 from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.records import Environment
 from cairn.storage.store.errors import Damaged, LeaseLost, StoreError, StoreRefused
 from cairn.tasks.batch.sequences import last_trajectory
 from cairn.tasks.durable.context import RunContext

@@ -19,10 +19,10 @@ from cairn.engines.types.errors import GenerationFailed
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import SamplingParams
 from cairn.storage.evals import Claim, Evaluation
-from cairn.storage.ledger.commits import Environment
 from cairn.storage.ledger.schemas import GENERATED_EVALUATION
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.records import Environment
 from cairn.storage.store.errors import StoreError, StoreRefused
 from cairn.tasks.evaluation.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluated_samples
 from cairn.tasks.evaluation.questions import Questions

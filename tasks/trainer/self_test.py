@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from cairn.configs.digest import digest as config_digest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.errors import EngineError
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, StoreError
 from cairn.storage.upkeep.self_tests import SelfTest, find_self_test, record_self_test

@@ -25,8 +25,8 @@ from cairn.storage.ledger.commits import FORMAT, Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ROLLOUT, SCHEMAS
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.ledger.terms import CodeVersion
 from cairn.storage.opening import open_store
+from cairn.storage.records import CodeVersion
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, RunDiffers, StaleCommits
 from cairn.storage.upkeep.verification import verify
@@ -148,7 +148,7 @@ def test_the_first_commit_of_another_version_records_it_and_reading_does_not(
     assert "1 upgrade to another version" in cairn("verify", "parent", "--store", earlier)
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("cairn.storage.ledger.terms.code_version", lambda: CodeVersion(package="9", commit=None))
+    monkeypatch.setattr("cairn.storage.records.code_version", lambda: CodeVersion(package="9", commit=None))
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1  # it had nothing left to commit
 

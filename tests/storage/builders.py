@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cairn.storage.ledger.commits import Commit, Environment, Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ROLLOUT, Status
 from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.records import Environment
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"torch": "2.13.0"})
 CONFIG = {"seed": 1, "training": {"lr": 1e-6, "betas": [0.9, 0.98]}}

@@ -9,11 +9,11 @@ import pytest
 
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Environment
 from cairn.storage.ledger.schemas import EVALUATED, GENERATED_EVALUATION
 from cairn.storage.logs.write_ahead import WriteAhead
 from cairn.storage.opening import open_store
 from cairn.storage.query.database import open_query
+from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store

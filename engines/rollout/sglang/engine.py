@@ -27,7 +27,7 @@ from cairn.engines.types.errors import EngineDied, EngineError, RequestRefused
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 
 # A stream of requests to SGLang's servers.
 

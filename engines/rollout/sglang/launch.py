@@ -14,7 +14,7 @@ from cairn.engines.rollout.sglang.installation import CPU_OPTIONS, Installation
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan, Worker, takes_no_weights
 from cairn.engines.rollout.sglang.server import ExternalServer, Server
 from cairn.engines.types.errors import BadModel, EngineDied, EngineError
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 from cairn.storage.store.canonical import from_json
 
 # Code that a model folder brings along. SGLang runs it wherever it does not know the model's architecture, whatever it

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 
 # The HTTP interface of an SGLang server, as far as Cairn speaks it.
 

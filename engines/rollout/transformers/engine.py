@@ -22,7 +22,7 @@ from cairn.engines.types.errors import BadModel, EngineError
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.layout import MemoryTag
-from cairn.storage.ledger.commits import Environment
+from cairn.storage.records import Environment
 
 # Replacing a model's weights in place, all or none.
 

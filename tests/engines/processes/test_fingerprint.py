@@ -12,8 +12,7 @@ from cairn.engines.processes.fingerprint import combined, cpu_model, engine_envi
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.storage.ledger.commits import Environment
-from cairn.storage.ledger.terms import code_version
+from cairn.storage.records import Environment, code_version
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import fleet_config
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 from cairn.flows.cli import app
 from cairn.flows.evaluation.comparing import best_first, compare, find_baseline, leaderboard
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
-from cairn.storage.ledger.commits import Environment
 from cairn.storage.ledger.decisions import Gate
 from cairn.storage.opening import open_store
+from cairn.storage.records import Environment
 from cairn.storage.store.store import Store
 from tests.flows.written_runs import new_run, write_run
 
