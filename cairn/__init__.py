@@ -1,6 +1,6 @@
-"""Cairn: durable reinforcement learning for language models. What user code imports is here; all else is below it.
+"""Cairn: durable reinforcement learning for language models. User code imports from here; the rest is in subpackages.
 
-Importing it costs next to nothing: what a name stands for is imported when it is asked for.
+The import is cheap: each name is imported at its first use.
 """
 
 import importlib

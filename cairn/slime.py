@@ -1,4 +1,4 @@
-"""What functions written for slime import from it: see docs/coming-from-slime.md."""
+"""Names that functions written for slime import: see docs/coming-from-slime.md."""
 
 from cairn.engines.agents.slime import GenerateState, Sample, get_model_url, post
 from cairn.tasks.slime import DynamicFilterOutput

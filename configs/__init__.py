@@ -1,1 +1,1 @@
-"""What a run is told: its schema, recipes, and what loads, checks and digests them."""
+"""Configuration of a run: its schema, its recipes, and the code that loads, checks and digests them."""

@@ -1,4 +1,4 @@
-"""Benchmarks by name, or in a YAML file of one's own. Nothing else makes a Benchmark from text."""
+"""Benchmarks, GPUs and published models by name. No other module makes a Benchmark from text."""
 
 import json
 from collections.abc import Mapping
@@ -15,68 +15,70 @@ from cairn.configs.schema.base import Section
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.yaml_file import parse_yaml
 
-# Machines by name, as a plan reckons with them.
+# Rates and sizes of machines, by name, for `cairn plan`.
 
 
 MACHINES = Path(__file__).parent / "hardware.yaml"
 
 
 class Hardware(Section):
-    """A GPU and what is around it; of a machine without, one of its CPU's threads."""
+    """A GPU and its machine. The entry `cpu` describes one CPU thread in place of the GPU."""
 
     device: str
-    """By which `cairn.engines.plan.rates` knows its floating-point operations."""
+    """Name under which `cairn.engines.plan.rates` lists the GPU's peak rate."""
 
     tflops: float | None = Field(None, gt=0)
-    """10^12 floating-point operations a second; of a GPU by `device`."""
+    """Peak rate in 10^12 floating-point operations per second. Null for GPUs, whose rate is looked up by `device`."""
 
     memory_mib: float = Field(gt=0)
-    """MiB, of one GPU."""
+    """Memory of one GPU in MiB."""
 
     hbm_gb_s: float = Field(gt=0)
-    """GB/s, of its memory."""
+    """Bandwidth of the GPU's memory in GB/s."""
 
     nvlink_gb_s: float = Field(gt=0)
-    """GB/s, to the other GPUs of the machine, in one direction."""
+    """Bandwidth to the other GPUs of the machine in GB/s, in one direction."""
 
     network_gb_s: float = Field(gt=0)
-    """GB/s, to other machines."""
+    """Bandwidth to other machines in GB/s."""
 
     mfu: float = Field(0.35, gt=0, le=1)
-    """Share of its floating-point operations that training and prefill reach. An assumption."""
+    """Share of the peak floating-point rate that training and prefill reach. An assumption."""
 
     mbu: float = Field(0.5, gt=0, le=1)
-    """Share of its memory's bandwidth that decoding reaches. An assumption."""
+    """Share of the memory bandwidth that decoding reaches. An assumption."""
 
     host_gb_s: float = Field(20, gt=0)
-    """GB/s, between a GPU and the host's memory, in one direction. An assumption."""
+    """Bandwidth between a GPU and the host's memory in GB/s, in one direction. An assumption."""
 
     disk_gb_s: float = Field(2, gt=0)
-    """GB/s, of a machine's store. An assumption."""
+    """Bandwidth of a machine's store in GB/s. An assumption."""
 
     reserved_gb: float = Field(3, ge=0)
-    """GB that a process holds before it has a model: of a GPU the CUDA context and communication. An assumption."""
+    """Memory in GB that a process takes before it holds a model: on a GPU the CUDA context and communication. An
+    assumption."""
 
     host_memory_gb: float = Field(1800, gt=0)
-    """GB of a machine's memory. An assumption: that of an eight-GPU machine."""
+    """Memory of a machine in GB. An assumption: that of a machine with eight GPUs."""
 
     @property
     def memory(self) -> float:
-        """Bytes of a GPU."""
+        """Memory of a GPU in bytes."""
         return self.memory_mib * 2**20
 
 
 CPU = "cpu"
-"""The name of what is no GPU."""
+"""Name of the entry that is no GPU."""
 
 
 def gpu_names() -> list[str]:
-    """Of the GPUs in `hardware.yaml`."""
+    """Return the names of the GPUs in `hardware.yaml`."""
     return sorted(_all().keys() - {CPU})
 
 
 def hardware(name: str) -> Hardware:
-    """What a name stands for, in whichever case. ConfigError names the nearest where there is none."""
+    """Return the hardware of a name, which is not case-sensitive. Raises ConfigError, which suggests the nearest
+    name."""
     found = _all().get(name.lower())
     if found is None:
         near = get_close_matches(name.lower(), gpu_names(), 1, 0.5)
@@ -91,27 +93,28 @@ def _all() -> dict[str, Hardware]:
     return {name: Hardware.model_validate(entry) for name, entry in values.items()}
 
 
-# What the `config.json` of published models says, in `models/OWNER/NAME.json`: a recipe can be checked and planned
-# without a download. Entries that decide nothing of the architecture are left out.
+# The `config.json` of published models, in `models/OWNER/NAME.json`, so that a recipe can be checked and planned
+# without a download. Entries that do not affect the architecture are left out.
 
 
 MODELS = Path(__file__).parent / "models"
 
 
 def published_names() -> list[str]:
-    """Of the models whose facts are here, without their owners."""
+    """Return the names of the published models listed here, without their owners."""
     return sorted(_repositories())
 
 
 def published_config(name: str) -> dict[str, Any] | None:
-    """The entries of `config.json` of the model `name`, such as Qwen3-4B, under their published names; None for a model
-    that is not here."""
+    """Return the entries of `config.json` of the model `name`, such as Qwen3-4B, under their published names; None for
+    a model that is not listed."""
     repository = published_repository(name)
     return None if repository is None else json.loads((MODELS / f"{repository}.json").read_text("utf-8"))
 
 
 def published_repository(name: str) -> str | None:
-    """Where the model `name` is published on the Hugging Face hub, such as Qwen/Qwen3-4B; None for one not here."""
+    """Return the repository of the model `name` on the Hugging Face hub, such as Qwen/Qwen3-4B; None for a model that
+    is not listed."""
     return _repositories().get(name)
 
 
@@ -121,17 +124,24 @@ def _repositories() -> dict[str, str]:
 
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
-"""Of those that Cairn comes with, one file each."""
+"""Folder of the benchmarks that come with Cairn, one file each."""
 
 
 def benchmark_names() -> list[str]:
-    """Of the benchmarks that Cairn comes with."""
+    """Return the names of the benchmarks that come with Cairn."""
     return sorted(file.stem for file in BENCHMARKS.glob("*.yaml"))
 
 
 def load_benchmark(name: str, changes: Mapping[str, Mapping[str, Any]] | None = None) -> Benchmark:
-    """The benchmark `name`, or the one in the file `name` if that ends in .yaml, with `changes` to its sections, such
-    as `{"sampling": {"n": 8}, "source": {"data": "rows.jsonl"}}`. ConfigError lists every problem at once."""
+    """Return the benchmark `name`, or the one in the file `name` if that ends in .yaml.
+
+    Args:
+        changes: values that replace those of sections, such as `{"sampling": {"n": 8}, "source": {"data":
+            "rows.jsonl"}}`.
+
+    Raises:
+        ConfigError: lists every problem at once.
+    """
     own = name.endswith((".yaml", ".yml"))
     if not own and name not in benchmark_names():
         raise ConfigError(
@@ -152,7 +162,7 @@ def load_benchmark(name: str, changes: Mapping[str, Mapping[str, Any]] | None = 
         before = values.get(section)
         values[section] = {**(before if isinstance(before, dict) else {}), **changed}
     try:
-        # Strict JSON mode takes no text for a number, but any list for a tuple.
+        # Strict JSON mode rejects text in place of a number, but accepts any list for a tuple.
         return Benchmark.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError([_sentence(file, problem) for problem in error.errors(include_url=False)]) from None
@@ -161,7 +171,7 @@ def load_benchmark(name: str, changes: Mapping[str, Mapping[str, Any]] | None = 
 
 
 def _sentence(file: Path, error: Any) -> str:
-    """One problem as one sentence."""
+    """Return one problem as one sentence."""
     place = ".".join(map(str, error["loc"]))
     match error["type"]:
         case "extra_forbidden":

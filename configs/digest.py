@@ -1,4 +1,4 @@
-"""Digests of configuration values: equal values, equal digest, on every machine."""
+"""Digests of configuration values. Equal values have equal digests on every machine."""
 
 import hashlib
 import json
@@ -11,18 +11,18 @@ from pydantic import BaseModel
 
 
 def canonical_json(value: Any) -> bytes:
-    """`value` as JSON with one spelling only: keys sorted, no spaces, UTF-8, shortest round-trip floats.
+    """Return `value` as JSON in canonical form: keys sorted, no spaces, UTF-8, shortest round-trip floats.
 
-    ValueError for NaN and infinity, which JSON lacks.
+    Raises ValueError for NaN and infinity, which JSON lacks.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def digest(config: BaseModel, fields: Sequence[str]) -> str:
-    """sha256, in hex, of the named fields of a configuration: what a step reads of it, and nothing else.
+    """Return the SHA-256, in hex, of the named fields of a configuration: of what a step reads, and nothing else.
 
-    `fields` are dotted names such as `rollout`, `data.path` or `seed`; a section stands for all its options. Their
-    order does not matter. AttributeError for a name that the configuration lacks.
+    `fields` are dotted names such as `rollout`, `data.path` or `seed`; a section includes all its options. Their order
+    does not matter. Raises AttributeError for a name that the configuration lacks.
     """
     read: dict[str, Any] = {}
     for name in fields:
@@ -37,7 +37,8 @@ def digest(config: BaseModel, fields: Sequence[str]) -> str:
 
 
 def recorded_digest(config: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """`digest` of a configuration in JSON values, as a ledger records it. KeyError for a name that it lacks."""
+    """Return the `digest` of a configuration in JSON values, as a ledger records it. Raises KeyError for an unknown
+    name."""
     read: dict[str, Any] = {}
     for name in fields:
         read[name] = reduce(getitem, name.split("."), config)

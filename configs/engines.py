@@ -1,7 +1,7 @@
-"""What engines are made from: the options that each reads, when it is made and after, and no others.
+"""Options from which engines are made: those that each engine reads, at its start and later, and no others.
 
-An engine gets its configuration through a view of exactly these, and their digest is an input of every step that calls
-it: a sample or an update says which engine made it.
+An engine gets its configuration through a view of exactly these options. Their digest is an input of every step that
+calls the engine, so a sample or an update records which engine made it.
 """
 
 from types import SimpleNamespace
@@ -113,6 +113,10 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 
 def reader_of(engine: str, **sections: Section) -> Reader:
-    """The engine `rollout` or `training` as a reader of the configuration. `sections`: those that name user code."""
+    """Return the engine `rollout` or `training` as a reader of the configuration.
+
+    Args:
+        sections: the sections that name user code, whose own declared options are added.
+    """
     reads = reads_under(SimpleNamespace(**sections), ENGINES[engine]) if sections else ENGINES[engine]
     return Reader(f"the {engine} engine", "ENGINES in cairn.configs.engines, or `reads` of your `cairn.plugin`", reads)

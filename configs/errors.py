@@ -1,12 +1,10 @@
-"""What can be wrong with data."""
+"""Errors of configurations and of data."""
 
 from collections.abc import Sequence
 
-# What is wrong with a configuration.
-
 
 class ConfigError(Exception):
-    """A configuration cannot be used. Each problem is one sentence that names the option and the way out."""
+    """A configuration cannot be used. Each problem is one sentence that names the option and says how to correct it."""
 
     def __init__(self, problems: Sequence[str]):
         super().__init__("\n".join(problems))
@@ -14,8 +12,8 @@ class ConfigError(Exception):
 
 
 class BadData(Exception):
-    """The data cannot be used as the configuration says; a new try will not help. The message says what to do."""
+    """The data cannot be used as the configuration says; a retry will not help. The message says what to do."""
 
 
 class BadPrompt(BadData):
-    """A row that gives no prompt; the others may."""
+    """A row cannot be made into a prompt; other rows may."""

@@ -1,15 +1,16 @@
-"""The kinds of code that a configuration names, each found, checked and digested in one way.
+"""The kinds of code that a configuration names. All are found, checked and digested in the same way.
 
-| what a configuration says | is |
+| value in the configuration | meaning |
 |---|---|
-| a name without a dot, such as `grpo` | ours: the function of the kind in the file of that name in its folder |
-| `package.module.function` | yours, on the import path |
-| `file.py:function` | yours, in a file |
+| a name without a dot, such as `grpo` | built in: the function of the kind in the file of that name in its folder |
+| `package.module.function` | user code, on the import path |
+| `file.py:function` | user code, in a file |
 
-A new one of ours is a file in the folder, and nothing else. What a function needs and which options it reads it
-declares itself, with `plugin`; what follows from that is said in one place, `cairn.engines.training.needs`. The source
-of yours counts in the digests of the steps that read the option (`cairn.tasks.durable.step`), and a store may name it
-where it may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`."""
+A new built-in one is one more file in the folder; nothing else changes. A function declares with `plugin` what it needs
+and which options it reads; `cairn.engines.training.needs` holds all that follows from that. The source of user code
+counts in the digests of the steps that read the option (`cairn.tasks.durable.step`). Where a store may name code at all
+(`cairn.flows.driver.trust`), it may name it in these options. Both follow from `KINDS`.
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,23 +28,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a function says of itself."""
+    """Declaration of a function, made with `plugin`."""
 
     needs: frozenset[str] = frozenset()
-    """Of what its kind may need, what is to be computed and handed to it."""
+    """Inputs to compute and pass to the function, among those that its kind may need."""
     reads: frozenset[str] = frozenset()
-    """Options of its section that it reads. Of ours they have an effect only where it is named; of yours they count in
-    the digests of the steps that run it, beside those that these declare (`cairn.configs.view`)."""
+    """Options of its section that the function reads. Options of a built-in function have an effect only where it is
+    named. Options of user code count in the digests of the steps that run it, as well as those that the steps
+    themselves declare (`cairn.configs.view`)."""
     loss: str | None = None
-    """Of an advantage estimator: the loss of ours that goes with it, where `loss_type` is left at its default."""
+    """Advantage estimators: the built-in loss that the estimator uses where `loss_type` has its default."""
     cached: bool = False
-    """Of a grader: its answers are kept in the store, and none is asked for twice."""
+    """Graders: whether scores are cached in the store, so that no response is graded twice."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of options that are left out, of a loss of ours whose paper has others than PPO's."""
+    """Built-in losses: default values of options where the loss's paper differs from PPO's."""
     picks: Callable[..., Any] | None = None
-    """Which tokens of an optimizer step a loss treats apart: `picks(advantages, log_probs, config)`, from [M] of the
-    step's trained tokens, log-probs those of the policy before the update, to [M] bool. It is asked once a step, on
-    every rank, and the loss finds the answer in `tokens.picked`."""
+    """Losses: selects tokens of an optimizer step that the loss treats differently.
+
+    `picks(advantages, log_probs, config)` takes [M] values of the step's trained tokens, with the log-probs of the
+    policy before the update, and returns [M] bool. It is called once a step on every rank, and the loss finds the
+    result in `tokens.picked`."""
 
 
 def plugin(
@@ -55,8 +59,8 @@ def plugin(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     picks: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
-    """Declare what a function needs, which options it reads, which loss goes with it, whether its answers are kept,
-    what options default to, and which tokens it treats apart: see `Declaration`."""
+    """Declare a function's needs and options, its loss, whether its scores are cached, defaults of options, and which
+    tokens it treats differently: see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
@@ -72,8 +76,10 @@ def plugin(
 
 
 def declared(function: Callable[..., Any]) -> Declaration:
-    """What a function declares; nothing, if it does not. A `partial` declares what the function does that it calls, an
-    object what its class says of `__call__`."""
+    """Return what a function declares; an empty declaration if it declares nothing.
+
+    A `partial` has the declaration of its function, and an object has that of its class's `__call__`.
+    """
     while isinstance(function, partial):
         function = function.func
     found = getattr(function, "declaration", None) or getattr(type(function).__call__, "declaration", None)
@@ -81,41 +87,42 @@ def declared(function: Callable[..., Any]) -> Declaration:
 
 
 ARGS = "args"
-"""The name of the first argument of functions that were written for slime."""
+"""Name of the first argument of functions that were written for slime."""
 
 
 def written_for_slime(function: Callable[..., Any]) -> bool:
-    """Whether a function takes slime's `args` first."""
+    """Whether a function's first argument is slime's `args`."""
     return next(iter(inspect.signature(function).parameters), None) == ARGS
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of code: where ours lies, how any of it is called, and what it may need."""
+    """A kind of code: the folder of the built-in functions, the call signature, and the inputs that it may need."""
 
     name: str
-    """In messages."""
+    """Name of the kind in messages."""
     options: tuple[str, ...]
-    """Of a run's configuration that name one; those of the members of a list without their positions."""
+    """Options of a run's configuration that name code of this kind. Options of list members have no position."""
     package: str
-    """With a file for each of ours."""
+    """Package with one file for each built-in one."""
     function: str
-    """What it is called in each of these files."""
+    """Name of the function in each of these files."""
     takes: tuple[tuple[str, ...], ...]
-    """Its arguments, by position, in each of the ways in which it may be called."""
+    """Names of the positional arguments, for each signature that is allowed."""
     needs: frozenset[str] = frozenset()
-    """All that can be computed for one."""
+    """All inputs that can be computed for a function of this kind."""
     waits: bool | None = False
-    """Whether it is a coroutine function; None: it may be one."""
+    """Whether the function is a coroutine function; None: it may be either."""
     yields: bool = False
-    """Whether it may be a generator function."""
+    """Whether the function may be a generator function."""
 
     def ours(self) -> list[str]:
-        """Names of those in the folder. Imports none of them: a file that defines the function is one."""
+        """Return the names of the built-in ones: of files in the folder that define the function. Imports none of
+        them."""
         return _defining(self.package, *(f"\n{before}def {self.function}(" for before in self._begins()))
 
     def path(self, name: str) -> str:
-        """Where what `name` stands for is, for `load_callable`. Raises BadPlugin if it stands for nothing."""
+        """Return the path of the code `name`, for `load_callable`. Raises BadPlugin where there is no such code."""
         if "." in name:
             return name
         if name not in self.ours():
@@ -126,8 +133,11 @@ class Kind:
         return f"{self.package}.{name}.{self.function}"
 
     def load(self, name: str) -> Callable[..., Any]:
-        """What `name` stands for, imported and checked. Raises BadPlugin if it cannot be had, cannot be called as this
-        kind is, or needs what nobody computes."""
+        """Import and check the code `name`.
+
+        Raises BadPlugin where it is not available, has another signature than this kind, or needs inputs that are not
+        computed for this kind.
+        """
         function = load_callable(self.path(name))
         self._check_signature(name, function)
         for need in sorted(declared(function).needs - self.needs):
@@ -142,8 +152,10 @@ class Kind:
         return function
 
     def ways(self, name: str, function: Callable[..., Any]) -> list[tuple[str, ...]]:
-        """The ways in which a function can be called; all of them where Python cannot tell. Raises BadPlugin if it can
-        be called in none."""
+        """Return the signatures with which a function can be called; all of them where Python cannot inspect it.
+
+        Raises BadPlugin where there is none.
+        """
         try:
             signature = inspect.signature(function)
         except ValueError:  # it is not written in Python
@@ -156,7 +168,7 @@ class Kind:
         return found
 
     def of_other_arguments(self, name: str, function: Callable[..., Any]) -> BadPlugin:
-        """The error for a function that cannot be called in any of the ways."""
+        """Return the error for a function that fits none of the signatures."""
         ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
         named = " by these names" if len(self.takes) > 1 else ""
         return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}{named}")
@@ -184,18 +196,20 @@ class Kind:
         return {None: ("", "async "), True: ("async ",), False: ("",)}[self.waits]
 
     def declaration_of_ours(self, name: str) -> Declaration | None:
-        """What one of ours declares; None of the user's code, which nothing but `load` may run, and where there is none
-        of that name."""
+        """Return the declaration of a built-in one.
+
+        Returns None for user code, which only `load` may run, and for an unknown name.
+        """
         return declared(self.load(name)) if name in self.ours() else None
 
 
 @dataclass(frozen=True)
 class ToolKind(Kind):
-    """Tools: one of ours is a function that makes it from `rollout.tool_options`, one of yours is a `cairn.Tool`, whose
-    function takes what it likes."""
+    """Tools. A built-in one is a function that makes the tool from `rollout.tool_options`. User code is a `cairn.Tool`,
+    whose function may have any signature."""
 
     def load(self, name: str) -> Callable[..., Any]:
-        """Raises BadPlugin where it cannot be had, or is none."""
+        """Import the tool `name`. Raises BadPlugin where it is not available or is no tool."""
         found = load_callable(self.path(name))
         if "." in name and not hasattr(found, "takes_key"):
             raise BadPlugin(f"the tool {name!r} is no cairn.Tool: put @cairn.tool(kind=…) above the function")
@@ -334,12 +348,14 @@ KINDS = (
 )
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
-"""Every option that names code, and the kind that it names."""
+"""Every option that names code, with the kind of that code."""
 
 
 def named(config: Any, option: str) -> dict[str, str]:
-    """What an option of a `RunConfig` that names code says, by its place: `eval.benchmarks.0.metric` is one of
-    `eval.benchmarks.metric`. Empty where it says nothing."""
+    """Return the names in an option of a `RunConfig` that names code, by their places; empty where the option is unset.
+
+    `eval.benchmarks.0.metric` is a place of `eval.benchmarks.metric`.
+    """
     found = {"": config}
     for name in option.split("."):
         found = {
@@ -351,13 +367,13 @@ def named(config: Any, option: str) -> dict[str, str]:
 
 
 def user_code(config: Any) -> dict[str, list[str]]:
-    """Where the user's own functions are that a `RunConfig` names, by the option that names each."""
+    """Return the paths of the user's functions that a `RunConfig` names, by the option that names them."""
     found = {option: [path for path in named(config, option).values() if "." in path] for option in OPTIONS}
     return {option: paths for option, paths in found.items() if paths}
 
 
 def naming_code(reads: Collection[str]) -> tuple[str, ...]:
-    """Of the options that name code, those that are among some options and sections."""
+    """Return the options that name code, among some options and sections."""
     return _naming_code(tuple(reads))
 
 
@@ -368,7 +384,7 @@ def _naming_code(reads: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def readers(kind: Kind) -> dict[str, list[str]]:
-    """Of every option that some of ours reads and not all of the kind need to, the names of those that do."""
+    """Return the options that some built-in functions of a kind read, each with the names of these functions."""
     found: dict[str, list[str]] = {}
     for name in kind.ours():
         for option in sorted(declared(kind.load(name)).reads):
@@ -377,7 +393,7 @@ def readers(kind: Kind) -> dict[str, list[str]]:
 
 
 def _members(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The members of a list by their positions, anything else as it is."""
+    """Return the members of a list with their positions; any other value as its only member."""
     return (
         [(f"{name}.{index}", member) for index, member in enumerate(value)]
         if isinstance(value, tuple)
@@ -394,9 +410,11 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
 
 
 def _names(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
-    """Whether the parameters are named as the arguments that they are given, or not at all (`_`, `*args`); of a
-    function for slime the first one. A single one may have any name, but not beside `**kwargs`: other
-    libraries' are so."""
+    """Whether a function's positional parameters have the names of the arguments, or no names (`_`, `*args`).
+
+    For a function written for slime only the first name counts. A single parameter may have any name, unless the
+    function also takes `**kwargs`, as functions of other libraries do.
+    """
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
     if arguments[0] == ARGS:

@@ -1,4 +1,5 @@
-"""From a recipe and `--set` overrides to a checked configuration. Nothing else makes a RunConfig from text."""
+"""Loading of recipes and `--set` overrides into a checked configuration. No other module makes a RunConfig from
+text."""
 
 import copy
 import difflib
@@ -27,22 +28,22 @@ from cairn.configs.yaml_file import parse_yaml
 
 
 LIST_ITEM = "N"
-"""Stands for a position in a dotted name: `eval.benchmarks.N.path`."""
+"""Placeholder for a list position in a dotted name: `eval.benchmarks.N.path`."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of the schema."""
+    """A leaf of the schema."""
 
     name: str
-    """Dotted, from the root: `rollout.rollout_batch_size`."""
+    """Dotted name from the root: `rollout.rollout_batch_size`."""
     values: str
-    """What it takes, in words."""
+    """Type and bounds of its values, in words."""
     default: Any
-    """PydanticUndefined where a value is required."""
+    """Default value; PydanticUndefined where a value is required."""
     description: str
     section: type[BaseModel]
-    """The schema that declares it."""
+    """The schema that declares the option."""
 
     @property
     def required(self) -> bool:
@@ -50,7 +51,7 @@ class Option:
 
 
 def options(schema: type[BaseModel], prefix: str = "") -> Iterator[Option]:
-    """Every option of `schema`, in the order in which it is written there."""
+    """Yield every option of `schema`, in its order of declaration."""
     for name, field in schema.model_fields.items():
         section, item = section_of(field), item_of(field)
         if section is not None:
@@ -65,12 +66,12 @@ def options(schema: type[BaseModel], prefix: str = "") -> Iterator[Option]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, or None."""
+    """Return the section that a field holds, or None."""
     return _model(field.annotation)
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that stands in every place of a field's list, or that may stand in the field, or None."""
+    """Return the section of the members of a field's list, or of a nullable field; None where there is none."""
     return next((model for arg in get_args(field.annotation) if (model := _model(arg)) is not None), None)
 
 
@@ -79,7 +80,7 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _values(field: FieldInfo) -> str:
-    """`int ≥ 1`, `"a" or "b"`, `list of int`, `text or null`."""
+    """Return the type and bounds of a field in words: `int ≥ 1`, `"a" or "b"`, `list of int`, `text or null`."""
     names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 
     def spell(annotation: Any) -> str:
@@ -124,17 +125,20 @@ _NO_EFFECT = re.compile("has no effect|nothing would read it")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a YAML file, with `a.b=value` overrides applied in order.
+    """Return the configuration in a YAML file, with `a.b=value` overrides applied in order.
 
-    Values of overrides are YAML; `eval.benchmarks.0.path=…` reaches into a list. Paths inside stay as they are
-    written: relative to the working directory. ConfigError lists every problem at once.
+    Values of overrides are YAML; `eval.benchmarks.0.path=…` reaches into a list. Paths in the configuration stay as
+    written, relative to the working directory. Raises ConfigError, which lists every problem at once.
     """
     return parse(_overridden(read(path), overrides))
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The options in a YAML file, laid over those of the file that it names as its `base`, relative to its own folder:
-    sections and mappings are merged, everything else is replaced. ConfigError where a file cannot be read."""
+    """Return the options in a YAML file, merged over those of the file that it names as its `base`.
+
+    `base` is relative to the file's own folder. Sections and mappings are merged, everything else is replaced. Raises
+    ConfigError where a file cannot be read.
+    """
     path, derived = Path(path), [Path(path).resolve()]
     values = _options_in(path, "recipes lie in configs/recipes/")
     while "base" in values:
@@ -167,7 +171,7 @@ def _options_in(path: Path, hint: str) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two nested mappings as one; what `above` says goes before what `below` says."""
+    """Merge two nested mappings. Values of `above` override those of `below`."""
     merged = dict(below)
     for key, value in above.items():
         under = below.get(key)
@@ -176,24 +180,30 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> RunConfig:
-    """Check a nested mapping of options, as from YAML. `context`: of the validation, see `cairn.configs.schema.base`.
-    ConfigError lists every problem at once."""
+    """Check a nested mapping of options, as read from YAML, and return the configuration.
+
+    Args:
+        context: validation context, see `cairn.configs.schema.base`.
+
+    Raises:
+        ConfigError: lists every problem at once.
+    """
     try:
         text = json.dumps(_without_empty_sections(values, RunConfig), default=str)
     except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
         raise ConfigError(["the configuration cannot be written out: something in it holds itself"]) from None
     try:
-        # Strict JSON mode takes no text for a number and no truth value for a count, but any list for a tuple.
+        # Strict JSON mode rejects text in place of a number and a boolean in place of a count, but accepts any list for
+        # a tuple.
         return RunConfig.model_validate_json(text, strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
 
 
 def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a fork: what its parent's manifest says, with `a.b=value` overrides applied. Names of code
-    in it are Unchecked.
+    """Return the configuration of a fork: its parent's manifest with `a.b=value` overrides applied.
 
-    A sentence about an inherited option names the override that takes it back.
+    Names of code in it are Unchecked. An error about an inherited option names the override that resets the option.
     """
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
@@ -208,7 +218,10 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
 def _leave_the_clip_range_to_the_loss(
     values: dict[str, Any], parent: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Where the parent has that of its own loss."""
+    """Give a fork the default clip range of its own loss where its parent has that of the parent's loss.
+
+    An override of the clip range or of the whole section prevents this.
+    """
     section, before = values["algorithm"], AlgorithmConfig.usual_clip_range(parent["algorithm"])
     named = {"algorithm", *(f"algorithm.{name}" for name in before)} & {*given}
     if not named and all(parent["algorithm"][name] == value for name, value in before.items()):
@@ -216,9 +229,11 @@ def _leave_the_clip_range_to_the_loss(
 
 
 def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
-    """A recorded configuration with options of one section changed by `section.option=value`, and held against the
-    rules of that section alone: for what is computed of it apart from the run.
-    Names of code are Unchecked."""
+    """Return a recorded configuration with options of one section changed by `section.option=value`.
+
+    Only the rules of that section are checked, for computations apart from the run. Names of code in the section are
+    Unchecked.
+    """
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
     after = _overridden(before, overrides)
 
@@ -233,8 +248,10 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> Ru
 
 
 def from_manifest(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration in a run's manifest or terms, to be read: names of code are Unchecked. What is to be executed
-    comes through `cairn.flows.driver.trust`."""
+    """Return the configuration in a run's manifest or terms, for reading only: names of code are Unchecked.
+
+    Code that runs a configuration gets it from `cairn.flows.driver.trust`. Raises ConfigError.
+    """
     try:
         return RunConfig.model_validate(values, context=UNCHECKED)
     except (ValidationError, AttributeError, TypeError) as error:
@@ -244,21 +261,22 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
 
 
 def released(config: RunConfig) -> RunConfig:
-    """Return a configuration whose names of code may be imported. For `cairn.flows.driver.trust`, which has held them
-    against what a store may set."""
+    """Return a configuration whose names of code may be imported.
+
+    For `cairn.flows.driver.trust` only, which has compared them with what a store may set.
+    """
     return RunConfig.model_validate(config.model_dump(mode="json"))
 
 
 def _way_back(problem: str, parent: dict[str, Any], given: Collection[str]) -> str:
-    """Where options are said to have no effect: the overrides that take those of them that a fork has from its parent
-    back to their defaults."""
+    """Return the overrides that reset inherited options which `problem` says have no effect; empty where there are
+    none."""
     ways = [f"--set {option.name}={_spell(option.default)}" for option in _idle(problem, parent, given)]
     return f" (inherited from the parent; back to the default by {' '.join(ways)})" if ways else ""
 
 
 def _idle(problem: str, parent: dict[str, Any], given: Collection[str]) -> Iterator[Option]:
-    """Options that a sentence says have no effect, and that a fork has from its parent, with other than their default
-    values."""
+    """Yield the inherited options that a sentence says have no effect and that are not at their defaults."""
     for option in options(RunConfig) if _NO_EFFECT.search(problem) else ():
         if option.required or option.name in given or LIST_ITEM in option.name or not _names(problem, option.name):
             continue
@@ -267,14 +285,14 @@ def _idle(problem: str, parent: dict[str, Any], given: Collection[str]) -> Itera
 
 
 def _names(problem: str, option: str) -> bool:
-    """Whether a sentence names an option: by its whole name, or within a sentence on its section by the last word."""
+    """Whether a sentence names an option: by its dotted name, or in a sentence on its section by the last word."""
     section, _, last = option.rpartition(".")
     name = last if problem.startswith(f"{section}: ") else option
     return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", problem) is not None
 
 
 def _overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Nested options with `a.b=value` overrides applied."""
+    """Return nested options with `a.b=value` overrides applied."""
     changed = copy.deepcopy(dict(values))
     for setting in overrides:
         _apply(changed, setting)
@@ -288,7 +306,7 @@ def _place_and_problem(error: yaml.YAMLError) -> str:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Set one `a.b=value` in nested mappings and lists, making the sections that are not there yet."""
+    """Set one `a.b=value` in nested mappings and lists, and make missing sections."""
     name, equals, text = override.partition("=")
     name = name.strip()
     if has_credentials(override) or has_credentials(text):
@@ -313,7 +331,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _place(owner: dict[str, Any] | list[Any], key: str, override: str, name: str) -> Any:
-    """`key` as it indexes `owner`."""
+    """Return `key` as an index of `owner`."""
     if isinstance(owner, dict):
         return key
     if not key.isdecimal() or int(key) >= len(owner):
@@ -322,7 +340,7 @@ def _place(owner: dict[str, Any] | list[Any], key: str, override: str, name: str
 
 
 def _without_empty_sections(values: Any, schema: type[BaseModel]) -> Any:
-    """A section header with nothing under it reads as null in YAML and means a section of defaults."""
+    """Replace null sections by empty ones: YAML reads a section header with nothing under it as null."""
     if not isinstance(values, dict):
         return values
     sections = {name: section for name, field in schema.model_fields.items() if (section := section_of(field))}
@@ -333,7 +351,7 @@ def _without_empty_sections(values: Any, schema: type[BaseModel]) -> Any:
 
 
 class _Field(NamedTuple):
-    """What stands at a place of the schema."""
+    """A place in the schema."""
 
     name: str
     is_section: bool
@@ -341,7 +359,7 @@ class _Field(NamedTuple):
 
 
 def _locate(location: Sequence[int | str]) -> _Field:
-    """Follow a pydantic error's location through the schema."""
+    """Return the place in the schema to which a pydantic error's location leads."""
     schema: type[BaseModel] | None = RunConfig
     items: type[BaseModel] | None = None
     description = ""
@@ -358,7 +376,7 @@ def _locate(location: Sequence[int | str]) -> _Field:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """One problem as one sentence."""
+    """Return one problem as one sentence."""
     field = _locate(error["loc"])
     message = error["msg"].removeprefix("Value error, ")
     match error["type"]:
@@ -408,12 +426,12 @@ def _here(flag: Counterpart) -> str:
 
 
 def _word(key: int | str) -> str:
-    """An option's name as it would be spelled here."""
+    """Return an option's name in the spelling of this schema."""
     return re.sub(r"[-\s]", "_", str(key).strip("-")).lower().removeprefix("_")
 
 
 def _nearest(location: Sequence[int | str]) -> str | None:
-    """The option that was probably meant: the same word in another section, or a similar one, best in this section."""
+    """Return the option that was probably meant: one of the same or a similar name, preferably in the same section."""
     position = next((str(key) for key in location if isinstance(key, int)), LIST_ITEM)
     prefix = "".join(f"{key}." for key in location[:-1])
     word = _word(location[-1])
@@ -424,12 +442,12 @@ def _nearest(location: Sequence[int | str]) -> str | None:
 
 
 def _likeness(word: str, other: str) -> float:
-    """1 for equal words, 0 for words that share nothing."""
+    """Return the similarity of two words, from 0 to 1 for equal words."""
     return difflib.SequenceMatcher(None, word, other).ratio()
 
 
 def _spell(value: Any) -> str:
-    """A value as it would stand in YAML, cut short; of one that holds an address with credentials none."""
+    """Return a value in YAML spelling, shortened. A value that holds an address with credentials is not shown."""
     if _holds_credentials(value):
         return "a value with credentials"
     text = json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Code by name: `package.module.function` on the import path, or `file.py:function`."""
+"""Import of code by name: `package.module.function` on the import path, or `file.py:function`."""
 
 import functools
 import importlib
@@ -17,12 +17,12 @@ from typing import Any
 
 
 class BadPlugin(Exception):
-    """User code that a configuration names cannot be had. The message says why and what to do."""
+    """User code that a configuration names is not available. The message says why and what to do."""
 
 
 class Unchecked(str):
-    """A name of code from a store that has not passed `cairn.flows.driver.trust`: it is shown and compared like any
-    text, and never imported."""
+    """A name of code from a store that has not passed `cairn.flows.driver.trust`. It may be shown and compared like any
+    text, but is never imported."""
 
     __slots__ = ()
 
@@ -45,8 +45,8 @@ def load_callable(path: str) -> Callable[..., Any]:
 
 
 def deferred(function: Callable[..., Any]) -> str | None:
-    """`a coroutine`, `a generator` or `an asynchronous generator` where calling a function returns one in place of a
-    result."""
+    """Return `a coroutine`, `a generator` or `an asynchronous generator` if calling a function returns one in place of
+    a result; else None."""
     for called in (function, type(function).__call__):
         if inspect.iscoroutinefunction(called):
             return "a coroutine"
@@ -58,8 +58,10 @@ def deferred(function: Callable[..., Any]) -> str | None:
 
 
 def module_of(path: str) -> ModuleType:
-    """Import the module in which `path` names something. Raises BadPlugin as `load_callable` does, and for a name that
-    is Unchecked."""
+    """Import the module in which `path` names something.
+
+    Raises BadPlugin as `load_callable` does, and for a name that is Unchecked.
+    """
     if isinstance(path, Unchecked):
         raise BadPlugin(
             f"{str(path)!r} is named by a ledger and is not imported to read it: give the recipe with `cairn train "
@@ -72,8 +74,10 @@ def module_of(path: str) -> ModuleType:
 
 
 def path_of(function: Callable[..., Any]) -> str | None:
-    """What another process may load a function by, such as `load_callable` has loaded or an import; None where it has
-    no name in a module, as closures and bound methods have none."""
+    """Return the path by which another process can load a function, as from `load_callable` or an import.
+
+    Returns None where a module has no such name, as for closures and bound methods.
+    """
     name, module = getattr(function, "__qualname__", "."), sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or "." in name:
         return None
@@ -87,8 +91,11 @@ def path_of(function: Callable[..., Any]) -> str | None:
 
 
 def code_files(path: str) -> list[Path]:
-    """The files that are run where `path` is loaded, those of the packages around it included, links followed; none
-    where it cannot be, or is built into Python. Runs nothing."""
+    """Return the files that run when `path` is loaded, with links resolved: its own and those of the enclosing
+    packages.
+
+    Returns none where the path cannot be loaded or is built into Python. Runs no code.
+    """
     place = _split(path)[0]
     if ".py:" in path:
         return [Path(place).expanduser().resolve()]
@@ -99,12 +106,15 @@ def code_files(path: str) -> list[Path]:
 
 
 def specs(name: str) -> Iterator[ModuleSpec]:
-    """Of a module and of the packages that it lies in, as far as they are there, from the outside in; none is
-    imported."""
+    """Yield the specs of a module and of its enclosing packages, from the outermost inwards, as far as they exist.
+
+    Imports none of them.
+    """
     within: list[str] | None = None
     for full in accumulate(name.split("."), "{}.{}".format):
         try:
-            # By its last name alone: of a package without a file Python would look for the one around it, imported.
+            # Search by the last name alone: for a package without a file Python would look for its parent among
+            # imported modules.
             spec = find_spec(full) if within is None else PathFinder.find_spec(full.rpartition(".")[2], within)
         except ValueError:  # a module without a file, such as __main__
             return
@@ -116,7 +126,7 @@ def specs(name: str) -> Iterator[ModuleSpec]:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Where something is, and its name there."""
+    """Split a path into the place of the code and its name there."""
     place, _, name = path.rpartition(":" if ".py:" in path else ".")
     return place, name
 
@@ -129,14 +139,17 @@ def _import_module(name: str, path: str) -> ModuleType:
             f"{path!r} cannot be loaded: no module named {error.name!r}; install it, put its folder on PYTHONPATH, "
             "or write file.py:function"
         ) from error
-    # Whatever user code raises while it is imported is the user's to see.
+    # User code may raise any exception during import, and the user needs to see it.
     except (Exception, SystemExit) as error:
         raise BadPlugin(f"{path!r} cannot be loaded: importing {name} failed with {error!r}; correct it") from error
 
 
 class _Source(SourceFileLoader):
-    """Runs what the file says now. A compilation kept by Python would be taken for a file that was changed within the
-    same second to as many bytes: what runs would not be what is recorded."""
+    """Runs a file from its current source, without Python's bytecode cache.
+
+    The cache does not notice a change within the same second that leaves the file's size the same. The code that runs
+    would then differ from the recorded code.
+    """
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
         raise OSError  # the file has no compilation, and gets none
@@ -154,7 +167,7 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    # Whatever user code raises while it is imported is the user's to see.
+    # User code may raise any exception during import, and the user needs to see it.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise BadPlugin(f"{file} cannot be loaded: running it failed with {error!r}; correct it") from error
@@ -162,17 +175,20 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _name_of(file: Path) -> str:
-    """The module of this very file: two files of one name do not meet. Any process that can import this one finds it,
-    as one that `multiprocessing` starts with a function of the file."""
+    """Return a module name that is unique to the file's path, so that two files of one name do not collide.
+
+    Any process that can import this module finds the file's module, such as a process that `multiprocessing` starts
+    with a function of the file.
+    """
     return f"{__name__}.{os.fsencode(file).hex()}"
 
 
 class _Files(MetaPathFinder):
-    """Finds modules that have their names from `_name_of`."""
+    """Finds modules whose names come from `_name_of`."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
+        """Return the spec of a file's module; None for other names. Implements `importlib.abc.MetaPathFinder`."""
         package, _, name = fullname.rpartition(".")
         if package != __name__:
             return None

@@ -1,5 +1,8 @@
-"""slime's flags and their counterparts here: `slime.yaml`, which docs/coming-from-slime.md, error messages and the
-adapter for functions written for slime all read."""
+"""slime's flags and their counterparts in Cairn.
+
+The table is `slime.yaml`. docs/coming-from-slime.md, error messages and the adapter for functions written for slime all
+read it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,28 +17,28 @@ from cairn.configs.yaml_file import parse_yaml
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What stands for one of slime's flags."""
+    """Counterpart of one of slime's flags."""
 
     flag: str
-    """`--rm-type`."""
+    """The flag: `--rm-type`."""
     group: str
-    """What it has to do with, for people."""
+    """Heading under which people find the flag."""
     options: tuple[str, ...]
-    """Of a recipe, dotted, list members as in `cairn.configs.loader`. Empty where there is none."""
+    """Dotted options of a recipe, list members as in `cairn.configs.loader`. Empty where there are none."""
     how: str
-    """What does it otherwise, or what to mind. Markdown; may be empty where there are options."""
+    """Other ways to do it, or differences to note. Markdown; may be empty where there are options."""
     why: str
-    """Why there is none. Markdown; empty where there is one."""
+    """Reason why there is no counterpart. Markdown; empty where there is one."""
 
     @property
     def attribute(self) -> str:
-        """As slime's functions read it: `args.rm_type`."""
+        """Name of the flag in slime's functions: `rm_type` of `args.rm_type`."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 @cache
 def counterparts() -> dict[str, Counterpart]:
-    """Of every flag of slime's, by `Counterpart.attribute`."""
+    """Return the counterparts of all of slime's flags, by `Counterpart.attribute`."""
     table = parse_yaml(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     found = [
         Counterpart(flag, group, _names(row.get("to")), row.get("how", ""), row.get("why", ""))
@@ -50,7 +53,7 @@ def _names(to: str | list[str] | None) -> tuple[str, ...]:
 
 
 class Status(Enum):
-    """Of a sample. The pending and the aborted are graded and filtered by nobody."""
+    """Status of a sample. Pending and aborted samples are neither graded nor filtered."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -60,15 +63,15 @@ class Status(Enum):
 
 
 class NoSuchFlag(BadPlugin, AttributeError):
-    """So that `getattr(args, name, default)` gives the default."""
+    """slime has no such flag. As an AttributeError it lets `getattr(args, name, default)` return the default."""
 
 
 class Arguments:
-    """slime's `args`: options of a configuration by the names of slime's flags, as far as whoever calls the function
-    has declared to read them."""
+    """slime's `args`: options of a configuration under the names of slime's flags. Only the options that the caller of
+    the function has declared are available."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """`options`: values by their dotted names, those that the caller reads."""
+        """Store `options`: the values that the caller reads, by their dotted names."""
         self._options = options
 
     def __getattr__(self, name: str) -> Any:

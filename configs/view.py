@@ -1,8 +1,8 @@
-"""A view of a configuration that gives what its reader has declared, and raises for everything else.
+"""A view of a configuration: it returns the options that its reader has declared, and raises for all others.
 
-What a step's commit says it was made from is then proved at every read, and not kept by hand: whoever is given a view
-cannot compute on an option that its digest does not cover. A view is a section without the other options, so what its
-methods and properties read is checked too.
+So the inputs that a step's commit records are checked at every read: code that gets a view cannot use an option that
+its digest does not cover. A view is a section without the other options, so reads by the section's methods and
+properties are checked too.
 
     config = view(run_config, Reader("step filter", "`reads` in …", ("rollout.rollout_batch_size",)))
     config.rollout.rollout_batch_size     # its value
@@ -29,36 +29,36 @@ CHANGES_NO_BITS: Mapping[str, str] = {
     "rollout.rollout_health_check_first_wait": "how long is waited",
     "training.timeout": "how long is waited",
 }
-"""Options that anybody may read without saying so, and why their value changes no result."""
+"""Options that any reader may read without declaring them, each with the reason why its value changes no result."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
 class UndeclaredRead(Exception):
-    """Somebody read an option that the digest of what it makes does not cover."""
+    """A reader read an option that the digest of its results does not cover."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads a configuration, and what of it."""
+    """A reader of a configuration, with the options that it reads."""
 
     name: str
-    """For people: `step filter`."""
+    """Name in messages: `step filter`."""
     declares_in: str
-    """Where what it reads is declared."""
+    """Place in the code where its options are declared, for messages."""
     reads: tuple[str, ...]
-    """Options, dotted, from the root of the configuration; a section stands for all its options."""
+    """Dotted options from the root of the configuration; a section includes all its options."""
 
     def may_read(self, option: str) -> bool:
-        """Whether it has declared an option, or a section that the option is in."""
+        """Whether the reader has declared an option, or a section that contains it."""
         return is_covered(option, self.reads) or is_covered(option, tuple(CHANGES_NO_BITS))
 
     def may_read_of(self, section: str) -> bool:
-        """Whether it may read some option of a section."""
+        """Whether the reader may read some option of a section."""
         return any(name.startswith(f"{section}.") for name in (*self.reads, *CHANGES_NO_BITS))
 
     def refuse(self, option: str) -> UndeclaredRead:
-        """The error for an option that it may not read."""
+        """Return the error for an option that the reader may not read."""
         return UndeclaredRead(
             f"{self.name} reads {option} and has not declared it, so that its digests would not tell one value from "
             f"another: add it to {self.declares_in}, or to CHANGES_NO_BITS in cairn.configs.view if its value changes "
@@ -67,15 +67,15 @@ class Reader:
 
 
 def is_covered(option: str, names: tuple[str, ...]) -> bool:
-    """Whether an option is among names, or in a section that is."""
+    """Whether an option, or a section that contains it, is among names."""
     return any(f"{option}.".startswith(f"{name}.") for name in names)
 
 
 def view(section: AnySection, reader: Reader, name: str = "") -> AnySection:
-    """Returns `section` without the options that its reader may not read: reading one raises UndeclaredRead.
+    """Return `section` without the options that its reader may not read: reading one raises UndeclaredRead.
 
     Args:
-        name: of the section, dotted; empty for the whole configuration.
+        name: dotted name of the section; empty for the whole configuration.
     """
     prefix = f"{name}." if name else ""
     shown = {}
@@ -92,13 +92,19 @@ def _refusal(reader: Reader, prefix: str, field: str) -> UndeclaredRead:
     return reader.refuse(prefix + field)
 
 
-# What a step or an engine reads under a configuration: what it has declared, and what the user's code that it runs
-# declares besides, with `cairn.plugin(reads=…)`. All of it counts in its digests.
-
-
 def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
-    """`reads`, dotted, and what the user's code that some of them name declares to read of its section. `config` is a
-    `RunConfig`, or as much of one as has these options. Raises BadPlugin where the code cannot be had."""
+    """Return the options that a step or an engine reads: `reads`, and those that user code declares.
+
+    The user code is the code that options of `reads` name. It declares options of its section with
+    `cairn.plugin(reads=…)`. All of them count in the digests.
+
+    Args:
+        config: a `RunConfig`, or an object with the sections that name the code.
+        reads: dotted options.
+
+    Raises:
+        BadPlugin: the code is not available.
+    """
     found = list(reads)
     for option in naming_code(reads):
         section = option.rpartition(".")[0]

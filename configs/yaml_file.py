@@ -1,4 +1,4 @@
-"""YAML as recipes use it: the core schema of YAML 1.2, and a key that stands twice is an error."""
+"""YAML for recipes: the core schema of YAML 1.2, where a duplicate key is an error."""
 
 import re
 from typing import Any
@@ -7,11 +7,11 @@ import yaml
 
 
 class DuplicateKey(yaml.MarkedYAMLError):
-    """The same key stands twice in one mapping."""
+    """A key is repeated in one mapping."""
 
 
 class _Loader(yaml.SafeLoader):
-    """`1e-4` is a number, `no` and `2026-01-02` are text, as in YAML 1.2; PyYAML follows 1.1."""
+    """Reads `1e-4` as a number, and `no` and `2026-01-02` as text, as in YAML 1.2; PyYAML follows 1.1."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -48,7 +48,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document. yaml.YAMLError, with its place, where the text is none."""
+    """Return the value of a YAML document. Raises yaml.YAMLError, with the place of the problem, where it is not
+    valid."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

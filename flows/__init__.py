@@ -2,5 +2,5 @@
 
 import os
 
-# Read when Prefect is imported; else it reports the first use in a terminal to its makers, and says so there.
+# Prefect reads this at import. Without it, Prefect sends telemetry on the first use in a terminal, and prints a notice.
 os.environ.setdefault("DO_NOT_TRACK", "1")

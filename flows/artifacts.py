@@ -1,1 +1,1 @@
-"""What Prefect's interface shows of a run besides its flow runs: pages and progress, made from the ledger."""
+"""Prefect artifacts of a run, made from the ledger: Markdown pages and progress bars next to its flow runs."""

@@ -1,1 +1,1 @@
-"""What a run cost: device-seconds, tokens and money by step, and what was wasted."""
+"""Cost of a run: device-seconds, tokens and money by step, and the wasted part."""

@@ -1,9 +1,8 @@
-"""What a driver tells while it works: `on_event` of `cairn.flows.train.start` receives these, in the order of the
-events.
+"""Events of a running driver: the `on_event` callback of `cairn.flows.train.start` receives them in order.
 
-A run of three steps over two iterations tells: RunStarted, (StepStarted, StepCommitted) × steps, IterationDone, …,
-RunDone. A step that was already in the ledger has no StepStarted: its StepCommitted says `adopted`. Shards of one step
-may interleave. Between the two, a rollout shard tells GroupsGenerated.
+A run of three steps over two iterations emits: RunStarted, (StepStarted, StepCommitted) × steps, IterationDone, …,
+RunDone. A step that was already in the ledger has no StepStarted: its StepCommitted has `adopted` set. Shards of one
+step may interleave. Between StepStarted and StepCommitted, a rollout shard emits GroupsGenerated.
 """
 
 from collections.abc import Callable
@@ -15,35 +14,38 @@ from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The driver owns the run and is about to go on from `iteration`."""
+    """The driver owns the run and is about to start at `iteration`."""
 
     run: str
     epoch: int
     iteration: int
-    """The first that is not complete."""
+    """First iteration that is not complete."""
     iterations: int
-    """All of the run: `rollout.num_rollout`."""
+    """Number of iterations of the whole run: `rollout.num_rollout`."""
 
 
 @dataclass(frozen=True)
 class IterationDone:
-    """Every step of the iteration is committed. All else is a view of its commits: `cairn.flows.reading.metrics`."""
+    """Every step of the iteration is committed.
+
+    Everything else can be derived from its commits: `cairn.flows.reading.metrics`.
+    """
 
     iteration: int
     commits: tuple[Commit, ...]
     store_retries: int = 0
-    """Requests and operations that the driver's store had to try again meanwhile."""
+    """Requests and operations that the driver's store retried since the previous IterationDone."""
 
 
 @dataclass(frozen=True)
 class RunDone:
-    """The last iteration is done."""
+    """The last iteration is complete."""
 
     run: str
     weight_version: int
     state_digest: str
     store_retries: int = 0
-    """Of the whole of this driver's time."""
+    """Requests and operations that the driver's store retried since this driver started."""
 
 
 Event = RunStarted | StepEvent | IterationDone | RunDone
@@ -63,4 +65,4 @@ __all__ = [
 
 
 class Stopping(Exception):
-    """The driver is about to end, and begins no step."""
+    """The driver is about to end, and starts no further step."""

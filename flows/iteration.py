@@ -1,14 +1,14 @@
-"""One iteration: the DAG of steps, top to bottom, in two halves that meet only in commits.
+"""One iteration: the DAG of steps, top to bottom, in two halves that share nothing but commits.
 
     collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
     learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i
 
-In an iteration without a score step `advantage` needs its filter step alone: `estimate_ahead`.
-Where samples are generated all the time, `collect` takes what is complete (`cairn.flows.streaming`). Where the data
-hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
-advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.generation.offline`).
+In an iteration without a score step, `advantage` needs only the filter step of its iteration: `estimate_ahead`.
+With streaming, samples are generated all the time and `collect` takes complete groups (`cairn.flows.streaming`).
+Where the data contain the responses to train on, nothing is sampled or graded: the rollout step reads the rows and the
+filter step passes all of them (`cairn.tasks.generation.offline`). Demonstrations need no advantages either.
 
-`cairn.flows.pipeline` says which halves run side by side.
+`cairn.flows.pipeline` defines which halves run concurrently.
 """
 
 import itertools
@@ -38,28 +38,36 @@ from cairn.tasks.trainer.train import train
 
 
 def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """Execute both halves of iteration `index`, one after the other, and the evaluations after them; return the commits
-    that its metrics come from. Steps already committed do not run."""
+    """Execute both halves of iteration `index`, one after the other, then its evaluations.
+
+    Returns the commits from which its metrics are computed. Steps already committed do not run.
+    """
     collected, advantages = up_to_learning(run, steps, index)
     return [*collected, *learn(run, steps, index, advantages), *evaluate_after(run, steps, index)]
 
 
 def up_to_learning(run: RunContext, steps: StepRunner, index: int) -> tuple[list[Commit], Commit | None]:
-    """All of an iteration that does not follow the update before it: the commits of `collect`, and `estimate_ahead`."""
+    """Execute everything of an iteration that does not depend on the previous update.
+
+    Returns the commits of `admit` (with streaming) and `collect`, and the result of `estimate_ahead`.
+    """
     admitted = admit(run, steps, index) if run.config.rollout.pipeline == "streaming" else []
     return [*admitted, *collect(run, steps, index)], estimate_ahead(run, steps, index)
 
 
 def admit(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """Admit the prompts that an iteration adds to the stream. The first iteration evaluates the initial weights
-    before."""
+    """Admit the prompts that an iteration adds to the stream. The first iteration evaluates the initial weights before
+    that."""
     evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
     return [*evals, admit_prompts(run, steps, index)]
 
 
 def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """Generate and select the batch of an iteration, with the weights that its lag leaves it: rounds of rollout, reward
-    and filter until the batch is full. The first iteration evaluates the initial weights before."""
+    """Generate and select the batch of an iteration, with the weights that the lag prescribes.
+
+    Runs rounds of rollout, reward and filter until the batch is full. The first iteration evaluates the initial weights
+    before that.
+    """
     config = run.config
     if not config.samples_responses:
         return collect_given(run, steps, index)
@@ -94,7 +102,7 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
 
 
 def collect_given(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """Read the batch of an iteration from the data. The first iteration evaluates the initial weights before."""
+    """Read the batch of an iteration from the data. The first iteration evaluates the initial weights before that."""
     evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
     before = [last_selection(run, index - 1)] if index else []
     place: dict[str, Any] = {
@@ -107,7 +115,8 @@ def collect_given(run: RunContext, steps: StepRunner, index: int) -> list[Commit
 
 
 def estimate_ahead(run: RunContext, steps: StepRunner, index: int) -> Commit | None:
-    """Estimate the advantages of the batch that `collect` selected, where no score step comes before."""
+    """Estimate the advantages of the batch that `collect` selected; return None in an iteration with a score step or
+    without an advantage step."""
     due = learning_steps(run.config, index)
     if Step.ADVANTAGE not in due or Step.SCORE in due:
         return None
@@ -116,8 +125,10 @@ def estimate_ahead(run: RunContext, steps: StepRunner, index: int) -> Commit | N
 
 
 def learn(run: RunContext, steps: StepRunner, index: int, advantages: Commit | None = None) -> list[Commit]:
-    """Update the newest weights on the batch that `collect` selected, and publish what comes out. `advantages`: what
-    `estimate_ahead` left to be done no more."""
+    """Update the newest weights on the batch that `collect` selected, and publish the new weights.
+
+    `advantages`: the commit of `estimate_ahead`, where it has already estimated them.
+    """
     updated = weights_after(run, index - 1)
     selection = last_selection(run, index)
     rollouts, rewards = trained_shards(run, selection)
@@ -132,12 +143,12 @@ def learn(run: RunContext, steps: StepRunner, index: int, advantages: Commit | N
 
 
 def evaluate_after(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """The evaluations of the weights that an iteration left, where they are due."""
+    """Evaluate the weights after an iteration, where evaluations are due."""
     return evaluate_all(run, steps, index, weights_after(run, index)) if eval_due(run.config, index) else []
 
 
 def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit | None) -> list[Commit]:
-    """Every benchmark on the weights that `weights` left."""
+    """Run every benchmark on the weights that the commit `weights` produced; None: the initial weights."""
     version = version_of(weights)
     return [
         steps.call(evaluate, index, eval_shard(benchmark, version), weights, name=benchmark.name)
@@ -148,11 +159,12 @@ def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit
 def plan_round(
     run: RunContext, index: int, selection: Commit | None, previous: Commit | None, round: int
 ) -> Sequence[tuple[str, dict[str, Any]]]:
-    """The shards of a round: their names, and which groups each generates.
+    """Return the shards of a round: their names, and the groups that each generates.
 
-    The first round generates `over_sampling_batch_size` groups less those of the buffer that are young enough to be
-    trained on; a later one in the same proportion to what is missing. Groups that were left unfinished are continued
-    before prompts are drawn. With `partial_rollout` the round is over when as many as are missing have been generated.
+    The first round generates `over_sampling_batch_size` groups, minus the groups in the buffer that are young enough to
+    be trained on. A later round generates the same proportion of the missing groups. Unfinished groups are resumed
+    before new prompts are drawn. With `partial_rollout` the round ends when as many groups as are missing have been
+    generated.
     """
     config = run.config.rollout
     first = config.over_sampling_batch_size or config.rollout_batch_size
@@ -180,7 +192,7 @@ def plan_round(
 
 
 def continued_shards(run: RunContext, earlier: Sequence[Commit], part: dict[str, Any]) -> list[Commit]:
-    """The rollout commits, each once, that hold the unfinished groups which a shard of `plan_round` continues."""
+    """Return the rollout commits with the unfinished groups that a shard of `plan_round` resumes, each commit once."""
     places = resumed_groups(run, earlier, resumed=part["resumed"], part=part["part"], parts=part["parts"])
     shards = dict.fromkeys((iteration, shard) for iteration, shard, _ in places)
     return [run.committed(iteration, Step.ROLLOUT, shard) for iteration, shard in shards]

@@ -1,29 +1,31 @@
-"""Which halves of which iterations run side by side.
+"""Scheduling: which halves of which iterations run concurrently.
 
-With a lag of k an iteration is collected with weights k iterations older than the newest, while these are still made:
+With a lag of k, an iteration is collected with weights that are k iterations older than the newest, while the newer
+ones are still being trained:
 
     k = 1   collect 0 │ collect 1 │ collect 2 │ collect 3 │
                       │ learn 0   │ learn 1   │ learn 2   │ learn 3
 
-    a half          begins when there is
-    collect of i    the batch of i-1, and all of iteration i-1-k: its weights are what this one samples from
-    learn of i      the batch of i, and all of `learn` of i-1; while that goes on, advantages are estimated ahead where
-                    the iteration has no score step
-    evaluation of i its weights; it has the rollout engines to itself
+    a half          starts after
+    collect of i    the batch of i-1, and all of iteration i-1-k: this iteration samples from its weights
+    learn of i      the batch of i, and all of `learn` of i-1. While it waits for `learn` of i-1, advantages are
+                    estimated ahead where the iteration has no score step
+    evaluation of i its weights are there; it has the rollout engines to itself
 
-With `streaming` and a greatest age k it is the same, but for this: samples are generated all the time
-(`cairn.flows.streaming`), and instead of being collected an iteration is first admitted and then collected:
+With `streaming` and a maximum age k, samples are generated all the time (`cairn.flows.streaming`). An iteration is
+first admitted and then collected:
 
-    admit of i      all of iteration i-1-k: its samples can be k publications old at most when they are trained on;
-                    and that engines would not have enough to do (`cairn.tasks.streaming.stream`)
-    collect of i    what it admitted, and the batch of i-1
+    admit of i      all of iteration i-1-k: its samples may be at most k weight updates old when they are trained on;
+                    and the engines would otherwise run out of work (`cairn.tasks.streaming.stream`)
+    collect of i    its admission, and the batch of i-1
 
-Before an iteration is collected, or admitted, somebody may have to let it begin (`cairn.flows.driver.approval`); halves
-of earlier ones go on meanwhile.
+Before an iteration is collected, or admitted, a person may have to approve it (`cairn.flows.driver.approval`). The
+halves of earlier iterations continue meanwhile.
 
-So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
-waits; without a lag, while the one before learns. Nothing that a half reads depends on which of them is faster:
-`cairn.flows.iteration` gives each its inputs by their numbers. A half that fails stops all others.
+So k + 1 iterations are open at a time, each in its own flow run and thread. The flow run of the next iteration is
+created ahead and waits; without a lag, it is created while the previous iteration learns. No half's inputs depend on
+which half is faster: `cairn.flows.iteration` selects the inputs by iteration number. A half that fails stops all
+others.
 """
 
 import contextvars
@@ -45,11 +47,11 @@ from cairn.tasks.halves import newest_sampled, weights_after
 from cairn.tasks.streaming.stream import Pacing, Stream
 
 Iterate = Callable[[int], list[Commit]]
-"""Executes an iteration by its number."""
+"""Function that executes the iteration with a number and returns its commits."""
 
 
 class Pipeline:
-    """The iterations of a run from `first` on, under one driver."""
+    """The iterations of a run from `first` on, executed by one driver."""
 
     def __init__(
         self,
@@ -63,27 +65,27 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            first: all iterations before are complete.
+            first: first iteration to execute; all earlier ones are complete.
             admit: returns when an iteration may begin; raises Withheld if it may not.
             learned: called when an iteration's weights are published, before the next update begins.
-            stop: ends what the halves are doing, soon.
+            stop: makes running halves end soon.
         """
         self._run, self._steps = run, steps
         self._learned, self._stop, self._admit = learned, stop, admit
         self._lag = run.config.rollout.weights_lag
         self._changed = threading.Condition()
         self._sampling = threading.Lock()
-        """Held by who has the rollout engines."""
+        """Lock of the rollout engines: held by a half that collects or evaluates."""
         self._last = dict.fromkeys(("admit", "collect", "learn", "all"), first - 1)
-        """The newest iteration of which that much is done."""
+        """Newest iteration for which each half is complete."""
         self._failed: BaseException | None = None
         self._first = first
         self._make_next: Callable[[int], None] = lambda index: None
-        """Makes the flow run of an iteration, which waits until it may begin."""
+        """Creates the flow run of an iteration, which waits until the iteration may begin."""
         self._pacing = Pacing(run.config.rollout, first)
 
     def iterate(self, index: int) -> list[Commit]:
-        """Execute one iteration, each half when it may begin. The body of its flow run."""
+        """Execute one iteration, each half when it may begin. Body of the iteration's flow run."""
         run, steps, stream = self._run, self._steps, self._run.attached(Stream)
         collected = self._collected(index) if stream is None else self._streamed(index, stream)
         waited = self._last["learn"] == index - 1
@@ -118,8 +120,11 @@ class Pipeline:
             return [*admitted, *collect(self._run, self._steps, index)]
 
     def _estimated_ahead(self, index: int) -> Commit | None:
-        """What `learn` of an iteration would begin with. If that fails, it begins with it all the same: what came
-        before is done then, as somebody needs who has to fork the run there."""
+        """Return the advantages of an iteration, estimated before `learn` of the previous iteration ends.
+
+        Returns None after an error: `learn` then estimates them again. The previous iteration must complete first, so
+        that a person can fork the run there.
+        """
         try:
             return estimate_ahead(self._run, self._steps, index)
         except Stopping:
@@ -130,14 +135,14 @@ class Pipeline:
             return None
 
     def _tell_stream(self, stream: Stream, index: int) -> None:
-        """Of new weights, every `update_weights_interval` iterations."""
+        """Publish new weights to the stream, every `update_weights_interval` iterations."""
         run = self._run
         if newest_sampled(run.config.rollout, index) == index:
             stream.publish(weights_after(run, index))
 
     def _published_for(self, index: int) -> int:
-        """The oldest iteration whose weights samples of an admission may have: what engines sample with may not be
-        older from then on."""
+        """Return the oldest iteration whose weights may generate the samples of an admission. The engines must not hold
+        older weights from then on."""
         interval = self._run.config.rollout.update_weights_interval
         return newest_sampled(self._run.config.rollout, index - 2 - self._lag + interval)
 
@@ -150,10 +155,11 @@ class Pipeline:
             return evaluate_after(run, self._steps, index)
 
     def run(self, iterate: Iterate, total: int) -> Generator[tuple[int, list[Commit]]]:
-        """Call `iterate`, a flow around `Pipeline.iterate`, for every iteration; yields the commits of each, in order.
-        To be closed by who does not read it to the end.
+        """Call `iterate`, a flow around `Pipeline.iterate`, for every iteration; yield each index and its commits in
+        order.
 
-        Raises what the first half that failed raised, when all others have ended.
+        A caller that does not exhaust the generator must close it. Raises the error of the first half that failed,
+        after all others have ended.
         """
         self._run.side_by_side = self._lag > 0
         context = contextvars.copy_context()  # what Prefect knows of the driver's flow run lies there

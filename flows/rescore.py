@@ -1,1 +1,1 @@
-"""Committed samples graded again."""
+"""Grading of committed samples with another grader."""

@@ -1,4 +1,4 @@
-"""Who executes the steps of an iteration."""
+"""Interfaces for executing the steps of an iteration."""
 
 from typing import Any, Protocol
 
@@ -7,20 +7,20 @@ from cairn.tasks.durable.step import DurableStep
 
 
 class Pending(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     def result(self) -> Any:
-        """Its commit; raises what the step raised."""
+        """Wait for the step and return its commit; raise the step's error."""
         ...
 
 
 class StepRunner(Protocol):
-    """How steps are executed: as Prefect tasks, or called directly."""
+    """Executes steps: as Prefect tasks, or by direct calls."""
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
         """Execute a step and return its commit."""
         ...
 
     def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Pending:
-        """Start a step beside others; arguments may be pending steps."""
+        """Start a step concurrently with others; arguments may be pending steps."""
         ...

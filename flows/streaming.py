@@ -1,10 +1,10 @@
-"""The halves of an iteration of a run that streams, which meet in the stream (`cairn.tasks.streaming`).
+"""The halves of an iteration of a streaming run. They exchange samples through the stream (`cairn.tasks.streaming`).
 
-    admit     prompts for the stream                             needs all of i-1-max_age, and that more is wanted
-    collect   rollout (takes what is complete) → reward → filter needs filter of i-1
-    learn     as in any run                                      needs train of i-1, filter of i
+    admit     prompts for the stream                             needs all of i-1-max_age, and demand for more prompts
+    collect   rollout (takes complete groups) → reward → filter  needs filter of i-1
+    learn     the same for every run                             needs train of i-1, filter of i
 
-What the filter drops is replaced: as many prompts are admitted as its batch lacks.
+Groups that the filter drops are replaced: an iteration admits as many further prompts as its batch lacks groups.
 """
 
 import itertools
@@ -52,7 +52,10 @@ def collect_from_stream(run: RunContext, steps: StepRunner, index: int) -> list[
 
 
 def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: int) -> Commit:
-    """One after the other, whichever iteration wants it. What an earlier driver was about to admit comes first."""
+    """Admit `count` prompts and return the commit.
+
+    Admissions of all iterations are serialized. An admission that an earlier driver had claimed is completed first.
+    """
     shard, stream = f"{round:02d}", run.attached(Stream)
     with stream.admitting if stream is not None else nullcontext():
         done = run.find(index, Step.ADMIT, shard)
@@ -73,7 +76,10 @@ def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: in
 
 
 def _adopt(run: RunContext, steps: StepRunner, done: Commit, count: int) -> Commit:
-    """An admission that is there. What it followed, and what it passed over, was a matter of time."""
+    """Adopt a committed admission.
+
+    Its predecessor and the rows that it passed over depended on timing, so both are taken from the commit.
+    """
     before = next((name for name in done.inputs if "/" in name), None)
     previous = None if before is None else run.input_commit(done, before)
     without = done.values["without"] or None

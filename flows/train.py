@@ -1,4 +1,4 @@
-"""`train`: all iterations of a run, from its last commit to its last iteration."""
+"""`train`: execute all iterations of a run, from its last commit to its last iteration."""
 
 import signal
 import threading
@@ -56,18 +56,17 @@ from cairn.tasks.trainer.checkpoint import checkpoint_due
 from cairn.tasks.trainer.recovery import ReplayDiverged
 from cairn.tasks.trainer.self_test import self_test_once
 
-# What a driver does when replay gives other weights than were committed (`recovery.on_divergence`).
+# Handling of a replay that produces other weights than were committed (`recovery.on_divergence`).
 
 
 def fork_after_divergence(
     store: Store, run: str, error: ReplayDiverged, on_event: OnEvent, given: RunConfig | None = None
 ) -> str:
-    """Fork the run at its newest checkpoint, as it asks for, unless that was done; returns the fork's name. The fork's
-    manifest says why there is one.
+    """Fork the run at its newest checkpoint and return the fork's name. A fork that a driver made before is reused.
 
-    The iterations after the checkpoint are done again by the fork: what they committed stays with the run. `given`:
-    the recipe, where the user gave one. Raises `error` where the run asks to stop, and says so where there is no
-    checkpoint to go on from, or none that a fork would help.
+    The fork executes the iterations after the checkpoint again; their commits stay with the run. The fork's manifest
+    records the reason. `given`: the recipe, where the user passed one. Raises `error` where `recovery.on_divergence` is
+    "stop", and ReplayDiverged with the reason where no checkpoint exists or a fork would not help.
     """
     ledger = Ledger.open(store, run)
     if from_manifest(ledger.manifest.config).recovery.on_divergence == "stop":
@@ -96,7 +95,7 @@ def fork_after_divergence(
 
 
 def _is_there(ledger: Ledger, name: str, iteration: int) -> bool:
-    """Whether a driver has made this fork before."""
+    """Whether a driver has already made this fork."""
     if not ledger.store.exists(layout.run_manifest(name)):
         return False
     parent = Ledger.open(ledger.store, name).manifest.parent
@@ -110,12 +109,14 @@ def start(
     takeover: bool = False,
     on_event: OnEvent = lambda event: None,
 ) -> str:
-    """Train the run `run` in this process to its last iteration, from its last commit or from the start. Returns the
-    name of the run that was trained: that of a fork where `recovery.on_divergence` made one.
+    """Train the run `run` in this process to its last iteration, from its last commit or from the start.
 
-    `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
-    what a step raised after its last try. Raises Withheld if the run may not go on until somebody approves it, and
-    Preempted if the driver was told to end; see cairn.flows.driver.approval and cairn.flows.driver.preemption.
+    Returns the name of the trained run: that of the fork where `recovery.on_divergence` made one.
+
+    `config` creates the run or must equal the stored configuration; None uses the stored one. Raises the errors of
+    `open_run`, and the error of a step after its last retry. Raises Withheld if the run needs a person's approval to
+    continue, and Preempted if the driver was requested to end; see cairn.flows.driver.approval and
+    cairn.flows.driver.preemption.
     """
     silence_console()
     try:
@@ -126,7 +127,7 @@ def start(
         ):
 
             def train_opened(run: str, store: str) -> State[Any] | None:
-                """A run that `cairn train` or `cairn resume` opened, to its last iteration."""
+                """Train a run that `cairn train` or `cairn resume` opened to its last iteration."""
                 ending.watch("cancel", partial(cancelled, context, ending, current_flow_run().id))
                 try:
                     drive(context, tell, ending)
@@ -152,8 +153,8 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
     Args:
         run: Name of the run.
         store: Root of the ledger: a folder or s3://bucket/prefix.
-        config: The configuration of a new run; leave it out to go on with the one in the ledger.
-        takeover: Take the run from a driver that still lives.
+        config: The configuration of a new run; leave it out to resume with the one in the ledger.
+        takeover: Take over the run from a driver that is still alive.
     """
     try:
         go_on(open_for_runs(store), run, config, takeover)
@@ -169,8 +170,8 @@ def go_on(
     takeover: bool,
     on_event: OnEvent = lambda event: None,
 ) -> str:
-    """The same as `start`, for the body of a flow, whose flow run is then the run's: where Withheld is raised, it is to
-    end as `end_of_driver` says."""
+    """Do what `start` does, inside a flow: the caller's flow run becomes that of the run. Where this raises Withheld,
+    the caller must end its flow run with the result of `end_of_driver`."""
     try:
         with (
             ending_in_order() as ending,
@@ -190,7 +191,7 @@ def go_on(
 def opened(
     store: Store, run: str, config: RunConfig | None, takeover: bool, teller: OnEvent, ending: Ending
 ) -> Iterator[tuple[RunContext, Watchers]]:
-    """A run and whom to tell what happens: the teller, and whoever watches it."""
+    """Open a run; yield its context and the object that passes events to `teller` and to all watchers of the run."""
     tell = Watchers(teller)
     with (
         ending.in_order(),
@@ -202,7 +203,7 @@ def opened(
 
 
 def watchers(run: RunContext) -> dict[str, Watcher]:
-    """All that watch the run, by their names. Raises ConfigError if one that it asks for cannot be used."""
+    """Return all watchers of the run by name. Raises ConfigError if a configured one cannot be used."""
     own: dict[str, Watcher] = {
         "What sounds alarms": Alarms(run.ledger, run.config, run.emit),
         "What Prefect's interface shows of the run": Pages(run),
@@ -211,7 +212,8 @@ def watchers(run: RunContext) -> dict[str, Watcher]:
 
 
 def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:
-    """For `Ending.watch`: wait until somebody cancels the flow run in Prefect, whose answer the end then is."""
+    """Wait until a person cancels the flow run in Prefect: a watch for `Ending.watch`. The end of the driver then
+    confirms the cancellation."""
     if not wait_for_cancel(flow_run, over):
         return None
     run.emit(Message("Somebody cancels this run in Prefect", "warning"))
@@ -220,10 +222,11 @@ def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.E
 
 
 def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
-    """Execute every iteration that is not complete, each as a flow run of its own below the current one. Returns when
-    those who watch have seen all of it, while Prefect's server is still there for them.
+    """Execute every incomplete iteration, each as a flow run below the current one.
 
-    The newest iterations are entered again even if all their steps are there: which of them are, the steps find out.
+    Returns when the watchers have processed all events, while Prefect's server is still available to them.
+
+    The newest iterations are entered again even if all their steps are committed: each step finds its own commit.
     """
     first = oldest_open(run.ledger)
     total = run.config.rollout.num_rollout
@@ -248,7 +251,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, admit=admitted)
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
-        """The DAG of flows/iteration.py."""
+        """Execute the DAG of flows/iteration.py."""
         return pipeline.iterate(index)
 
     with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
@@ -280,7 +283,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
 
 def remove_old_files(run: RunContext, index: int) -> None:
-    """After a checkpoint, remove the files that the configuration does not keep."""
+    """After a checkpoint, remove the files that the configuration does not retain."""
     if not checkpoint_due(run.config, index):
         return
     try:
@@ -290,14 +293,15 @@ def remove_old_files(run: RunContext, index: int) -> None:
 
 
 def wait_for_engines(run: RunContext) -> None:
-    """Return when they are up, so that no step's time holds their start."""
+    """Wait until all engines are up, so that no step's duration contains their start."""
     began = time.monotonic()
     engines = len(run.fleet.engines)
     run.emit(Message(f"{engines} engines are up after {time.monotonic() - began:.1f} s more"))
 
 
 def report_changed_environment(run: RunContext, first: int) -> None:
-    """Tell what differs from where the newest steps ran: bitwise equality is claimed between equals only."""
+    """Report differences from the environment of the newest steps: bitwise equality holds only between equal
+    environments."""
     fleet = run.fleet
     engines: dict[tuple[Step, str | None], Environment] = {(Step.TRAIN, None): fleet.training.environment}
     if run.config.samples_responses:

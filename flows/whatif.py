@@ -1,1 +1,1 @@
-"""Advantages that another algorithm would have given."""
+"""Recomputation of advantages with another algorithm."""

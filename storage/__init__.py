@@ -1,1 +1,1 @@
-"""Everything that outlives a process: bytes, the ledger above them, logs, upkeep and SQL."""
+"""Durable state: byte stores, the ledger above them, logs, upkeep and SQL queries."""

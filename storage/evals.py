@@ -1,20 +1,20 @@
-"""Results of evaluations: commits of their own, which any run and any process shares.
+"""Results of evaluations, stored outside the runs so that every run and process can share them.
 
 ```
 evals/<weights>-<tokenizer>/<benchmark>-<settings>/result.json             the result, created exclusively
-evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/000001.json      who computes it; a lease, as a run's
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/000001.json      lease of the process that computes it
 evals/<weights>-<tokenizer>/<benchmark>-<settings>/000001-5f0c…/samples.parquet             its rows
 evals/<weights>-<tokenizer>/<benchmark>-<settings>/000001-5f0c…/write_ahead/000000.….arrow  finished samples before it
 ```
-Where a result lies says all that it depends on: digests of weights and tokenizer, and of what else there is (sampler,
-engine, number format, prompt, grader, rows). So it is looked up before anything is computed, and whoever asks for the
-same asks for the same file.
+The path of a result names everything that it depends on: the digests of the weights, of the tokenizer and of the
+settings (sampler, engine, number format, prompt, grader, rows). A process looks the path up before it computes
+anything, and equal requests lead to the same file.
 
-| found | who asks |
+| found | the process |
 |---|---|
-| a result | takes it; nothing is computed |
-| no result, and a claim whose holder lives | waits for it |
-| no result, and no claim, or one whose holder is gone | claims it, takes over finished samples, makes the rest |
+| a result | returns it and computes nothing |
+| no result, and a claim whose holder is alive | waits for the result |
+| no result, and no claim, or a claim whose holder is gone | claims it, recovers finished samples, computes the rest |
 """
 
 import hashlib
@@ -35,59 +35,59 @@ from cairn.storage.store.errors import Damaged, LeadsOut, LeaseHeld
 from cairn.storage.store.store import Store
 
 LOOK_INTERVAL = 0.5
-"""Seconds between two looks at what another process computes."""
+"""Seconds between two checks for a result that another process computes."""
 
 
 class EvaluationKey(Record):
-    """All that a result depends on."""
+    """Everything that a result depends on."""
 
     weights: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """`cairn.engines.weights.checksum.weights_checksum` of the weights in the number format that they are served in:
-    over the tensors by their Hugging Face names, tied ones once, so that it is equal for a run's publication and for a
-    folder of the same weights."""
+    """`cairn.engines.weights.checksum.weights_checksum` of the weights, in the number format in which they are served.
+    It covers the tensors by their Hugging Face names, tied tensors once. So a run's publication and a folder with the
+    same weights have equal checksums."""
     tokenizer: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Digest of what turns text into tokens and back, however it is written."""
+    """Digest of the conversion from text to tokens and back, independent of the file format of the tokenizer."""
     benchmark: str
-    """Its name."""
+    """Name of the benchmark."""
     settings: dict[str, JsonValue]
-    """What else there is, by name: numbers, words, digests."""
+    """All other settings by name: numbers, strings, digests."""
 
     @property
     def settings_digest(self) -> str:
-        """Of the settings, whole."""
+        """Digest of all settings."""
         return canonical.digest(self.settings)
 
     @property
     def folder(self) -> str:
-        """Store path of the folder of its result."""
+        """Store path of the folder of the result."""
         return layout.evaluation(self.weights, self.tokenizer, self.benchmark, self.settings_digest)
 
     @property
     def digest(self) -> str:
-        """Of all of it."""
+        """Digest of the whole key."""
         return canonical.digest(self.model_dump(mode="json"))
 
 
 class Evaluation(Marker):
-    """A result: one benchmark on one model. Times are Unix seconds."""
+    """Result of one benchmark on one model. Times are Unix seconds."""
 
     key: EvaluationKey
     origin: dict[str, JsonValue] = Field(default_factory=dict)
-    """Whose weights they were when they were evaluated: `run`, `iteration` and `weight_version`, or `model`, a folder;
-    others may have equal ones."""
+    """Source of the weights at the time of the evaluation: `run`, `iteration` and `weight_version`, or `model`, a
+    folder. Other runs or folders may have equal weights."""
     attempt: str
     epoch: int = Field(ge=0)
-    """The claim that it was made under."""
+    """Epoch of the claim under which the result was computed."""
     outputs: tuple[OutputFile, ...] = ()
-    """Paths are relative to the result's folder."""
+    """Output files, with paths relative to the result's folder."""
     metrics: dict[str, float] = Field(default_factory=dict)
     values: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the benchmark was, in full, for people: each of its digests is in the key."""
+    """Full description of the benchmark, for people to read. The key holds each of its digests."""
     adopted: str | None = None
-    """`run/000039/eval.heldout-v000040`: the run's own step that sampled them; with `@<digest>`, its commit that they
-    were taken from. None: they were sampled for the result alone."""
+    """The run's own step that sampled the rows, as `run/000039/eval.heldout-v000040`. With `@<digest>`: the commit of
+    the run from which the rows were copied. None if the samples were generated for this result alone."""
     timings: dict[str, float] = Field(default_factory=dict)
-    """Seconds, by what they went into."""
+    """Seconds by activity."""
     started_at: float
     committed_at: float
     environment: Environment
@@ -99,7 +99,7 @@ class Evaluation(Marker):
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Evaluation":
-        """Read a result. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
+        """Parse a result. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
         try:
             found = cls.unsealed(data)
         except ValueError as error:
@@ -110,7 +110,7 @@ class Evaluation(Marker):
 
 
 class Claim:
-    """The right to compute a result, held by this process. As a context manager it is given back at the end."""
+    """The right of this process to compute a result. As a context manager it releases the claim at the end."""
 
     def __init__(self, store: Store, key: EvaluationKey, lease: Lease):
         self.key = key
@@ -126,7 +126,7 @@ class Claim:
         self._lease.release(outcome)
 
     def attempt(self) -> AttemptFolder:
-        """A fresh folder for the files of the result."""
+        """Return a fresh folder for the files of the result."""
         name = layout.attempt_name(None, self._lease.epoch, uuid.uuid4().hex[:12])
         return AttemptFolder(self._store, self.key.folder, name, root=self.key.folder)
 
@@ -143,8 +143,10 @@ class Claim:
         environment: Environment,
         adopted: str | None = None,
     ) -> Evaluation:
-        """Create the result, or take the one that another process created first. Raises LeaseLost where another
-        process has the claim by now and none is there."""
+        """Create the result, or return the result that another process created first.
+
+        Raises LeaseLost if another process holds the claim by now and there is no result.
+        """
         made = Evaluation(
             schema_version=FORMAT,
             key=self.key,
@@ -169,7 +171,7 @@ class Claim:
 
 
 def find(store: Store, key: EvaluationKey) -> Evaluation | None:
-    """The result, if it is there. One request. Raises Damaged."""
+    """Return the result, or None if there is none. Makes one request. Raises Damaged."""
     path = layout.evaluation_result(key.folder)
     try:
         found = Evaluation.from_bytes(store.read(path), path)
@@ -183,8 +185,10 @@ def find(store: Store, key: EvaluationKey) -> Evaluation | None:
 def find_or_claim(
     store: Store, key: EvaluationKey, waiting: Callable[[LeaseState | None], None] = lambda holder: None
 ) -> Evaluation | Claim:
-    """The result, or the right to compute it. Waits while another process that lives has that right; `waiting` is told
-    who it is, once for each."""
+    """Return the result, or the right to compute it.
+
+    Waits while a living process holds that right, and calls `waiting` once for each such holder, with its lease.
+    """
     told: object = None
     while True:
         found = look(store, key)
@@ -197,7 +201,10 @@ def find_or_claim(
 
 
 def look(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHeld:
-    """The result, or the right to compute it, or who has that right: waits for nobody. Raises Damaged."""
+    """Return the result, the right to compute it, or LeaseHeld with the holder of that right. Does not wait.
+
+    Raises Damaged.
+    """
     found = find(store, key)
     if found is not None:
         return found
@@ -213,12 +220,12 @@ def look(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHeld:
 
 
 def claimant(store: Store, folder: str) -> LeaseState | None:
-    """Who last claimed the result of a folder; None if nobody did."""
+    """Return the newest lease on the result of a folder, or None if nobody has claimed it."""
     return newest_lease(store, Owned(layout.evaluation_claims(folder), folder, "evaluation"))
 
 
 def read_samples(store: Store, result: Evaluation) -> pa.Table:
-    """The rows of a result. Raises Damaged if they are missing or not what was committed."""
+    """Return the rows of a result. Raises Damaged if they are missing or differ from what was committed."""
     (output,) = result.outputs
     path = f"{result.key.folder}/{output.path}"
     try:
@@ -233,7 +240,7 @@ def read_samples(store: Store, result: Evaluation) -> pa.Table:
 
 
 def folders(store: Store) -> Iterator[str]:
-    """Store paths of the folders of all evaluations, with a result or without."""
+    """Yield the store paths of the folders of all evaluations, with a result or without."""
     for entry in store.list(layout.evals()):
         if (model := layout.parse_evaluated(entry)) is None:
             continue
@@ -247,7 +254,10 @@ def folders(store: Store) -> Iterator[str]:
 
 
 def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
-    """Folders of the results with questions of these texts; those too whose rows cannot be read."""
+    """Yield the folders of the results that contain one of these prompts, by prompt text.
+
+    Includes results whose rows cannot be read.
+    """
     for folder in folders(store):
         try:
             result = Evaluation.from_bytes(
@@ -263,7 +273,7 @@ def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
 
 
 def results(store: Store) -> Iterator[Evaluation]:
-    """All results of a store. Raises Damaged."""
+    """Yield all results of a store. Raises Damaged."""
     for folder in folders(store):
         path = layout.evaluation_result(folder)
         try:

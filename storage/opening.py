@@ -1,4 +1,4 @@
-"""Opening a store by its URL, as local files or on S3, signing where the environment names a key."""
+"""Opening a store by its URL: local files or S3, with signatures if the environment names a key."""
 
 import os
 from urllib.parse import urlsplit
@@ -8,13 +8,14 @@ from cairn.storage.store.store import Store, probe
 
 
 def open_store(url: str) -> Store:
-    """The store at a local folder (relative ones are made absolute) or at `s3://bucket/prefix`.
+    """Return the store at a local folder (made absolute if relative) or at `s3://bucket/prefix`.
 
     For S3, keys, region and endpoint come from the environment or the profile that AWS tools use (`AWS_ACCESS_KEY_ID`,
     `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`, …). Opens no connection.
 
-    Where `CAIRN_SIGNING_KEY` names a key, the store signs what it creates of a ledger: see
-    `cairn.storage.upkeep.signatures`."""
+    If `CAIRN_SIGNING_KEY` names a key, the store signs the ledger files that it creates (see
+    `cairn.storage.upkeep.signatures`).
+    """
     store = _open(url)
     key = os.environ.get("CAIRN_SIGNING_KEY")
     if not key:
@@ -38,7 +39,7 @@ def _open(url: str) -> Store:
 
 
 def open_for_runs(url: str) -> Store:
-    """The store at a folder or URL, found fit to carry a run. Raises StoreRefused."""
+    """Return the store at a folder or URL after a check that it can hold runs. Raises StoreRefused."""
     store = open_store(url)
     probe(store)
     return store

@@ -1,4 +1,4 @@
-"""Values that are written into a store, and what computed them."""
+"""Record types that are written into a store, and the environment and code version that produced them."""
 
 import subprocess
 from functools import cache
@@ -9,21 +9,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Record(BaseModel):
-    """A frozen value of the ledger."""
+    """An immutable record of the ledger."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class Environment(Record):
-    """Where a step ran. Bitwise equality is claimed between equal environments only."""
+    """Environment in which a step ran. Cairn claims bitwise equality between equal environments only."""
 
     device: str
-    """Type of the machine: CPU or GPU model."""
+    """CPU or GPU model."""
     threads: int
-    """CPU threads of the engine that computed."""
+    """CPU threads of the engine that computed the step."""
     host: str | None = None
     versions: dict[str, str] = Field(default_factory=dict)
-    """Of the packages that compute, by name."""
+    """Versions of the packages that compute, by package name."""
 
 
 _DEADLINE = 10.0
@@ -33,20 +33,20 @@ class CodeVersion(Record):
     """Version of Cairn."""
 
     package: str
-    """Of the installed distribution."""
+    """Version of the installed distribution."""
     commit: str | None = None
     """Git commit of the source tree, with `-dirty` where tracked files differ from it; None outside of git."""
 
 
 @cache
 def code_version() -> CodeVersion:
-    """The version of the code that this process runs."""
+    """Return the version of the code that this process runs."""
     try:
         package = version("cairn-rl")
     except PackageNotFoundError:
         package = "unknown"
     here = Path(__file__).resolve()
-    # An installation inside of someone's own repository is not that repository's code.
+    # Cairn may be installed inside another project's repository, whose commit says nothing about Cairn's code.
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return CodeVersion(package=package)
     return CodeVersion(package=package, commit=_git(here.parent, "describe", "--always", "--dirty", "--abbrev=40"))

@@ -1,1 +1,1 @@
-"""The steps of an iteration and everything that they compute."""
+"""Steps of an iteration and all that they compute."""

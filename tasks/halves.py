@@ -1,7 +1,7 @@
-"""Where the halves of a run's iterations stand, and which weights those that are open need.
+"""Progress of the halves of a run's iterations, and the weights that open halves need.
 
-Collecting goes ahead of learning by the lag k (`cairn.flows.pipeline`). With commits in iteration n at the newest, all
-before n-k are complete: collecting n began when iteration n-1-k was.
+Collecting runs ahead of learning by the lag k (`cairn.flows.pipeline`). If the newest commits belong to iteration n,
+all iterations before n-k are complete: collecting n began when iteration n-1-k was complete.
 """
 
 import itertools
@@ -20,8 +20,11 @@ from cairn.tasks.trainer.sync import publish
 
 
 def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = None) -> list[Step]:
-    """The steps of an iteration's half `learn`, in their order. `scored`: whether there is a score step, from one who
-    does not want the algorithm asked, which may be user code. Weights that nobody samples from are not published."""
+    """Return the steps of an iteration's half `learn`, in order. Weights that nobody samples from are not published.
+
+    Args:
+        scored: whether there is a score step. None queries the algorithm, which may be user code.
+    """
     due = {
         Step.SCORE: needs_scores(config) if scored is None else scored,
         Step.ADVANTAGE: config.algorithm.learns_from != "demonstrations",
@@ -33,32 +36,34 @@ def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = N
 
 
 def oldest_open(ledger: Ledger) -> int:
-    """The oldest iteration that may have a half to be done."""
+    """Return the oldest iteration that may have an unfinished half."""
     return max((ledger.last_iteration() or 0) - ledger.lag, ledger.first_iteration)
 
 
 def newest_sampled(config: RolloutConfig, trained: int) -> int:
-    """Of a stream: the newest iteration up to `trained` whose weights engines sample with; -1 for the initial ones.
-    They take those of every `update_weights_interval`-th."""
+    """Return, for a stream, the newest iteration up to `trained` whose weights engines sample with; -1 for the initial
+    weights. Engines load the weights of every `update_weights_interval`-th iteration."""
     interval = config.update_weights_interval
     return (trained + 1) // interval * interval - 1
 
 
 def weights_after(run: RunContext, iteration: int) -> Commit | None:
-    """The train step that left the weights of an iteration; None below 0, for the initial ones."""
+    """Return the train step that left the weights of an iteration; None below 0, for the initial weights."""
     return run.committed(iteration, Step.TRAIN) if iteration >= 0 else None
 
 
 def newest_trained(run: RunContext) -> int:
-    """The newest iteration that is trained; -1 where none is."""
+    """Return the newest trained iteration; -1 without one."""
     total, first = run.config.rollout.num_rollout, oldest_open(run.ledger)
     return next(i for i in itertools.count(first) if i == total or run.find(i, Step.TRAIN) is None) - 1
 
 
 def publish_for_open_halves(run: RunContext) -> None:
-    """Publish the weights that open halves need and that learning will not publish any more: from the oldest up, so
-    that the training engine never has to go back. In the `sync` pipeline those are the newest, which the rollout asks
-    for itself."""
+    """Publish the weights that open halves need and that learning will not publish again.
+
+    It starts with the oldest, so that the training engine never has to go back. In the `sync` pipeline only the newest
+    are needed, and the rollout requests them itself.
+    """
     if not run.config.rollout.weights_lag:
         return
     needed = needed_weights(run)
@@ -69,7 +74,7 @@ def publish_for_open_halves(run: RunContext) -> None:
 
 
 def needed_weights(run: RunContext) -> set[int]:
-    """The iterations that are trained and whose weights are yet to be sampled from; -1: the initial ones."""
+    """Return the trained iterations whose weights must still be sampled from; -1 for the initial weights."""
     lag, total, first = run.config.rollout.weights_lag, run.config.rollout.num_rollout, oldest_open(run.ledger)
     collecting = next(i for i in itertools.count(first) if i == total or not is_collected(run, i))
     trained = newest_trained(run)

@@ -1,8 +1,8 @@
-"""Functions written for slime, as ours: what they are given, in slime's shapes, and what they return, in ours.
+"""Adapters for functions written for slime: inputs in slime's shapes, results in Cairn's.
 
-Which functions those are tells their signature: `reward(args, sample)` and `my_filter(args, samples)`, plain or
-coroutine functions, which may take more by keyword. Those that generate are in `cairn.engines.agents.slime`. What they
-import of slime for their annotations and results comes from `cairn.slime` here."""
+A function's signature identifies it: `reward(args, sample)` and `my_filter(args, samples)`, plain or coroutine
+functions, which may take more by keyword. Functions that generate are in `cairn.engines.agents.slime`. `cairn.slime`
+provides what they import from slime for their annotations and results."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,44 +22,44 @@ _UNTOLD = {
 
 @dataclass
 class Sample:
-    """What slime's `Sample` says of a graded or gradable response. What a function writes into it is not kept: what it
-    has to say it returns."""
+    """Fields of slime's `Sample` for a response that is or can be graded. What a function writes into it is lost: only
+    its return value counts."""
 
     prompt: str = ""
-    """As the model read it."""
+    """Prompt as the model read it."""
     tokens: list[int] = field(default_factory=list)
-    """Of prompt and response."""
+    """Tokens of prompt and response."""
     response: str = ""
-    """As text, without special tokens."""
+    """Response as text, without special tokens."""
     response_length: int = 0
-    """In tokens."""
+    """Response tokens."""
     label: str | None = None
     reward: float | dict[str, Any] | None = None
-    """None before it is graded."""
+    """Reward; None before grading."""
     metadata: dict[str, Any] = field(default_factory=dict)
     status: Status = Status.COMPLETED
 
     def __getattr__(self, name: str) -> Any:
-        """Only for what it has not."""
+        """Raise AttributeError with an explanation. Python calls this for missing attributes only."""
         if name in _UNTOLD:
             raise AttributeError(f"sample.{name} is not told to a grader: {_UNTOLD[name]}")
         raise AttributeError(f"sample.{name} is nothing here: docs/coming-from-slime.md says what a sample has")
 
     def get_reward_value(self, args: Any) -> float:
-        """The number in a reward, which may be one entry of a mapping, `args.reward_key`."""
+        """Return the number in a reward. If the reward is a mapping, it is the entry `args.reward_key`."""
         return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward  # type: ignore[return-value]
 
 
 @dataclass
 class OfGroup(Sample):
-    """One of a group, as a filter is given it."""
+    """Sample of a group, as a filter receives it."""
 
     group_index: int = 0
-    """Counts the prompts that the run drew."""
+    """Number of the prompt among those that the run drew."""
     index: int = 0
-    """Counts their samples."""
+    """Number of the sample among those of all prompts."""
     loss_mask: list[int] = field(default_factory=list)
-    """1 for the tokens of the response that may be trained on."""
+    """1 for the response tokens that may be trained on."""
 
 
 generating.Sample.register(Sample)  # by the name under which functions know both
@@ -68,7 +68,7 @@ Sample.Status = Status  # type: ignore[attr-defined]  # as slime's functions nam
 
 @dataclass
 class DynamicFilterOutput:
-    """What a filter says of a group."""
+    """Verdict of a filter on a group."""
 
     keep: bool
     reason: str | None = None
@@ -76,7 +76,7 @@ class DynamicFilterOutput:
 
 
 def to_grade(sample: graders.Sample) -> Sample:
-    """What a grader is given."""
+    """Return the sample that a grader receives."""
     return Sample(
         prompt=sample.prompt,
         tokens=[*sample.prompt_ids, *sample.response_ids],

@@ -1,4 +1,4 @@
-"""Every durable step, by its name."""
+"""Table of all durable steps by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,36 +27,38 @@ STEPS: dict[Step, DurableStep[Any]] = {
     step.name: step for step in (rollout, reward, filter_groups, score, advantage, train, checkpoint, sync, evaluate)
 }
 GIVEN: dict[Step, DurableStep[Any]] = {step.name: step for step in (read_demonstrations, take_all)}
-"""Those in their places where the data hold what is trained on."""
+"""Steps that replace those of `STEPS` if the data contain the responses to train on."""
 
 STREAMED: dict[Step, DurableStep[Any]] = {step.name: step for step in (admit, take_groups)}
-"""Those before them, and in their places, where samples are generated all the time."""
+"""Steps that precede or replace those of `STEPS` if samples are generated continuously."""
 
 
 def steps_of(config: RunConfig) -> dict[Step, DurableStep[Any]]:
-    """The steps of a run."""
+    """Return the steps of a run."""
     if config.rollout.pipeline == "streaming":
         return STEPS | STREAMED
     return STEPS if config.samples_responses else STEPS | GIVEN
 
 
 def rules(config: RunConfig) -> dict[str, Rules]:
-    """What each reads under a configuration."""
+    """Return what each step reads under a configuration."""
     return {str(name): step.rules(config) for name, step in steps_of(config).items()}
 
 
-# Which committed steps no longer match, if a run's configuration, data, models or user code were others.
+# Which committed steps become stale under another configuration, data, models or user code.
 #
-# A step is stale itself if what it reads has another digest, and with it every step that was made from its commit.
+# A step is stale if what it reads has another digest, and so is every step that was made from its commit.
 
 
 StaleStep = tuple[int, str, str | None, str]
-"""(iteration, step, shard, why) of a commit."""
+"""(iteration, step, shard, reason) of a stale commit."""
 
 
 def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) -> list[StaleStep]:
-    """All commits of a run's own that would not be made from `config` and `inputs` as they were made, in the order of
-    the ledger. `inputs`: digests by the names of the manifest's; those left out count as unchanged. Reads every commit.
+    """Return all of a run's own commits that would differ if made from `config` and `inputs`, in the order of the
+    ledger.
+
+    Reads every commit. `inputs`: digests by the names of the manifest's; those left out count as unchanged.
     """
     terms = ledger.terms
     given = {name: inputs.get(name, digest) for name, digest in terms.inputs.items()}
@@ -78,7 +80,7 @@ def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) ->
 def _changed(
     step: DurableStep[Any], recorded: RunConfig, given: RunConfig, inputs: Mapping[str, str], others: Mapping[str, str]
 ) -> list[str]:
-    """Names of what a step reads and what differs."""
+    """Return the names of the inputs of a step that differ."""
     options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), given.model_dump(mode="json"))]
     reads = reads_under(given, step.options)
     fields = [option for option in options if is_covered(option, reads)]

@@ -1,1 +1,1 @@
-"""The options of a run, one model a section."""
+"""Options of a run, one module for each group of sections."""

@@ -1,4 +1,4 @@
-"""What every section of a run's configuration has in common."""
+"""Common parts of all sections of a run's configuration."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, Validat
 from cairn.configs.plugins import Unchecked
 
 UNCHECKED = {"unchecked": True}
-"""Validation context of a configuration with values out of a store: the code that it names is not imported before it
-passed `cairn.flows.driver.trust`."""
+"""Validation context of a configuration with values from a store. The code that it names is not imported before the
+configuration has passed `cairn.flows.driver.trust`."""
 
 
 def _unchecked(name: str, info: ValidationInfo) -> str:
@@ -19,7 +19,7 @@ def _unchecked(name: str, info: ValidationInfo) -> str:
 
 
 Code = Annotated[str, AfterValidator(_unchecked)]
-"""A name of ours, or where code of the user's is: `package.module.function` or `file.py:function`."""
+"""Name of a built-in function, or path of user code: `package.module.function` or `file.py:function`."""
 
 
 class Section(BaseModel):
@@ -35,10 +35,10 @@ class Section(BaseModel):
     )
 
     _refusal: Callable[[str], Exception] | None = PrivateAttr(default=None)
-    """Of a section that was restricted: the error for reading a field that it lacks."""
+    """On a restricted section: makes the error for reading a field that it lacks."""
 
     def restricted_to(self, fields: Mapping[str, Any], refusal: Callable[[str], Exception]) -> Self:
-        """Returns a copy that has these fields alone; reading another one raises `refusal(name)`."""
+        """Return a copy that has these fields alone; reading another one raises `refusal(name)`."""
         copy = self.model_copy()
         copy.__dict__.clear()
         copy.__dict__.update(fields)
@@ -53,20 +53,21 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
 
-# Where something lies or is asked: a path, a URL or `host:port`, without credentials.
+# Addresses: a path, a URL or `host:port`, without credentials.
 
 
 _USER = re.compile(r"//([^/?#]*@|[^/?#:]*:(?!\d+(/|$))[^@]*@)|^[^/?#@\s]*:[^/?#@\s]+@(?!\[)")
-"""User information, also where a key with a slash in it makes it look like a path, and where there is no scheme."""
+"""Matches user information, also in addresses without a scheme, and where a slash in the key makes the address look
+like a path."""
 _SECRET = re.compile(
     r"[?&#;](?:[^=&#;]*(?:sig|token|key|secret|passw|passphrase|pwd|credential|auth|bearer|jwt)[^=&#;]*|code|sas)=",
     re.IGNORECASE,
 )
-"""A part of the query such as those of a signed URL; a function of Azure is asked with `code`."""
+"""Matches query parameters such as those of a signed URL; Azure functions take their key as `code`."""
 
 
 def has_credentials(address: str) -> bool:
-    """Whether an address carries a user, a password or a signature, spelled out or percent-encoded."""
+    """Whether an address carries a user, a password or a signature, in plain text or percent-encoded."""
     return any(
         _USER.search(spelled) is not None or ("//" in spelled and _SECRET.search(spelled) is not None)
         for spelled in (address, unquote(address))
@@ -74,7 +75,7 @@ def has_credentials(address: str) -> bool:
 
 
 def shown(address: str) -> str:
-    """An address for a message."""
+    """Return an address in a form that messages may show."""
     return "an address with credentials" if has_credentials(address) else address
 
 
@@ -90,4 +91,4 @@ def _without_credentials(address: str) -> str:
 
 
 Location = Annotated[str, AfterValidator(_without_credentials)]
-"""The type of every option that says where something is: a path, an fsspec URL, a server, a database."""
+"""Type of every option that holds an address: a path, an fsspec URL, a server, a database."""

@@ -1,4 +1,4 @@
-"""Where prompts come from and how a row becomes a prompt."""
+"""Options of the data: sources of prompts, and the conversion of rows into prompts."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from cairn.configs.schema.base import Code, Location, Section
 
 
 def one_group(pattern: str | None) -> str | None:
-    """A regular expression as it is, or nothing. ValueError where it is none, or has not exactly one group."""
+    """Return a regular expression unchanged, or None. Raises ValueError where it is invalid or has not exactly one
+    group."""
     if pattern is None:
         return None
     try:
@@ -23,39 +24,39 @@ def one_group(pattern: str | None) -> str | None:
 
 
 class RowFormat(Section):
-    """Where rows come from, and how one becomes a prompt, a label and metadata."""
+    """Source of rows, and their conversion into a prompt, a label and metadata."""
 
     data_source_path: Code = "files"
-    """What gives the rows of `path`: `files` reads JSONL and Parquet, `csv` CSV, `reasoning_gym` generates puzzles; or
-    a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
+    """Data source that reads the rows of `path`. `files`: JSONL and Parquet. `csv`: CSV. `reasoning_gym`: generates
+    puzzles. Or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--data-source-path`."""
 
     input_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages, which may be written as a JSON string where a chat
-    template is applied. slime: `--input-key`."""
+    """Column with the prompt: a string or a list of chat messages. Where a chat template is applied, the list may also
+    be a JSON string. slime: `--input-key`."""
 
     label_key: str | None = "label"
-    """Column with the expected answer; null when the reward needs none. slime: `--label-key`."""
+    """Column with the expected answer; null where the grader needs none. slime: `--label-key`."""
 
     metadata_key: str | None = "metadata"
-    """Column with a mapping, or a JSON string of one, that is handed to rewards and plug-ins; rows may lack it. slime:
+    """Column with a mapping, or a JSON string of one, that graders and plug-ins get. Rows may lack it. slime:
     `--metadata-key`."""
 
     tool_key: str | None = None
     """Column with tool definitions for the chat template, a list or a JSON string of one. slime: `--tool-key`."""
 
     multimodal_keys: dict[str, str] = Field(default_factory=dict)
-    """Columns with what prompts hold besides text, by its kind: `{image: images}`. Images alone can be read, and only
-    by a model of images and text, see docs/vision.md. slime: `--multimodal-keys`."""
+    """Columns with other inputs of a prompt than text, by their kind: `{image: images}`. Only images are supported, and
+    only with a model of images and text, see docs/vision.md. slime: `--multimodal-keys`."""
 
     min_pixels: int | None = Field(None, ge=1)
-    """Smaller images are enlarged to so many pixels for the model; by default what the model's processor says."""
+    """Smaller images are enlarged to this number of pixels; by default that of the model's processor."""
 
     max_pixels: int | None = Field(None, ge=1)
-    """Larger images are made smaller, to so many pixels; by default what the model's processor says."""
+    """Larger images are reduced to this number of pixels; by default that of the model's processor."""
 
     label_pattern: str | None = None
-    r"""Regular expression with one group that cuts the answer out of the label, such as `####\s*(.+)` for GSM8K."""
+    r"""Regular expression with one group that extracts the answer from the label, such as `####\s*(.+)` for GSM8K."""
 
     apply_chat_template: bool = True
     """Render the prompt through the tokenizer's chat template; a string becomes one user message. slime:
@@ -83,36 +84,38 @@ class RowFormat(Section):
 
 
 class MixedSource(RowFormat):
-    """One of the data sets that a run draws from."""
+    """A data set of a mixture."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    """By which its rows say where they are from, as `source` in their metadata, and its rewards are told."""
+    """Name of the data set. Its rows have it as `source` in their metadata, and its rewards are reported in the metric
+    `rollout/source/<name>/raw_reward`."""
 
     path: Location
-    """As `data.path`."""
+    """JSONL or Parquet file, or another input of the data source, as in `data.path`."""
 
     weight: float = Field(1.0, gt=0)
-    """Its share of the prompts is this, divided by the sum of all weights."""
+    """Weight of the data set. Its share of the prompts is this, divided by the sum of all weights."""
 
 
 class CurriculumConfig(Section):
-    """Prompts that come back sooner than the data's order would bring them."""
+    """Prompts that are repeated earlier than in the data's order."""
 
     policy: Code | None = None
-    """Which: `pass_rate`, or a function of your own, `package.module.function` or `file.py:function`, see
-    docs/data.md."""
+    """Choice of the prompts that are repeated: `pass_rate`, or a function of your own, `package.module.function` or
+    `file.py:function`, see docs/data.md. Null repeats none."""
 
     share: float = Field(0.5, gt=0, le=1)
-    """At most this part of the prompts of a draw come back; the others are new."""
+    """Largest share of repeated prompts in a draw; the others are new."""
 
     low: float = 0.1
-    """`pass_rate`: a prompt comes back while the share of its group's answers that are right is at least this …"""
+    """`pass_rate`: smallest share of correct answers in its group with which a prompt is repeated."""
 
     high: float = 0.9
-    """… and at most this."""
+    """`pass_rate`: largest share of correct answers in its group with which a prompt is repeated."""
 
     max_waiting: int = Field(1024, ge=1)
-    """`pass_rate`: prompts that wait to come back; beyond it the one that has waited longest is let go."""
+    """`pass_rate`: largest number of prompts that wait to be repeated. Beyond it the one that has waited longest is
+    dropped."""
 
     @model_validator(mode="after")
     def _something_is_between(self) -> "CurriculumConfig":
@@ -122,55 +125,56 @@ class CurriculumConfig(Section):
 
 
 class DataConfig(RowFormat):
-    """The training prompts; in a run that learns from demonstrations or preferences, the responses to them too."""
+    """Training prompts. In a run that learns from demonstrations or preferences the rows also hold the responses."""
 
     path: Location = ""
-    """JSONL or Parquet file, on disk or at any fsspec URL, or whatever the data source takes; `path@[100:200]` takes a
-    slice of its rows. With `mixture` it is left out. slime: `--prompt-data`."""
+    """JSONL or Parquet file, on disk or at any fsspec URL, or another input of the data source. `path@[100:200]` takes
+    a slice of its rows. Left out with `mixture`. slime: `--prompt-data`."""
 
     mixture: tuple[MixedSource, ...] = ()
-    """Several data sets in place of `path`, drawn from by weight, each in an order and in epochs of its own."""
+    """Several data sets in place of `path`, sampled by weight. Each has its own order and its own epochs."""
 
     get_samples_path: Code | None = None
-    """A data source with a state, in place of `data_source_path`: a function of your own that gives the prompts that
-    come next, `package.module.function` or `file.py:function`, see docs/plugins.md. It is handed `path`. slime:
+    """Data source with a state, in place of `data_source_path`: a function of your own that returns the next prompts,
+    `package.module.function` or `file.py:function`, see docs/plugins.md. Its argument is `path`. slime:
     `--data-source-path`."""
 
     curriculum: CurriculumConfig = CurriculumConfig()
 
     rollout_shuffle: bool = True
-    """Draw the rows of each epoch in a new order, fixed by the run's seed. slime: `--rollout-shuffle`."""
+    """Shuffle the rows of each epoch, in an order that the run's seed determines. slime: `--rollout-shuffle`."""
 
     response_key: str | None = None
-    """Demonstrations: column with the response to what `input_key` holds, a string or a list of chat messages; null:
-    `input_key` holds whole chats, and their assistant turns are learned. See docs/sft.md."""
+    """Demonstrations: column with the response to the prompt in `input_key`, a string or a list of chat messages. Null:
+    `input_key` holds whole chats, whose assistant turns are trained on. See docs/sft.md."""
 
     chosen_key: str = "chosen"
-    """Preferences (`algorithm.advantage_estimator: dpo`): column with the preferred response, a string or messages, to
-    what `input_key` holds; or with a whole chat that ends in it. TRL: `chosen`."""
+    """Preferences (`algorithm.advantage_estimator: dpo`): column with the preferred response to the prompt in
+    `input_key`, a string or messages; or with a whole chat that ends in this response. TRL: `chosen`."""
 
     rejected_key: str = "rejected"
-    """Preferences: column with the other response, as `chosen_key`."""
+    """Preferences: column with the other response, in the form of `chosen_key`."""
 
     last_turn_only: bool = False
-    """Demonstrations, preferences: learn the last assistant turn of a chat only, and not those before it."""
+    """Demonstrations, preferences: train on the last assistant turn of a chat only, and not on those before it."""
 
     max_length: int | None = Field(None, ge=2)
-    """Demonstrations, preferences: longest row in tokens, prompt and response; by default the context of the model."""
+    """Demonstrations, preferences: longest row in tokens, prompt and response together; by default the model's
+    context."""
 
     overlong: Literal["pass_over", "refuse", "truncate"] = "pass_over"
-    """Demonstrations, preferences: what becomes of a row longer than `max_length`. `pass_over`: it is passed over and
-    counted; `refuse`: the step ends with the row's number; `truncate`: its end is cut off and it is counted, and
-    passed over where nothing is left to learn."""
+    """Demonstrations, preferences: handling of a row longer than `max_length`. `pass_over`: skip and count it.
+    `refuse`: end the step with an error that names the row. `truncate`: cut off its end and count it; skip it where
+    nothing is left to train on."""
 
     @property
     def has_images(self) -> bool:
-        """Whether prompts may have some."""
+        """Whether prompts may have images."""
         return any(source.multimodal_keys for source in (self, *self.mixture))
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where the data lie."""
+        """Paths of all data sets."""
         return tuple(source.path for source in self.mixture) or (self.path,)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Benchmarks that are run beside the training."""
+"""Options of evaluations during a run, and the schema of benchmarks."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,11 +11,11 @@ from cairn.configs.schema.base import Code, Location, Section
 from cairn.configs.schema.data import RowFormat, one_group
 from cairn.configs.schema.rollout import RolloutConfig
 
-# What an evaluation's engine is given.
+# Options of an evaluation's engine.
 
 
 class EngineOptions(Section):
-    """What weights are evaluated with. Names and defaults as in `rollout`."""
+    """Rollout engine of an evaluation. Names and defaults as in `rollout`."""
 
     engine: Literal["transformers", "sglang"] = "transformers"
     """Kind of the rollout engine."""
@@ -27,14 +27,17 @@ class EngineOptions(Section):
     """Options of SGLang's server, as in `rollout.sglang`."""
 
     num_gpus: float = Field(0, ge=0)
-    """GPUs that it takes; 0 computes on the CPU."""
+    """GPUs of the engine; 0 runs it on the CPU."""
 
     num_threads: int = Field(1, ge=1)
-    """CPU threads. With one, samples of `transformers` do not depend on how they are batched."""
+    """CPU threads. With one thread, samples of `transformers` do not depend on batching."""
 
     @classmethod
     def of_run(cls, rollout: RolloutConfig, given: Mapping[str, Any]) -> "EngineOptions":
-        """A run's, but for those that are given; another engine has none of the run's own options."""
+        """Return the options of a run's engine, with those in `given` in their place.
+
+        The run's SGLang options are used only where both engines are SGLang.
+        """
         own: dict[str, Any] = {
             "engine": rollout.engine,
             "dtype": rollout.dtype,
@@ -46,11 +49,11 @@ class EngineOptions(Section):
         return cls.model_validate({**own, **given})
 
     def settings(self) -> dict[str, Any]:
-        """What a result's key has of it: what decides which bits come out, wherever they are computed."""
+        """Return the options that enter a result's key: those that determine the bits of samples on any machine."""
         return {"engine": self.engine, "dtype": self.dtype, **({"sglang": self.sglang} if self.sglang else {})}
 
     def rollout(self, stop: tuple[str, ...] = ()) -> RolloutConfig:
-        """As an engine is made from it. `stop`: strings that end responses."""
+        """Return the configuration from which the engine is made. `stop`: strings that end responses."""
         return RolloutConfig(
             num_rollout=1,
             rollout_batch_size=1,
@@ -65,28 +68,28 @@ class EngineOptions(Section):
         )
 
 
-# A benchmark: what is asked, how it is sampled, and how answers are graded.
+# Benchmarks: prompts, sampling and grading.
 #
-# `configs/benchmarks/` holds those that Cairn comes with, one YAML file each; `cairn.configs.catalogue` reads them
-# and those in files of one's own.
+# `configs/benchmarks/` holds those that come with Cairn, one YAML file each. `cairn.configs.catalogue` reads them and
+# the user's own files.
 
 
 TEMPLATES = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
-"""What templates are rendered with: they see the row and nothing else, and a column that the row lacks is an error."""
+"""Renders templates. They can use nothing but the row, and a missing column is an error."""
 
 
 class BenchmarkSource(Section):
-    """Where the rows are: a file of one's own, or a file of a Hugging Face data set at one revision."""
+    """Source of the rows: the user's own file, or a file of a Hugging Face data set at one revision."""
 
     data: Location | None = None
-    """JSONL, Parquet or CSV file, on disk or at any fsspec URL; `path@[0:100]` takes a slice of its rows. It goes
-    before the data set."""
+    """JSONL, Parquet or CSV file, on disk or at any fsspec URL; `path@[0:100]` takes a slice of its rows. Takes
+    precedence over the data set."""
 
     dataset: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
-    """Hugging Face data set, `owner/name`. Nothing is fetched: it is looked for in Hugging Face's cache."""
+    """Hugging Face data set, `owner/name`. It is read from Hugging Face's cache; nothing is downloaded."""
 
     revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
-    """Commit of the data set, in full: a branch may move."""
+    """Full commit of the data set, because a branch may move."""
 
     file: str | None = None
     """File within the data set."""
@@ -103,28 +106,30 @@ class BenchmarkSource(Section):
 
 
 class Example(Section):
-    """One question with its answer, shown before the question that is asked."""
+    """A question with its answer, shown before the question of the row."""
 
     question: str
-    """As the prompt's template would render it."""
+    """Question, in the form that the prompt's template renders."""
 
     answer: str
-    """As the model should."""
+    """Answer, in the form that the model should give."""
 
 
 class BenchmarkPrompt(Section):
-    """How a row becomes what the model reads. Templates are Jinja's, in a sandbox, with the row's columns as names."""
+    """Conversion of a row into a prompt. Templates are Jinja's, run in a sandbox, with the row's columns as
+    variables."""
 
     style: Literal["chat", "plain"] = "chat"
-    """`chat`: the template's text is the user's message, examples are turns before it, and the tokenizer's chat
-    template renders them. `plain`: the text itself, examples before it; for base models."""
+    """`chat`: the template's text is the user's message, examples are earlier turns, and the tokenizer's chat template
+    renders them. `plain`: the text itself after the examples; for base models."""
 
     template: str | None = None
-    """The question, such as `Question: {{ question }}`. A column that is no name stands under `row`, as in
-    `{{ row["Record ID"] }}`; with `columns.choices` there is `choices`, a list in shuffled order."""
+    """Template of the question, such as `Question: {{ question }}`. A column whose name is no variable name is
+    available under `row`, as in `{{ row["Record ID"] }}`. With `columns.choices` the variable `choices` is a list in
+    shuffled order."""
 
     column: str | None = None
-    """In place of a template, the column with the question: a string, or in chat style a list of messages."""
+    """Column with the question, in place of a template: a string, or in chat style a list of messages."""
 
     system: str | None = None
     """System message, in chat style only."""
@@ -133,13 +138,14 @@ class BenchmarkPrompt(Section):
     """Few-shot examples, in order."""
 
     separator: str = "\n\n"
-    """Between examples and question, in plain style."""
+    """Text between examples and question, in plain style."""
 
     delimiter: str = " "
-    """Between the question and the answer of an example, in plain style."""
+    """Text between the question and the answer of an example, in plain style."""
 
     until: tuple[str, ...] = ()
-    """A response is graded up to the first of these: where a base model goes on with a question of its own."""
+    """Strings at which a response ends for grading, at the first that occurs: a base model may continue with a new
+    question."""
 
     @field_validator("template")
     @classmethod
@@ -160,24 +166,23 @@ class BenchmarkPrompt(Section):
 
 
 class BenchmarkColumns(Section):
-    """Which columns of a row are what."""
+    """Columns of a row by their use."""
 
     label: str | None = None
-    """The expected answer; null where the grader needs none."""
+    """Column with the expected answer; null where the grader needs none."""
 
     label_pattern: str | None = None
-    r"""Regular expression with one group that cuts the answer out of the label, such as `####\s*(.+)`."""
+    r"""Regular expression with one group that extracts the answer from the label, such as `####\s*(.+)`."""
 
     id: str | None = None
-    """What names the row in results; else its number, from 0."""
+    """Column that identifies the row in results; by default the row's number, from 0."""
 
     choices: tuple[str, ...] = ()
-    """Columns with the choices of a multiple-choice question, the right one first. Their order in the prompt follows
-    from the row's id, or without one from their texts, so it is the same every time; the label is the letter of the
-    right one."""
+    """Columns with the choices of a multiple-choice question, the correct one first. The row's id, or without one their
+    texts, determine their order in the prompt, so it is always the same. The label is the letter of the correct one."""
 
     metadata: tuple[str, ...] = ()
-    """Columns that the grader and the results get beside the label."""
+    """Further columns that the grader and the results get."""
 
     @field_validator("label_pattern")
     @classmethod
@@ -194,19 +199,19 @@ class BenchmarkColumns(Section):
 
 
 class BenchmarkSampling(Section):
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     n: int = Field(1, ge=1)
     """Responses to each question."""
 
     temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass."""
+    """Probability mass of nucleus sampling."""
 
     top_k: int = Field(-1, ge=-1)
-    """Candidates kept per token; -1 keeps all."""
+    """Number of most probable tokens to sample from; -1 allows all."""
 
     max_tokens: int = Field(ge=1)
     """Longest response in tokens."""
@@ -221,21 +226,22 @@ class BenchmarkSampling(Section):
 
 
 class BenchmarkGrader(Section):
-    """Who says what a response is worth."""
+    """Grading of responses."""
 
     name: str
-    """One of Cairn's (`reward.rm_type`), or a function of your own, `package.module.function` or `file.py:function`."""
+    """Built-in grader (`reward.rm_type`), or a function of your own, `package.module.function` or
+    `file.py:function`."""
 
     timeout: float = Field(10.0, gt=0)
-    """Seconds of its own that it may spend on a response, which fails then; it is wrong if the grader is one of
-    Cairn's."""
+    """Seconds of its own time that the grader may spend on a response. After that the response fails, or is wrong where
+    the grader is a built-in one."""
 
 
 class Follows(Section):
-    """The task of another harness whose prompt and grading this benchmark follows."""
+    """Task of another harness whose prompt and grading this benchmark follows."""
 
     harness: str = "lm-evaluation-harness"
-    """Its name."""
+    """Name of the harness."""
 
     release: str = "0.4.13"
     """Release of the harness."""
@@ -244,75 +250,75 @@ class Follows(Section):
     """Name of the task."""
 
     version: str
-    """Version that the task gives itself."""
+    """Version of the task, as the harness states it."""
 
     differs: str | None = None
-    """In what this benchmark is another, and why."""
+    """Differences of this benchmark from the task, with reasons."""
 
 
 class Benchmark(Section):
-    """One benchmark. What it says is in the digests of every result (`cairn.tasks.evaluation.benchmarks.rows`)."""
+    """A benchmark. Its definition is in the digests of every result (`cairn.tasks.evaluation.benchmarks.rows`)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name in results."""
 
     version: int = Field(1, ge=1)
-    """Goes up whenever scores of before and after cannot be compared."""
+    """Version number. It increases with every change after which scores are not comparable with earlier ones."""
 
     title: str
-    """For people."""
+    """Title for people."""
 
     rows: int | None = Field(None, ge=1)
-    """How many the whole benchmark has."""
+    """Number of rows of the whole benchmark."""
 
     source: BenchmarkSource = BenchmarkSource()
-    """Where the rows are."""
+    """Source of the rows."""
 
     columns: BenchmarkColumns = BenchmarkColumns()
-    """Which columns of a row are what."""
+    """Columns of a row by their use."""
 
     prompt: BenchmarkPrompt
-    """How a row becomes what the model reads."""
+    """Conversion of a row into a prompt."""
 
     sampling: BenchmarkSampling
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     grader: BenchmarkGrader
-    """Who says what a response is worth."""
+    """Grading of responses."""
 
     follows: Follows | None = None
-    """The task of another harness that it follows."""
+    """Task of another harness that this benchmark follows."""
 
 
 class BenchmarkConfig(RowFormat):
-    """One benchmark."""
+    """A benchmark of a run's evaluations."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name in metrics and commits."""
 
     path: Location
-    """JSONL or Parquet file, on disk or at any fsspec URL, or whatever the data source takes; `path@[0:100]` takes a
+    """JSONL or Parquet file, on disk or at any fsspec URL, or another input of the data source; `path@[0:100]` takes a
     slice of its rows."""
 
     rm_type: str | None = None
-    """Grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""
+    """Built-in grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""
 
     metric: Code = "mean"
-    """What the benchmark's score is made of: `mean` is the mean reward, `summary` the same with its error, pass@k and
-    others, see docs/benchmarks.md; a function of your own, `package.module.function` or `file.py:function`, gets all
-    graded samples and may give metrics of its own, see docs/plugins.md."""
+    """Metric of the benchmark's score. `mean`: mean reward. `summary`: mean reward with its error, pass@k and others,
+    see docs/benchmarks.md. Or a function of your own, `package.module.function` or `file.py:function`, which gets all
+    graded samples and may return further metrics, see docs/plugins.md."""
 
     n_samples_per_eval_prompt: int = Field(1, ge=1)
-    """slime: `--n-samples-per-eval-prompt`."""
+    """Responses to each prompt. slime: `--n-samples-per-eval-prompt`."""
 
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy. slime: `--eval-temperature`."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass. slime: `--eval-top-p`."""
+    """Probability mass of nucleus sampling. slime: `--eval-top-p`."""
 
     top_k: int = Field(-1, ge=-1)
-    """Candidates kept per token; -1 keeps all. slime: `--eval-top-k`."""
+    """Number of most probable tokens to sample from; -1 allows all. slime: `--eval-top-k`."""
 
     max_response_len: int = Field(ge=1)
     """Longest response in tokens. slime: `--eval-max-response-len`."""
@@ -325,17 +331,17 @@ class BenchmarkConfig(RowFormat):
 
 
 class EvalConfig(Section):
-    """When and on what the weights are evaluated."""
+    """Evaluations of the weights during a run."""
 
     eval_interval: int | None = Field(None, ge=1)
-    """Iterations between evaluations; the last iteration is always evaluated. Null turns evaluation off. slime:
-    `--eval-interval`."""
+    """Number of iterations between evaluations; the last iteration is always evaluated. Null turns evaluation off.
+    slime: `--eval-interval`."""
 
     skip_eval_before_train: bool = False
     """Do not evaluate the initial weights. slime: `--skip-eval-before-train`."""
 
     benchmarks: tuple[BenchmarkConfig, ...] = ()
-    """The benchmarks."""
+    """Benchmarks of each evaluation."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "EvalConfig":

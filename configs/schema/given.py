@@ -1,4 +1,4 @@
-"""Options that a run reads only where its policy samples what it learns, or only where its data hold it."""
+"""Checks for options that a run reads only where its policy samples responses, or only where its data hold them."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 _OF_GIVEN = ("last_turn_only", "max_length", "overlong")
 _OF_DEMONSTRATIONS, _OF_PREFERENCES = ("response_key",), ("chosen_key", "rejected_key")
-"""Options of `data` for responses that its rows hold."""
+"""Options of `data` for runs that learn from responses in the rows."""
 
 _OF_SAMPLED: dict[str, tuple[str, ...]] = {
     "data": ("mixture", "get_samples_path", "curriculum", "multimodal_keys", "min_pixels", "max_pixels"),
@@ -36,10 +36,10 @@ _OF_SAMPLED: dict[str, tuple[str, ...]] = {
     ),
     "reward": ("overlong_buffer_len", "overlong_penalty_factor"),
 }
-"""Options for responses that the policy samples for training."""
+"""Options of runs whose policy samples the responses that it learns from."""
 
 _OF_ANY_RUN = {"num_rollout", "num_epoch", "rollout_batch_size"}
-"""Options of `rollout` that say how long a run is, and how much it reads."""
+"""Options of `rollout` for the length of a run and the number of rows that it reads."""
 
 _OF_ENGINES = (
     "num_cpus_per_engine",
@@ -56,7 +56,7 @@ _OF_ENGINES = (
 
 
 def require_read(config: "RunConfig") -> None:
-    """Raise ValueError where an option is set that nothing reads, by what the run learns from."""
+    """Raise ValueError where an option is set that nothing reads, given the responses that the run learns from."""
     for section, name, why, way_out in _unread(config):
         options = getattr(config, section)
         value = getattr(options, name)
@@ -65,7 +65,7 @@ def require_read(config: "RunConfig") -> None:
 
 
 def _unread(config: "RunConfig") -> Iterator[tuple[str, str, str, str]]:
-    """Section and name, why nothing reads it, and what would have it read."""
+    """Yield section and name of each such option, the reason why nothing reads it, and a change that makes it read."""
     algorithm = config.algorithm
     loss, estimator = algorithm.loss_type, algorithm.advantage_estimator
     if config.samples_responses:

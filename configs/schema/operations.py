@@ -1,4 +1,4 @@
-"""Where a run keeps things and how it holds its workers: nothing here changes what is computed."""
+"""Options of storage, workers, recovery, alarms and tracking. None of them changes what is computed."""
 
 from typing import Literal
 
@@ -8,19 +8,19 @@ from cairn.configs.schema.base import Location, Section
 
 
 class CheckpointConfig(Section):
-    """Restore points."""
+    """Checkpoints and stored snapshots."""
 
     save_interval: int | None = Field(None, ge=1)
-    """Iterations between checkpoints; the last iteration always has one. Null keeps only that one, and recovery
-    replays the committed steps from the initial weights. slime: `--save-interval`."""
+    """Number of iterations between checkpoints; the last iteration always has one. Null writes only that one, and
+    recovery replays the committed steps from the initial weights. slime: `--save-interval`."""
 
     save_retain_interval: int | None = Field(None, ge=1)
-    """Of the checkpoints before the newest, keep those of every so many iterations, a multiple of `save_interval`, and
-    remove the files of the others. Null keeps all. Megatron: `--save-retain-interval`."""
+    """Interval of iterations whose checkpoints are retained, a multiple of `save_interval`. The files of other
+    checkpoints before the newest are removed. Null retains all. Megatron: `--save-retain-interval`."""
 
     retain_snapshots: int | None = Field(None, ge=2)
-    """Newest iterations whose samples and other snapshot files are kept; those that recovery would read are kept too.
-    Commits, with all metrics and digests, stay. Null keeps the files for ever."""
+    """Number of newest iterations whose samples and other snapshot files are retained, as well as those that recovery
+    would read. Commits, with all metrics and digests, always remain. Null retains all files."""
 
     @model_validator(mode="after")
     def _recovery_keeps_what_it_needs(self) -> "CheckpointConfig":
@@ -40,10 +40,11 @@ class CheckpointConfig(Section):
 
 
 class FleetConfig(Section):
-    """The Ray cluster and its actors."""
+    """Ray cluster and its actors."""
 
     ray_address: Location | None = None
-    """Cluster to join: `auto` for the one on this machine, or `host:port`; null starts one that ends with the run."""
+    """Ray cluster to join: `auto` for the one on this machine, or `host:port`. Null starts a cluster that ends with the
+    run."""
 
     num_cpus_per_engine: float = Field(1, ge=0)
     """CPUs reserved in the placement group for each rollout engine."""
@@ -55,49 +56,52 @@ class FleetConfig(Section):
     """CPUs reserved in the placement group for each of `rollout.num_episode_workers`."""
 
     start_timeout: float = Field(600, gt=0)
-    """Seconds that placement and start of all actors, model loading included, may take."""
+    """Seconds that placement and start of all actors may take, including loading of the models."""
 
     call_timeout: float = Field(120, gt=0)
-    """Seconds that a short actor call (health, versions, one bucket of weights) may take."""
+    """Seconds that a short actor call may take (health, versions, one bucket of weights)."""
 
     colocate: bool = False
-    """Training and rollout share GPUs, in turn, in one placement group. slime: `--colocate`."""
+    """Training and rollout take turns on the same GPUs, in one placement group. slime: `--colocate`."""
 
     offload_train: bool | None = None
-    """The training engine gives its GPU memory away while others use the GPUs; by default where `colocate` is set.
-    slime: `--offload-train`."""
+    """The training engine releases its GPU memory while others use the GPUs; by default on with `colocate`. slime:
+    `--offload-train`."""
 
     offload_rollout: bool | None = None
-    """The rollout engines give their GPU memory away while training uses the GPUs; by default where `colocate` is set.
-    slime: `--offload-rollout`."""
+    """The rollout engines release their GPU memory while training uses the GPUs; by default on with `colocate`. slime:
+    `--offload-rollout`."""
 
     update_weight_transport: Literal["tensor", "disk", "distributed"] = "tensor"
-    """How weights travel to the rollout engines: `tensor` in buckets through Ray's object store and the memory that an
-    engine shares with its server, `disk` as a model folder that the engines load, `distributed` in buckets that the
-    trainer broadcasts to the servers, over gloo on CPUs and NCCL between GPUs. slime: `--update-weight-transport`."""
+    """Transfer of weights to the rollout engines. `tensor`: in buckets through Ray's object store and the memory that
+    an engine shares with its server. `disk`: as a model folder that the engines load. `distributed`: in buckets that
+    the trainer broadcasts to the servers, over gloo on CPUs and NCCL between GPUs. slime:
+    `--update-weight-transport`."""
 
     update_weight_buffer_size: int = Field(512 * 1024**2, ge=1)
-    """Bytes of a bucket when weights travel to the rollout engines. slime: `--update-weight-buffer-size`."""
+    """Size in bytes of a bucket of weights. slime: `--update-weight-buffer-size`."""
 
     update_weight_disk_dir: Location | None = None
-    """Folder for the transport `disk`, the same on every machine of the fleet. slime: `--update-weight-disk-dir`."""
+    """Folder for the transport `disk`, with the same path on every machine of the fleet. slime:
+    `--update-weight-disk-dir`."""
 
     update_weight_disk_keep_files: bool = False
-    """Keep the model folder of every version there, not of the last ones alone. slime:
+    """Retain the model folder of every version there, and not only of the last ones. slime:
     `--update-weight-disk-keep-files`."""
 
     check_weight_update_equal: bool = False
-    """After every update compare the log-probs of a small batch with the trainer's where the engine gives no checksum
-    of its weights; the checksum of one that does is compared always. slime: `--check-weight-update-equal`."""
+    """After every update of weights compare the log-probs of a small batch with the trainer's, for engines that return
+    no checksum of their weights. A checksum that an engine returns is always compared. slime:
+    `--check-weight-update-equal`."""
 
     @property
     def offloads_train(self) -> bool:
-        """Whether the training engine gives its memory away."""
+        """Whether the training engine releases its GPU memory."""
         return self.colocate if self.offload_train is None else self.offload_train
 
     @property
     def offloads_rollout(self) -> bool:
-        """Whether the rollout engines give their memory away."""
+        """Whether the rollout engines release their GPU memory."""
         return self.colocate if self.offload_rollout is None else self.offload_rollout
 
     @model_validator(mode="after")
@@ -120,125 +124,128 @@ class FleetConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """What is done about weights that replay does not bring back bit for bit."""
+    """Handling of weights that replay does not restore bit for bit."""
 
     on_divergence: Literal["stop", "fork"] = "stop"
-    """When a committed train step, done again, gives another state than was committed: `stop` the run and name both
-    digests, or `fork` it at its newest checkpoint, which needs no replay, and let the same driver go on with the fork.
-    The run stays as it is, and the fork's manifest says why there is one."""
+    """Action where the replay of a committed train step results in another state than was committed. `stop`: end the
+    run with an error that names both digests. `fork`: fork the run at its newest checkpoint, which needs no replay, and
+    continue with the fork in the same driver. The run itself stays unchanged, and the fork's manifest records the
+    reason."""
 
     self_test: bool | None = None
-    """Once on each kind of machine, after an iteration: do one update twice from the same state, across a restart of
-    the training engine, and record in the store whether the bits agree. By default where training has GPUs."""
+    """Once on each kind of machine, after an iteration, compute one update twice from the same state, with a restart of
+    the training engine between, and record in the store whether the bits agree. By default on where training has
+    GPUs."""
 
 
 StepName = Literal["rollout", "reward", "filter", "score", "advantage", "train", "checkpoint", "sync", "eval"]
 
 ErrorClass = Literal["engine_died", "engine_timeout", "engine", "store", "disk", "grader"]
-"""`engine_died`: the process of an engine is gone. `engine_timeout`: it did not answer in time. `engine`: any other
-failure of an engine that a new try can mend. `store`: it did not answer, or not rightly. `disk`: no space is left.
-`grader`: the machine did not let a grader work, or nothing that it asked answered."""
+"""Classes of errors that a retry may mend. `engine_died`: the process of an engine is gone. `engine_timeout`: it did
+not respond in time. `engine`: any other such failure of an engine. `store`: the store did not respond, or its response
+was wrong. `disk`: no space is left. `grader`: the machine kept a grader from running, or the service that it calls did
+not respond."""
 
 
 class Retries(Section):
-    """How often something is tried again, and after which waits."""
+    """Number of retries, and the delays before them."""
 
     retries: int = Field(3, ge=0, le=50)
-    """Further tries."""
+    """Number of retries."""
 
     retry_delay_seconds: float = Field(1.0, ge=0)
-    """Wait before the first of them; it doubles with each."""
+    """Seconds before the first retry; the delay doubles with each further one."""
 
     max_retry_delay_seconds: float = Field(60.0, ge=0)
-    """The longest wait."""
+    """Longest delay in seconds."""
 
     def delays(self) -> list[float]:
-        """Seconds before each new try."""
+        """Return the seconds before each retry."""
         longest = max(self.max_retry_delay_seconds, self.retry_delay_seconds)
         return [min(longest, self.retry_delay_seconds * 2.0**attempt) for attempt in range(self.retries)]
 
 
 class RetryRule(Retries):
-    """Retries of some steps, or after some errors."""
+    """Retries of some steps, or after some classes of errors."""
 
     steps: tuple[StepName, ...] = ()
-    """The steps that it is for; empty: all."""
+    """Steps to which the rule applies; empty: all."""
 
     errors: tuple[ErrorClass, ...] = ()
-    """The classes of errors that it is for; empty: all."""
+    """Classes of errors to which the rule applies; empty: all."""
 
     def fits(self, step: str, error: ErrorClass) -> bool:
-        """Whether it is for an error of this class in this step."""
+        """Whether the rule applies to an error of this class in this step."""
         return (not self.steps or step in self.steps) and (not self.errors or error in self.errors)
 
 
 class GraderRetries(Retries):
-    """When a grader raises something that may pass, such as the error of a service that it asks."""
+    """Retries of a grader after a transient error, such as that of a service that it calls."""
 
     retries: int = Field(5, ge=0, le=50)
-    """Further tries of a sample; then it fails, or the whole step if what was graded before cannot be graded either."""
+    """Retries of a sample. After them it fails, or the whole step fails if samples graded before cannot be graded
+    either."""
 
     errors: tuple[str, ...] = ("ConnectionError", "TimeoutError", "Timeout", "TransportError", "APIConnectionError")
-    """Names of exception classes, with or without their module, that a new try may mend; subclasses are meant too.
-    `cairn.tasks.rewards.grader.TryAgain` always is, and so is an exception with an HTTP status of 408, 429 or 500 to
-    599."""
+    """Names of exception classes, with or without their module, that a retry may mend; subclasses are included.
+    `cairn.tasks.rewards.grader.TryAgain` is always retried, and so is an exception with an HTTP status of 408, 429 or
+    500 to 599."""
 
 
 class RetryConfig(Retries):
-    """How often what failed is tried again before the iteration fails. Each class of errors is counted by itself."""
+    """Retries of failed steps before the iteration fails. Each class of errors is counted separately."""
 
     retries: int = Field(3, ge=0, le=50)
-    """Further tries of a step after a failure that a new try can mend, such as a dead actor or a store that did not
-    answer."""
+    """Retries of a step after a failure that a retry may mend, such as a dead actor or a store that did not respond."""
 
     rules: tuple[RetryRule, ...] = (RetryRule(errors=("disk",), retries=8, retry_delay_seconds=5.0),)
-    """Other numbers for some steps (`steps`) and some classes of errors (`errors`: `engine_died`, `engine_timeout`,
-    `engine`, `store`, `disk`, `grader`), each with its `retries`, `retry_delay_seconds` and `max_retry_delay_seconds`.
-    The first rule that fits counts; where none does, the numbers above."""
+    """Other values for some steps (`steps`) and some classes of errors (`errors`: `engine_died`, `engine_timeout`,
+    `engine`, `store`, `disk`, `grader`), each with its own `retries`, `retry_delay_seconds` and
+    `max_retry_delay_seconds`. The first rule that matches applies; if none does, the values above apply."""
 
     grader: GraderRetries = GraderRetries()
-    """Of one sample, within a step."""
+    """Retries of the grading of one sample, within a step."""
 
     def policy(self, step: str, error: ErrorClass) -> Retries:
-        """For an error of this class in this step."""
+        """Return the retries for an error of this class in this step."""
         return next((rule for rule in self.rules if rule.fits(step, error)), self)
 
 
 class OperationsConfig(Section):
-    """How a driver lives and ends among others on its machine."""
+    """Life of a driver among other processes on its machine."""
 
     grace_period: float = Field(30, gt=0)
-    """Seconds that a driver may take to end in order when it is told to (SIGTERM, SIGUSR1, or Ray drains a machine of
-    it): it stops its work, saves the weights where that fits in, and gives the run back. At their end it ends at once.
-    Less than what the scheduler leaves between its notice and SIGKILL."""
+    """Seconds that a driver may take to end in an orderly way after SIGTERM or SIGUSR1, or when Ray drains one of its
+    machines. It stops its work, saves the weights if there is time, and releases the run. When the seconds are over it
+    ends at once. Choose less than the scheduler allows between its notice and SIGKILL."""
 
 
 class EvalDrop(Section):
-    """How far a score may fall before somebody is asked."""
+    """Fall of a score after which the run waits for approval."""
 
     benchmark: str
-    """Name of one of `eval.benchmarks`."""
+    """Name of a benchmark in `eval.benchmarks`."""
 
     drop: float = Field(gt=0)
-    """Distance from the best score since a person last approved such a fall, from which on the run waits."""
+    """Distance from the best score since a person last approved such a fall. From this distance on the run waits."""
 
 
 class ApprovalConfig(Section):
-    """Where a run waits until a person lets it go on: `cairn approve`. See docs/decisions.md."""
+    """Points at which a run waits until a person approves it with `cairn approve`. See docs/decisions.md."""
 
     before: tuple[int, ...] = ()
-    """Iterations before which it waits, from 0."""
+    """Iterations before which the run waits, from 0."""
 
     every: int | None = Field(None, ge=1)
-    """It waits before every iteration whose number is a multiple of this, but for the first."""
+    """The run waits before every iteration whose number is a multiple of this, except the first."""
 
     eval_drop: EvalDrop | None = None
-    """It waits when the score of a benchmark has fallen: before the first iteration that is sampled from weights with
-    that evaluation."""
+    """The run waits when the score of a benchmark has fallen, before the first iteration that is sampled from the
+    weights with that evaluation."""
 
     wait: bool = True
-    """The driver waits, and keeps its engines and GPUs; false ends it in order, with exit code 3, and `cairn resume`
-    goes on when the run is approved."""
+    """The driver waits, and holds its engines and GPUs. False: it ends in an orderly way with exit code 3, and `cairn
+    resume` resumes the run after its approval."""
 
     @field_validator("before")
     @classmethod
@@ -248,27 +255,29 @@ class ApprovalConfig(Section):
         return before
 
 
-# Who is told of a run and how: nothing here changes what is computed.
+# Alarms and tracking.
 
 
 class AlarmRule(Section):
-    """When to sound an alarm, by the mean over the last `window` iterations; nothing is set by default."""
+    """Condition of an alarm on the mean over the last `window` iterations; no alarm is set by default."""
 
     below: float | None = None
-    """It is less than this."""
+    """Alarm where the mean is less than this."""
 
     above: float | None = None
-    """It is more than this."""
+    """Alarm where the mean is more than this."""
 
     fall: float | None = Field(None, gt=0)
-    """It has fallen by more than this share of the mean over the `window` iterations before: 0.5 is by half."""
+    """Alarm where the mean has fallen by more than this share of the mean over the `window` iterations before; 0.5 is a
+    fall by half."""
 
     rise: float | None = Field(None, gt=0)
-    """It has risen by more than this share of that: 1 is to the double."""
+    """Alarm where the mean has risen by more than this share of the mean over the `window` iterations before; 1 is a
+    doubling."""
 
     @property
     def is_set(self) -> bool:
-        """Whether anything can sound it."""
+        """Whether any condition is set."""
         return self != AlarmRule()
 
 
@@ -276,48 +285,49 @@ class AlarmsConfig(Section):
     """Alarms for a policy that collapses: a warning at the terminal, metrics under `alarm/`, and events in Prefect."""
 
     window: int = Field(5, ge=1)
-    """Iterations that are averaged; an alarm needs as many, `fall` and `rise` twice as many."""
+    """Number of iterations that are averaged. An alarm needs this number of iterations; `fall` and `rise` need twice as
+    many."""
 
     entropy: AlarmRule = AlarmRule()
-    """Of `train/entropy_loss`: a policy that explores no more."""
+    """Alarm on `train/entropy_loss`: the policy no longer explores."""
 
     response_length: AlarmRule = AlarmRule()
-    """Of `rollout/response_len/mean`: responses that become empty or endless."""
+    """Alarm on `rollout/response_len/mean`: responses become empty or endless."""
 
     kl: AlarmRule = AlarmRule()
-    """Of `train/kl_loss`, or else `rollout/kl`, or else `train/ppo_kl`: a policy that runs away."""
+    """Alarm on `train/kl_loss`, or else `rollout/kl`, or else `train/ppo_kl`: the policy moves too far."""
 
     reward: AlarmRule = AlarmRule()
-    """Of `rollout/raw_reward`."""
+    """Alarm on `rollout/raw_reward`."""
 
 
 class TrackingConfig(Section):
-    """Where metrics are shown. See docs/tracking.md."""
+    """Services and files that show metrics. See docs/tracking.md."""
 
     tensorboard_dir: Location | None = "tensorboard"
-    """Local folder for TensorBoard event files, one sub-folder a run; null writes none."""
+    """Local folder for TensorBoard event files, with one sub-folder per run; null writes none."""
 
     use_wandb: bool = False
     """Show the run in Weights & Biases; the key is read from `WANDB_API_KEY` or `wandb login`. Needs the extra `wandb`.
     slime: `--use-wandb`."""
 
     wandb_mode: Literal["online", "offline"] = "online"
-    """`offline` writes files for `wandb sync`, and asks for no network and no key. slime: `--wandb-mode`."""
+    """`offline` writes files for `wandb sync`, and needs no network and no key. slime: `--wandb-mode`."""
 
     wandb_project: str = "cairn"
-    """slime: `--wandb-project`."""
+    """Name of the W&B project. slime: `--wandb-project`."""
 
     wandb_group: str | None = None
-    """slime: `--wandb-group`."""
+    """Group of the run in W&B. slime: `--wandb-group`."""
 
     wandb_team: str | None = None
-    """Team or user that the project belongs to; by default the key's. slime: `--wandb-team`."""
+    """Team or user that owns the project; by default that of the key. slime: `--wandb-team`."""
 
     wandb_host: Location | None = None
     """Address of a W&B server of your own. slime: `--wandb-host`."""
 
     wandb_dir: Location = "."
-    """Local folder in which W&B makes its folder `wandb`. slime: `--wandb-dir`."""
+    """Local folder in which W&B creates its folder `wandb`. slime: `--wandb-dir`."""
 
     use_mlflow: bool = False
     """Show the run in MLflow. Needs the extra `mlflow`."""
@@ -326,16 +336,16 @@ class TrackingConfig(Section):
     """A database, `sqlite:///FILE` or `postgresql://…`, or an MLflow server, `http://host:port`."""
 
     mlflow_experiment: str = "cairn"
-    """Name of the experiment that holds the run; it is made if it is not there."""
+    """Name of the experiment that holds the run; it is created if it does not exist."""
 
     prometheus_port: int | None = Field(None, ge=1, le=65535)
-    """Port at which the driver answers Prometheus, at the path `/metrics`, as long as it works; null opens none."""
+    """Port on which the driver serves metrics to Prometheus while it runs, at the path `/metrics`; null opens none."""
 
     prometheus_host: Location = "127.0.0.1"
-    """Address that it listens on; `0.0.0.0` answers other machines too, without a password."""
+    """Address on which this port listens; `0.0.0.0` also allows other machines, without a password."""
 
     peak_tflops: float | None = Field(None, gt=0)
-    """TFLOP/s that one training device can do at most in `training.dtype`, for `perf/mfu`; by default what its maker
-    says of the GPU, where Cairn knows it."""
+    """Peak TFLOP/s of one training device in `training.dtype`, for `perf/mfu`; by default the vendor's value for GPUs
+    that Cairn knows."""
 
     alarms: AlarmsConfig = AlarmsConfig()

@@ -1,4 +1,4 @@
-"""How samples are graded."""
+"""Options of grading."""
 
 from typing import Literal
 
@@ -7,52 +7,52 @@ from pydantic import Field, field_validator, model_validator
 from cairn.configs.schema.base import Code, Location, Section
 from cairn.configs.schema.data import one_group
 
-# Options of the graders that ask something outside: a model, or a program in a sandbox.
+# Options of the graders that call a model or run a program in a sandbox.
 
 
 ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
-"""Of an environment variable's name."""
+"""Pattern of an environment variable's name."""
 
 
 class JudgeConfig(Section):
-    """`rm_type: judge`: a language model behind an OpenAI-compatible endpoint says what a response is worth."""
+    """`rm_type: judge`: a language model behind an OpenAI-compatible endpoint scores a response."""
 
     url: Location
-    """Where the endpoint begins, up to and with its `/v1`: `http://localhost:8000/v1`."""
+    """Base URL of the endpoint, including its `/v1`: `http://localhost:8000/v1`."""
 
     model: str = Field(min_length=1)
-    """The model that is asked, by its name there."""
+    """Name of the model at the endpoint."""
 
     template: str = (
         "Judge how well the response answers the question.\n\n[Question]\n{prompt}\n\n[Response]\n{response}\n\n"
         "Explain your judgement in a few sentences, then end with a score from 0 to 10 in the form [[score]]."
     )
-    """The question to the judge. `{prompt}` is the prompt as the policy read it, `{response}` the response, `{answer}`
-    what of it stands behind its thoughts, `{label}` the row's label; other braces stay as they are."""
+    """Prompt of the judge. `{prompt}` is the prompt as the policy read it, `{response}` the response, `{answer}` the
+    part of it after the policy's thoughts, `{label}` the row's label; other braces stay unchanged."""
 
     system: str | None = None
-    """A system message before it."""
+    """System message before the prompt."""
 
     pattern: str = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
     """Regular expression whose one group is the score in the judge's reply; the last match counts."""
 
     min_score: float = 0.0
-    """The lowest score. A reply with one below it is no answer, and fails the sample."""
+    """Lowest score. A reply with a lower one is invalid and fails the sample."""
 
     max_score: float = 10.0
-    """The highest score, likewise."""
+    """Highest score. A reply with a higher one is invalid and fails the sample."""
 
     temperature: float = Field(0.0, ge=0)
-    """Of the judge's sampling."""
+    """Temperature of the judge's sampling."""
 
     max_tokens: int = Field(1024, ge=1)
-    """Tokens that its reply may have."""
+    """Longest reply in tokens."""
 
     timeout: float = Field(120.0, gt=0)
-    """Seconds that a reply may take; then it is asked for again, as `retry.grader` says."""
+    """Seconds that a reply may take; then the request is retried, as `retry.grader` says."""
 
     api_key_env: str | None = Field(None, pattern=ENVIRONMENT_NAME)
-    """Name of the environment variable that holds the endpoint's key. The key itself is recorded nowhere."""
+    """Name of the environment variable that holds the endpoint's key. The key itself is never recorded."""
 
     @field_validator("pattern")
     @classmethod
@@ -75,27 +75,26 @@ class JudgeConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """`rm_type: reward_model`: a sequence classifier with one label scores prompt and response, in an actor of its own
-    beside the other engines."""
+    """`rm_type: reward_model`: a sequence classifier with one label scores prompt and response, in its own actor."""
 
     path: Location = Field(min_length=1)
     """Folder of the classifier in the Hugging Face format, with its tokenizer."""
 
     num_gpus: float = Field(0.0, ge=0, le=1)
-    """GPUs that it reserves, of its own under `fleet.colocate` too; 0 computes on the CPU."""
+    """GPUs that the classifier reserves for itself, also with `fleet.colocate`; 0 runs it on the CPU."""
 
     num_threads: int = Field(1, ge=1)
-    """CPU threads."""
+    """CPU threads of the classifier."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of its weights and activations."""
+    """Number format of the classifier's weights and activations."""
 
     max_length: int | None = Field(None, ge=1)
-    """Longest sequence in tokens; a sample that is longer fails. By default what the model's context holds."""
+    """Longest sequence in tokens; a longer sample fails. By default the context length of the model."""
 
     batch_size: int = Field(1, ge=1)
-    """Sequences that are scored at a time. With one, a score depends on nothing but its own sequence; with more, its
-    last bits may come from their company."""
+    """Sequences that are scored together. With one, a score depends only on its own sequence; with more, its last bits
+    may depend on the rest of the batch."""
 
 
 class CodeConfig(Section):
@@ -105,14 +104,14 @@ class CodeConfig(Section):
     """The program `bwrap`: a name on PATH, or its path."""
 
     python: str | None = None
-    """The Python interpreter that runs the programs, by its path; by default the one that runs Cairn. They see its
-    standard library and no installed package."""
+    """Path of the Python interpreter that runs the programs; by default the one that runs Cairn. Programs can import
+    its standard library, but no installed package."""
 
     partial_credit: bool = False
-    """The reward is the share of tests passed; else it is 1 where all are, and 0 otherwise."""
+    """Use the share of passed tests as the reward. False: the reward is 1 where all tests pass, and 0 otherwise."""
 
     test_timeout: float = Field(10.0, gt=0)
-    """Seconds on the wall clock that one test may take."""
+    """Seconds of wall-clock time that one test may take."""
 
     cpu_time: int = Field(10, ge=1)
     """Seconds of CPU time that one test may take."""
@@ -121,86 +120,86 @@ class CodeConfig(Section):
     """Bytes of address space of each process of a test, and of memory of all of them together."""
 
     processes: int = Field(64, ge=1)
-    """Processes and threads that one test may have."""
+    """Number of processes and threads that one test may have."""
 
     file_size: int = Field(16 * 1024**2, ge=4096)
-    """Bytes of one file that it writes, of its scratch folder, of /dev/shm, and of what it prints."""
+    """Size limit in bytes of one file that a test writes, of its scratch folder, of /dev/shm, and of its output."""
 
     num_workers: int = Field(1, ge=1)
-    """Tests that run at a time."""
+    """Number of tests that run concurrently."""
 
 
 class RewardConfig(Section):
-    """The grader and its limits."""
+    """Grader, with its limits."""
 
     rm_type: str = "math"
     """Built-in grader: `math` (math-verify), `exact_match`, `random`, `reasoning_gym`, or one of a benchmark, such as
-    `gsm8k`; see docs/rewards.md for the answer that counts; `episode` takes what the generate function gave
+    `gsm8k`. docs/rewards.md says which answer counts. `episode` takes the reward that the generate function returned
     (docs/agents.md). slime: `--rm-type`."""
 
     custom_rm_path: Code | None = None
-    """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`); it takes
-    precedence over `rm_type`. slime: `--custom-rm-path`."""
+    """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`). Takes precedence
+    over `rm_type`. slime: `--custom-rm-path`."""
 
     rm_type_key: str | None = "rm_type"
-    """Field of a row's metadata that names a grader of Cairn's for this row, before `rm_type` and behind
-    `custom_rm_path`; null: rows name none."""
+    """Key of a row's metadata that names a built-in grader for this row. It takes precedence over `rm_type`, but not
+    over `custom_rm_path`. Null: rows name none."""
 
     group_rm: bool = False
-    """Grade the samples of a group together: the grader, one of your own of `samples`, is called once a group, when all
-    of its samples are there. slime: `--group-rm`."""
+    """Grade the samples of a group together: a grader of your own that takes `samples` is called once for each group,
+    when all samples of the group are complete. slime: `--group-rm`."""
 
     reward_key: str = "reward"
-    """Which entry is the reward where the grader returns a mapping; the others are recorded beside it. slime:
+    """Key of the reward where the grader returns a mapping; its other entries are recorded too. slime:
     `--reward-key`."""
 
     rm_timeout: float = Field(10.0, gt=0)
-    """Seconds of its own that a grader may spend on one sample, computing or waiting; then the sample is marked
-    failed, or wrong where the grader is a built-in one. What a busy, paused or swapping machine keeps it waiting does
-    not count. Several that are graded in one call have the sum."""
+    """Seconds of its own time, computing or waiting, that a grader may spend on one sample. After that the sample is
+    marked as failed, or as wrong where the grader is a built-in one. Delays by a busy, paused or swapping machine do
+    not count. Samples that are graded in one call have the sum of their seconds."""
 
     rm_memory: int | None = Field(None, ge=2**26)
-    """Bytes of data that a grader process may hold (`RLIMIT_DATA`, on Linux); a sample that needs more is marked
-    failed. Null sets no limit: then a process that the machine ends for want of memory is tried again, and if that does
-    not help the run ends."""
+    """Bytes of data that a grader process may hold (`RLIMIT_DATA`, on Linux); a sample that needs more is marked as
+    failed. Null sets no limit: a process that the machine kills for lack of memory is retried, and if that does not
+    help the run ends."""
 
     rm_batch_size: int = Field(32, ge=1)
-    """Samples that a grader of `samples` is given at once; with `group_rm` it is given a group."""
+    """Samples in one call of a grader that takes `samples`; with `group_rm` a call gets one group."""
 
     rm_concurrency: int = Field(64, ge=1)
-    """Calls of a grader that is a coroutine function that are under way at a time, in each process; and requests, of
+    """Concurrent calls of a grader that is a coroutine function, in each process; also concurrent requests of
     `remote_rm` and `judge`."""
 
     num_workers: int = Field(1, ge=1)
-    """Grader processes."""
+    """Number of grader processes."""
 
     rm_url: Location | None = None
-    """Where `rm_type: remote_rm` posts `{prompt, response, label}` as JSON; the reply is a number, or a mapping with it
-    under `reward_key`. slime: `--rm-url`."""
+    """URL to which `rm_type: remote_rm` posts `{prompt, response, label}` as JSON. The response is a number, or a
+    mapping with the number under `reward_key`. slime: `--rm-url`."""
 
     rm_api_key_env: str | None = Field(None, pattern=ENVIRONMENT_NAME)
-    """Name of the environment variable that holds the key of that service; the key itself is recorded nowhere."""
+    """Name of the environment variable that holds the key of that service. The key itself is never recorded."""
 
     judge: JudgeConfig | None = None
-    """The language model of `rm_type: judge`."""
+    """Language model of `rm_type: judge`."""
 
     reward_model: RewardModelConfig | None = None
-    """The classifier of `rm_type: reward_model`."""
+    """Classifier of `rm_type: reward_model`."""
 
     code: CodeConfig | None = None
-    """The sandbox of `rm_type: code`; `{}` takes it as it is by default."""
+    """Sandbox of `rm_type: code`; `{}` uses its defaults."""
 
     cache: bool | None = None
-    """Keep answers in the store by their content, so that none is paid for twice, whatever is retried, resumed, forked
-    or graded again. By default those of `remote_rm`, of `judge`, and of graders that declare
+    """Cache scores in the store by the content of the sample, so that no score is paid for twice after a retry, a
+    resume, a fork or another grading. By default on for `remote_rm`, for `judge`, and for graders that declare
     `cairn.plugin(cached=True)`."""
 
     overlong_buffer_len: int | None = Field(None, ge=1)
-    """Tokens below `rollout.rollout_max_response_len` over which the reward of a longer response falls, see
-    docs/rewards.md; null: length costs nothing. verl: `overlong_buffer.len`."""
+    """Length of the range in tokens, below `rollout.rollout_max_response_len`, over which the reward falls with the
+    length of the response, see docs/rewards.md; null: no penalty for length. verl: `overlong_buffer.len`."""
 
     overlong_penalty_factor: float = Field(1.0, gt=0)
-    """What a response of the longest length loses. verl: `overlong_buffer.penalty_factor`."""
+    """Penalty of a response of the longest length. verl: `overlong_buffer.penalty_factor`."""
 
     @model_validator(mode="after")
     def _has_effect(self) -> "RewardConfig":
@@ -212,7 +211,8 @@ class RewardConfig(Section):
         return self
 
     def of(self, rm_type: str | None) -> "RewardConfig":
-        """With this grader of ours for all samples, as of a benchmark that names one; None leaves it as it is."""
+        """Return these options with the built-in grader `rm_type` for all samples, as for a benchmark that names one;
+        None changes nothing."""
         if rm_type is None:
             return self
         named = {"rm_type": rm_type, "rm_type_key": None, "custom_rm_path": None, "group_rm": False}

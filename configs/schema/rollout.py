@@ -1,4 +1,4 @@
-"""How samples are generated and which groups are kept."""
+"""Options of generation and of the selection of groups."""
 
 from typing import Any, Literal
 
@@ -6,26 +6,26 @@ from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model
 
 from cairn.configs.schema.base import Code, Location, Section
 
-# Rollout servers of several kinds, as slime's `--sglang-config` describes them.
+# Rollout servers of several kinds, as in slime's `--sglang-config`.
 
 
 class ServerGroup(Section):
-    """Servers of one kind."""
+    """Group of rollout servers of one kind."""
 
     worker_type: Literal["regular", "prefill", "decode"] = "regular"
-    """What its servers do: everything, or only one side of prefill/decode disaggregation, which needs both."""
+    """Work of the servers: everything, or only one side of prefill/decode disaggregation, which needs both sides."""
 
     num_engines: int | None = Field(None, ge=1)
-    """Engines of the group; null takes `num_gpus` / `num_gpus_per_engine`."""
+    """Engines of the group; null computes `num_gpus` / `num_gpus_per_engine`."""
 
     num_gpus: int | None = Field(None, ge=1)
     """GPUs of the group, in place of `num_engines`."""
 
     num_gpus_per_engine: float | None = Field(None, ge=0)
-    """GPUs of each of its engines; null takes `rollout.num_gpus_per_engine`."""
+    """GPUs of each engine of the group; null takes `rollout.num_gpus_per_engine`."""
 
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Options of the group's servers, by SGLang's names; they go before those of `rollout.sglang`."""
+    """Options of the group's servers, by SGLang's names. They override those of `rollout.sglang`."""
 
     @model_validator(mode="after")
     def _its_size_is_given_once(self) -> "ServerGroup":
@@ -34,7 +34,14 @@ class ServerGroup(Section):
         return self
 
     def count(self, num_gpus_per_engine: float) -> int:
-        """Engines of the group, each of so many GPUs unless the group says otherwise. Raises ValueError."""
+        """Return the number of engines of the group.
+
+        Args:
+            num_gpus_per_engine: GPUs of an engine where the group itself does not set them.
+
+        Raises:
+            ValueError: the group's GPUs are no multiple of an engine's.
+        """
         each = self.num_gpus_per_engine if self.num_gpus_per_engine is not None else num_gpus_per_engine
         if self.num_gpus is None:
             assert self.num_engines is not None
@@ -47,319 +54,325 @@ class ServerGroup(Section):
         return int(self.num_gpus / each)
 
 
-# What the tools of ours are given: `rollout.tool_options`. Those of yours say it themselves, see docs/agents.md.
+# Options of the built-in tools, `rollout.tool_options`. Tools of the user bring their own, see docs/agents.md.
 
 
 class SandboxedTool(Section):
-    """A tool that runs programs of the policy, each in a sandbox of bubblewrap."""
+    """A tool that runs the policy's programs, each in a sandbox of bubblewrap."""
 
     bwrap: str = "bwrap"
     """The program `bwrap`: a name on PATH, or its path."""
 
     timeout: float = Field(10.0, gt=0)
-    """Seconds on the wall clock that a program may take."""
+    """Seconds of wall-clock time that a program may take."""
 
     cpu_time: int = Field(10, ge=1)
-    """Seconds of CPU time of each of its processes."""
+    """Seconds of CPU time of each process of a program."""
 
     memory: int = Field(512 * 1024**2, ge=2**26)
     """Bytes of address space of each process, and of memory of all of them together."""
 
     processes: int = Field(64, ge=1)
-    """Processes and threads that it may have."""
+    """Number of processes and threads that a program may have."""
 
     file_size: int = Field(16 * 1024**2, ge=4096)
-    """Bytes of one file, of its scratch folder, of /dev/shm, and of what it prints."""
+    """Size limit in bytes of one file, of the scratch folder, of /dev/shm, and of the output of a program."""
 
     max_output: int = Field(16_384, ge=1)
-    """Characters of what it prints that the model is told."""
+    """Characters of a program's output that the model gets."""
 
     num_workers: int = Field(4, ge=1)
-    """Programs that run at a time, beside each rollout engine; the others wait, which counts for none of the limits."""
+    """Number of programs that run concurrently for each rollout engine. Time that further programs wait counts for no
+    limit."""
 
 
 class PythonTool(SandboxedTool):
-    """`python`: a Python program, and what it prints."""
+    """`python`: runs a Python program and returns its output."""
 
     python: str | None = None
-    """The interpreter, by its path; by default the one that runs Cairn. Programs see its standard library and no
+    """Path of the interpreter; by default the one that runs Cairn. Programs can import its standard library, but no
     installed package."""
 
 
 class SearchTool(Section):
-    """`search`: passages of a corpus that go with a query, by BM25."""
+    """`search`: returns passages of a corpus that match a query, by BM25."""
 
     corpus: Location | None = Field(None, min_length=1)
-    """JSONL or Parquet file with a passage a row; to be set where the tool is named."""
+    """JSONL or Parquet file with one passage per row; required where the tool is named."""
 
     text_key: str = "text"
     """Column with the passage."""
 
     title_key: str | None = None
-    """Column with its title, which is searched and shown too."""
+    """Column with the passage's title, which is also searched and shown."""
 
     k: int = Field(3, ge=1, le=100)
     """Passages that are returned."""
 
     max_output: int = Field(16_384, ge=1)
-    """Characters that the model is told."""
+    """Characters of the result that the model gets."""
 
     timeout: float = Field(30.0, gt=0)
-    """Seconds that a search may take; reading the corpus, the first time, does not count."""
+    """Seconds that a search may take, not counting the first reading of the corpus."""
 
 
 class ToolOptions(Section):
-    """Options of the tools of ours that `rollout.tools` names, and what tools of yours may do."""
+    """Options of the built-in tools that `rollout.tools` names, and permissions of your own tools."""
 
     network: bool = False
-    """Whether tools of yours that are called in processes of their own may reach a network: plain functions of modules.
-    Others run in the process of `generate`, whose network they have."""
+    """Whether tools of your own that run in their own processes may use a network. Those are plain functions of
+    modules. Other tools run in the process of `generate` and have its network."""
 
     python: PythonTool = PythonTool()
-    """Of `python`."""
+    """Options of the tool `python`."""
 
     shell: SandboxedTool = SandboxedTool()
-    """Of `shell`."""
+    """Options of the tool `shell`."""
 
     search: SearchTool = SearchTool()
-    """Of `search`."""
+    """Options of the tool `search`."""
 
 
 MOST_ITERATIONS = 1_000_000
-"""`cairn.storage.ledger.layout.LAST_NUMBER` is that of the last."""
+"""Largest number of iterations of a run; the last one has the number `cairn.storage.ledger.layout.LAST_NUMBER`."""
 
 
 def lag_of(pipeline: str, lag: int | None, max_age: int | None) -> int:
-    """Iterations that may be open besides the newest: 0 in the `sync` pipeline, the lag of the `lagged` one, the
-    greatest age of the `streaming` one, with their defaults filled in."""
+    """Return the number of iterations that may be open besides the newest.
+
+    This is 0 in the `sync` pipeline, the lag in the `lagged` one, and the greatest age in the `streaming` one, with
+    their defaults filled in.
+    """
     if pipeline == "streaming":
         return max_age or 1
     return (lag or 1) if pipeline == "lagged" else 0
 
 
 class RolloutConfig(Section):
-    """Generation: what is sampled, in what amounts, by which engine."""
+    """Generation of samples: amounts, sampling and engines."""
 
     engine: Literal["transformers", "sglang"] = "transformers"
-    """The rollout engine: `transformers` samples in the actor's own process, `sglang` through a server beside it."""
+    """The rollout engine: `transformers` samples in the actor's own process, `sglang` in a separate server."""
 
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """Options of `sglang.launch_server` by their own names, such as `attention_backend` or `tp_size`. slime:
+    """Options of `sglang.launch_server` under their own names, such as `attention_backend` or `tp_size`. slime:
     `--sglang-*`."""
 
     router: dict[str, Any] | None = None
-    """Options of the `sglang_router` process through which every engine's requests go, by their own names, such as
-    `policy` (`cache_aware`, `round_robin`, `power_of_two`, `consistent_hashing`, …); null has none, and each engine
-    asks its own server. slime: `--router-*`."""
+    """Options of the `sglang_router` process that routes every engine's requests, under their own names, such as
+    `policy` (`cache_aware`, `round_robin`, `power_of_two`, `consistent_hashing`, …). Null starts no router, and each
+    engine calls its own server. slime: `--router-*`."""
 
     server_groups: tuple[ServerGroup, ...] = ()
-    """Servers of several kinds, `num_engines` in all. slime: `--sglang-config`."""
+    """Groups of servers of several kinds, with `num_engines` servers in total. slime: `--sglang-config`."""
 
     external_urls: tuple[Location, ...] = ()
-    """Servers that run elsewhere, `http://host:port`, one for each of `num_engines`: they are used and never started or
-    ended. slime: `--rollout-external-engine-addrs`."""
+    """Servers that already run elsewhere, `http://host:port`, one for each of `num_engines`. The run never starts or
+    ends them. slime: `--rollout-external-engine-addrs`."""
 
     num_engines: int = Field(1, ge=1)
-    """Rollout engines. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
+    """Number of rollout engines. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
 
     min_num_engines: int | None = Field(None, ge=1)
-    """Of the streaming pipeline: rollout engines with which a run begins and goes on. The others join while it runs, up
-    to `num_engines`, when the Ray cluster has room for them, and leave when their machines go. Null makes all
-    `num_engines` at the start, and makes one that is lost again before the run goes on. Ray Serve: `min_replicas`."""
+    """Streaming pipeline: number of rollout engines with which a run starts and continues. The others, up to
+    `num_engines` in total, join while it runs, when the Ray cluster has room for them, and leave when their machines
+    go. Null starts all `num_engines` at the beginning, and replaces a lost one before the run continues. Ray Serve:
+    `min_replicas`."""
 
     num_gpus_per_engine: float = Field(0, ge=0)
     """GPUs reserved for each engine; 0 runs it on the CPU. slime: `--rollout-num-gpus-per-engine`."""
 
     num_gpus_per_node: int = Field(8, ge=1)
-    """GPUs of a machine: an engine with more of them is a tensor-parallel one over several machines, with an actor on
-    each. slime: `--num-gpus-per-node`."""
+    """GPUs of a machine. An engine with more GPUs than this uses tensor parallelism over several machines, with an
+    actor on each. slime: `--num-gpus-per-node`."""
 
     num_threads: int = Field(1, ge=1)
-    """CPU threads of an engine. With one thread its results do not depend on what else is in the batch."""
+    """CPU threads of an engine. With one thread its results do not depend on the rest of the batch."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the engine's weights and activations."""
 
     max_running_requests: int = Field(256, ge=4)
-    """Samples that an engine decodes at a time. SGLang: `--max-running-requests`."""
+    """Number of samples that an engine decodes concurrently. SGLang: `--max-running-requests`."""
 
     num_rollout: int = Field(0, ge=1, validate_default=False)
-    """Iterations of the run; left out, or null, those of `num_epoch`. slime: `--num-rollout`."""
+    """Number of iterations of the run. Left out or null, it follows from `num_epoch`. slime: `--num-rollout`."""
 
     num_epoch: int | None = Field(None, ge=1)
-    """Epochs of the run, in place of `num_rollout`: rows of the data // `rollout_batch_size` × this many iterations.
-    The configuration that the run records has both. slime: `--num-epoch`."""
+    """Number of epochs of the run, in place of `num_rollout`: the run has (rows of the data // `rollout_batch_size`) ×
+    this many iterations. The configuration that the run records has both. slime: `--num-epoch`."""
 
     rollout_batch_size: int = Field(ge=1)
     """Prompts trained on per iteration. slime: `--rollout-batch-size`."""
 
     n_samples_per_prompt: int = Field(8, ge=1)
-    """Samples per prompt: the size of a group. slime: `--n-samples-per-prompt`."""
+    """Samples per prompt, which form a group. slime: `--n-samples-per-prompt`."""
 
     over_sampling_batch_size: int | None = Field(None, ge=1)
-    """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw
-    in proportion to what is missing. slime: `--over-sampling-batch-size`."""
+    """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw in
+    proportion to the number of missing groups. slime: `--over-sampling-batch-size`."""
 
     pipeline: Literal["sync", "lagged", "streaming"] = "sync"
-    """Whether an iteration is collected while an earlier one is learned from. `sync`: one after the other, each with
-    the weights that the one before has left. `lagged`: side by side, each with the weights of `lag` iterations before
-    those, whichever half is faster, so that nothing depends on time. `streaming`: samples are generated all the time
-    with the newest weights, at most `max_age` publications ahead, and a batch is made of the groups that are complete
-    first; which these are is recorded before it is learned from. slime: `train_async.py`, `fully_async_rollout.py`."""
+    """Overlap of generation and training. `sync`: none; each iteration uses the weights that the previous one produced.
+    `lagged`: both run concurrently; each iteration is sampled with weights that are `lag` iterations older than in
+    `sync`, whichever half is faster, so nothing depends on timing. `streaming`: samples are generated all the time with
+    the newest weights, at most `max_age` publications ahead, and a batch consists of the groups that are complete
+    first; these are recorded before training. slime: `train_async.py`, `fully_async_rollout.py`."""
 
     lag: int | None = Field(None, ge=1)
-    """Of the lagged pipeline, 1 by default: so many iterations older than the newest are the weights that an iteration
-    is collected with. Needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the difference,
-    or a loss that does (`dppo_tv`, `dppo_kl`)."""
+    """Lagged pipeline: number of iterations by which the weights that sample an iteration are older than the newest; 1
+    by default. Needs a correction for the difference, `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, or a
+    loss that includes one (`dppo_tv`, `dppo_kl`)."""
 
     partial_rollout: bool = False
-    """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
-    came, and the next round of rollout continues them before it draws fresh prompts. Needs
-    `over_sampling_batch_size` above `rollout_batch_size`, and `max_age` above its default, so that what a response had
-    before the abort is trained on. What had finished at the abort is a matter of time, unless
-    `cut_tokens` says otherwise: a rollout that is committed stays as it is, but doing it again does not give the same.
-    slime: `--partial-rollout`."""
+    """Abort the remaining samples once a shard has completed its share of the required groups. Their partial responses
+    are retained, and the next round of rollout continues them before it draws fresh prompts. Needs
+    `over_sampling_batch_size` above `rollout_batch_size`, and `max_age` above its default, so that the part before the
+    abort is trained on. Without `cut_tokens`, the state at the abort depends on timing: a committed rollout stays
+    unchanged, but computing it again has another result. slime: `--partial-rollout`."""
 
     cut_tokens: int | None = Field(None, ge=1)
-    """Of `partial_rollout`: a shard generates in rounds of so many response tokens of each sample that is open, and
-    ends after the one in which its share of the groups that are needed has finished. No time decides then what is kept
-    as a part: with a batch-invariant engine the rollout comes out the same bit for bit when it is done again, after any
-    kill. Each round begins by reading all that its samples have so far, so a small number costs time. Null aborts the
-    others as soon as the share has finished."""
+    """`partial_rollout`: number of response tokens by which a shard continues each open sample in a round. It ends
+    after the round in which its share of the required groups is complete. The retained parts then do not depend on
+    timing: with a batch-invariant engine a rollout that is computed again, after any kill, is equal bit for bit. Each
+    round starts with a prefill of its samples, so a small number costs time. Null aborts the others as soon as the
+    share is complete."""
 
     mask_offpolicy_in_partial_rollout: bool = False
-    """Of a group that was continued, train only on tokens of the weights under which it was finished, however old
-    `max_age` allows others to be; each of these weighs what it would if all were trained on. slime:
+    """In a group that was continued, train only on tokens of the weights that finished it, even if `max_age` allows
+    older ones. The weight of each such token is the same as if all were trained on. slime:
     `--mask-offpolicy-in-partial-rollout`."""
 
     max_age: int | None = Field(None, ge=0)
-    """Oldest tokens that are trained on, in publications: iterations between the weights that sampled a token and those
-    that are trained. By default 1 in the `streaming` pipeline, which begins samples only as fast as that allows, and
-    the lag of the rollout in the others, which is 0 in the `sync` pipeline: what over-sampling leaves
-    over is then dropped. A larger bound carries
-    surplus groups over until they are too old, and needs a correction as `lag` does."""
+    """Largest age of tokens that are trained on, in publications: iterations between the weights that sampled a token
+    and those that are trained. The default is 1 in the `streaming` pipeline, which starts samples only as fast as that
+    allows, and in the others the lag of the rollout, which is 0 in `sync`; groups left over from over-sampling are then
+    dropped. A larger value carries surplus groups over until they are too old, and needs a correction as `lag` does."""
 
     async_buffer_size: int | None = Field(None, ge=1)
-    """Of the streaming pipeline: complete groups that may wait to be learned from before no more prompts are admitted,
-    by default those of one batch. Fewer keep samples younger, more spare learning a wait for long answers; `max_age`
-    bounds it in any case. As long as learning waits for nothing, only the next batch is admitted."""
+    """Streaming pipeline: number of complete groups that may wait for training before the run stops accepting more
+    prompts, by default those of one batch. A smaller number makes samples younger; a larger one lets training wait less
+    for long responses; `max_age` is a limit in any case. As long as training does not have to wait, the run accepts
+    only the prompts of the next batch."""
 
     update_weights_interval: int = Field(1, ge=1)
-    """Of the streaming pipeline: iterations after which engines take new weights, at most `max_age`. slime:
+    """Streaming pipeline: number of iterations after which engines take new weights, at most `max_age`. slime:
     `--update-weights-interval`."""
 
     staleness_policy: Code = "mask"
-    """Of the streaming pipeline: what becomes of a group with tokens that are older than `max_age` all the same, since
-    it took longer than `timeout`: `mask` leaves these tokens out of the loss, `drop` replaces the group, `decay` weighs
-    their advantages by 1 / (1 + age - max_age); or a function of your own, `package.module.function` or
-    `file.py:function`, see docs/plugins.md."""
+    """Streaming pipeline: handling of a group with tokens older than `max_age`, because it took longer than `timeout`.
+    `mask`: leave these tokens out of the loss. `drop`: replace the group. `decay`: multiply their advantages by 1 / (1
+    + age - max_age). Or a function of your own, `package.module.function` or `file.py:function`, see
+    docs/plugins.md."""
 
     buffer_filter_path: Code = "youngest_first"
-    """Which groups are used first where there are more than a batch has room for, and which of those that wait
-    unfinished go on first: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
+    """Order in which groups are used where a batch has room for only some of them, and in which unfinished groups
+    continue: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
 
     buffer_key: str | None = None
-    """A key of the data rows' metadata: `priority` takes groups by the number under it, the highest first, in place of
-    what the filter says or else the standard deviation of the rewards; `stratified` deals them out by turns to the
-    values under it."""
+    """Key of the data rows' metadata. `priority` takes groups by the number under it, the highest first; without this
+    key it uses the filter's priority or else the standard deviation of the rewards. `stratified` takes groups with
+    different values under it in turn."""
 
     custom_generate_function_path: Code = "single_turn"
-    """What a sample goes through: `single_turn` is one response to the prompt, `tool_calls` lets the model call
-    `rollout.tools` and go on with what they return; a coroutine function of your own, by import path
-    (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see docs/plugins.md.
-    slime: `--custom-generate-function-path`."""
+    """Generation of a sample. `single_turn`: one response to the prompt. `tool_calls`: the model may call
+    `rollout.tools` and continue with their results. Or a coroutine function of your own, by import path
+    (`package.module.function`) or file (`turns.py:generate`), which may call the policy several times, see
+    docs/plugins.md. slime: `--custom-generate-function-path`."""
 
     tools: tuple[Code, ...] = ()
-    """What episodes may call with `ctx.call`, and `tool_calls` lets the model call: `calculator`, `python`, `search`,
-    `shell`, or a `cairn.Tool` of your own, `package.module.tool` or `file.py:tool`, see docs/agents.md."""
+    """Tools that episodes may call with `ctx.call`, and that `tool_calls` offers to the model: `calculator`, `python`,
+    `search`, `shell`, or a `cairn.Tool` of your own, `package.module.tool` or `file.py:tool`, see docs/agents.md."""
 
     tool_options: ToolOptions = ToolOptions()
-    """Of the tools of ours."""
+    """Options of the built-in tools."""
 
     tool_call_format: Literal["template", "tags"] = "template"
-    """How `tool_calls` has the model call tools. `template`: as its chat template says, which is given the tools;
-    `tags`: `<search>text</search>`, and the result as `<result>…</result>`, for models without such a template."""
+    """Format of tool calls in `tool_calls`. `template`: the format of the model's chat template, which gets the tools.
+    `tags`: `<search>text</search>`, with the result as `<result>…</result>`, for models without such a template."""
 
     max_turns: int = Field(16, ge=1)
-    """Answers of the policy in an episode of `tool_calls`; one that calls tools in its last is truncated."""
+    """Largest number of responses of the policy in an episode of `tool_calls`; an episode that calls tools in its last
+    response is truncated."""
 
     rollout_max_context_len: int | None = Field(None, ge=2)
-    """Tokens of prompt and response in an episode of `tool_calls`; one that would need more is truncated. By default
-    what the model's context holds. slime: `--rollout-max-context-len`."""
+    """Longest episode of `tool_calls` in tokens, prompt and responses together; a longer one is truncated. By default
+    the model's context length. slime: `--rollout-max-context-len`."""
 
     num_episode_workers: int = Field(1, ge=1)
-    """Workers of each engine in which a coroutine function of your own runs, beside the engine or on other machines,
-    see docs/agents.md. Each runs its share of the engine's samples, thousands of them at a time."""
+    """Number of workers of each engine that run a coroutine function of your own, next to the engine or on other
+    machines, see docs/agents.md. Each runs its share of the engine's samples, thousands of them concurrently."""
 
     max_tokens_in_flight: int | None = Field(None, ge=1)
-    """Tokens that samples may have with an engine at a time, each counted with the prompt of what it asks and all that
-    it may be answered; the others wait, each sample for its turn. Null has no bound besides the engine's own."""
+    """Largest number of tokens that samples may have in flight on an engine. Each request counts with its prompt and
+    its longest possible response. The others wait, each sample for its turn. Null sets no limit besides the engine's
+    own."""
 
     custom_generate_timeout: float = Field(600, gt=0)
-    """Seconds that a function of your own may spend on a sample at a time without asking the engine; then the sample
-    fails."""
+    """Seconds that a function of your own may spend on a sample without calling the engine; then the sample fails."""
 
     episode_timeout: float | None = Field(None, gt=0)
-    """Seconds that a function of your own may take for a sample in all, its waiting for the engine included; then the
-    sample fails. Null has no bound besides `timeout`."""
+    """Seconds that a function of your own may take for a sample in total, including its waits for the engine; then the
+    sample fails. Null sets no limit besides `timeout`."""
 
     dynamic_sampling_filter: Code | None = None
-    """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
-    import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed
-    sample. slime: `--dynamic-sampling-filter-path`."""
+    """Filter of groups: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by import
+    path (`package.module.function`) or file (`filters.py:function`). Null accepts every group without a failed sample.
+    slime: `--dynamic-sampling-filter-path`."""
 
     rollout_sample_filter_path: Code | None = None
-    """Which samples of the batch are not trained on, though their rewards count in the baselines of their groups:
+    """Filter of samples that are not trained on, though their rewards count in the baselines of their groups:
     `truncated`, or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--rollout-sample-filter-path`."""
 
     max_refill_rounds: int = Field(16, ge=1)
-    """Rounds of rollout that an iteration may take to fill its batch before it fails with the reasons of the filter."""
+    """Number of rounds of rollout that an iteration may take to fill its batch. After them it fails with the reasons of
+    the filter."""
 
     shards_per_round: int | None = Field(None, ge=1)
-    """Parts that a round is cut into, each one task with its own commit; one per engine by default."""
+    """Number of shards of a round, each of which is a task with its own commit; one per engine by default."""
 
     rollout_max_prompt_len: int | None = Field(None, ge=1)
-    """Longer prompts, in tokens, are passed over; by default what the context leaves after the response. slime:
-    `--rollout-max-prompt-len`."""
+    """Longest prompt in tokens; longer ones are skipped. By default the model's context minus the longest response.
+    slime: `--rollout-max-prompt-len`."""
 
     rollout_max_response_len: int = Field(0, ge=0)
-    """Longest response in tokens; to be set wherever responses are sampled. slime: `--rollout-max-response-len`."""
+    """Longest response in tokens; required wherever responses are sampled. slime: `--rollout-max-response-len`."""
 
     rollout_temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by the same. slime: `--rollout-temperature`."""
+    """Sampling temperature; the trainer divides its logits by the same number. slime: `--rollout-temperature`."""
 
     rollout_top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass: tokens are drawn from the smallest set of the most probable ones that holds it. slime:
-    `--rollout-top-p`."""
+    """Probability mass of nucleus sampling: tokens are drawn from the smallest set of most probable tokens with this
+    mass. slime: `--rollout-top-p`."""
 
     rollout_top_k: int = Field(-1, ge=-1)
-    """Candidates kept per token; -1 keeps all. slime: `--rollout-top-k`."""
+    """Number of most probable tokens to sample from; -1 allows all. slime: `--rollout-top-k`."""
 
     rollout_stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the model's own end tokens. slime: `--rollout-stop-token-ids`."""
 
     rollout_stop: tuple[str, ...] = ()
-    """Strings that end a response as soon as its text holds one, special tokens kept: the token that completes it is
-    the last. Those of a run end the responses of its own benchmarks too. slime: `--rollout-stop`."""
+    """Strings that end a response as soon as its text, including special tokens, contains one. The token that completes
+    the string is the last. A run's strings also end the responses of its benchmarks. slime: `--rollout-stop`."""
 
     sglang_server_concurrency: int = Field(512, ge=1)
-    """Samples that are asked of an SGLang engine at a time; the others wait with the client. slime:
+    """Number of concurrent requests to an SGLang engine; further samples wait in the client. slime:
     `--sglang-server-concurrency`."""
 
     timeout: float = Field(1800, gt=0)
-    """Seconds that one shard may take before it counts as hung; where samples are streamed, that an engine may be at
-    work without ending a sample or taking others or new weights, and that a batch waits for a group which would be too
-    old for the next one."""
+    """Seconds that one shard may take before it counts as hung. In the streaming pipeline: seconds that an engine may
+    run without completing a sample or taking further samples or new weights, and seconds that a batch waits for a group
+    that would be too old for the next one."""
 
     rollout_health_check_interval: float = Field(5, gt=0)
-    """Seconds between two questions to an SGLang server, and to the router, whether it still works. slime:
+    """Seconds between two health checks of an SGLang server or of the router. slime:
     `--rollout-health-check-interval`."""
 
     rollout_health_check_timeout: float = Field(30, gt=0)
-    """Seconds, or three times the 99th percentile of its answers if that is more, after which a server or router
-    that does not answer is ended and replaced. slime: `--rollout-health-check-timeout`."""
+    """Seconds without a response after which a server or router is ended and replaced, or three times the 99th
+    percentile of its response times if that is longer. slime: `--rollout-health-check-timeout`."""
 
     @property
     def cuts_vocabulary(self) -> bool:
@@ -367,8 +380,9 @@ class RolloutConfig(Section):
         return self.rollout_top_p < 1 or self.rollout_top_k > 0
 
     rollout_health_check_first_wait: float = Field(0, ge=0)
-    """Seconds after an SGLang server is up in which no silence counts: one that compiles kernels for its first batches,
-    as DeepGEMM's do, answers nothing meanwhile. slime: `--rollout-health-check-first-wait`."""
+    """Seconds after the start of an SGLang server in which failed health checks do not count: a server that compiles
+    kernels for its first batches, such as DeepGEMM's, does not respond meanwhile. slime:
+    `--rollout-health-check-first-wait`."""
 
     @field_validator("num_rollout", mode="wrap")
     @classmethod
@@ -578,7 +592,7 @@ class RolloutConfig(Section):
 
     @property
     def weights_lag(self) -> int:
-        """Iterations by which sampling may be ahead of learning: see `lag_of`."""
+        """Number of iterations by which sampling may be ahead of training: see `lag_of`."""
         return lag_of(self.pipeline, self.lag, self.max_age)
 
     @model_validator(mode="after")

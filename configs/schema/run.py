@@ -34,33 +34,33 @@ class ModelConfig(Section):
     """Folder of the reference model for the KL divergence; the initial weights by default. slime: `--ref-load`."""
 
     teacher_path: Location | None = None
-    """Folder of the teacher of on-policy distillation, of the same tokenizer. slime: `--opd-teacher-load`."""
+    """Folder of the teacher of on-policy distillation, with the same tokenizer. slime: `--opd-teacher-load`."""
 
     teacher_url: Location | None = None
-    """Address of a server that holds the teacher, `http://host:30000`, in the place of `teacher_path`: it is asked for
-    the log-probs of every token once, and they are kept with the scores. A key that it wants is read from the
+    """Address of a server that holds the teacher, `http://host:30000`, in place of `teacher_path`. The log-probs of
+    every token are requested once and stored with the scores. The server's key, if it needs one, is read from the
     environment of the driver, `CAIRN_TEACHER_API_KEY`. slime: `--opd-type`."""
 
     teacher_name: str | None = None
-    """Under which name that server has it, as its `/v1/models` says; the run records it as the teacher's identity."""
+    """Name of the teacher at that server, as in its `/v1/models`; the run records it as the teacher's identity."""
 
     teacher_api: Literal["sglang", "openai"] = "sglang"
-    """What the server speaks: `sglang` is SGLang's `/generate`, `openai` the `/v1/completions` of vLLM and others, with
+    """API of the server: `sglang` is SGLang's `/generate`, `openai` the `/v1/completions` of vLLM and others, with
     `echo` and `logprobs`."""
 
     teacher_timeout: float = Field(600, gt=0)
-    """Seconds that the server may take over one sequence; then it is asked again."""
+    """Seconds that the server may take for one sequence; then the request is retried."""
 
     teacher_concurrency: int = Field(32, ge=1)
-    """Sequences that the server is asked for at a time."""
+    """Number of concurrent requests to the server, of one sequence each."""
 
     critic_path: Location | None = None
-    """Folder that the critic starts from, a causal LM or a token classifier with one label, whose head is then the
-    value head; `path` by default."""
+    """Folder of the critic's initial weights: a causal LM, or a token classifier with one label, whose head becomes the
+    value head. `path` by default."""
 
     @property
     def folders(self) -> dict[str, str]:
-        """The folders of all models, by the names of their digests in a run's manifest."""
+        """Folders of all models, by the names of their digests in a run's manifest."""
         found = {
             "model": self.path,
             "ref_model": self.ref_path,
@@ -100,10 +100,10 @@ class ModelConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything that defines a run. Frozen in the ledger when the run is created."""
+    """Everything that defines a run. It is frozen in the ledger when the run is created."""
 
     seed: int = Field(42, ge=0)
-    """Every random draw of the run comes from it. slime: `--rollout-seed`."""
+    """Seed of all random draws of the run. slime: `--rollout-seed`."""
 
     model: ModelConfig
     data: DataConfig
@@ -122,23 +122,23 @@ class RunConfig(Section):
 
     @property
     def self_tests(self) -> bool:
-        """Whether it is tried that updates give the same bits twice."""
+        """Whether the run tests that an update computes the same bits twice."""
         wanted = self.recovery.self_test
         return self.training.num_gpus_per_rank > 0 if wanted is None else wanted
 
     @property
     def samples_responses(self) -> bool:
-        """Whether the policy samples what it is trained on."""
+        """Whether the policy samples the responses on which it is trained."""
         return self.algorithm.learns_from == "responses"
 
     @property
     def needs_rollout_engines(self) -> bool:
-        """Whether anything is sampled at all: for training, or to evaluate."""
+        """Whether anything is sampled, for training or for evaluations."""
         return self.samples_responses or self.eval.eval_interval is not None
 
     @property
     def group_size(self) -> int:
-        """Samples of a row that are trained on together."""
+        """Samples of one row that are trained on together."""
         sizes = {"responses": self.rollout.n_samples_per_prompt, "demonstrations": 1, "preferences": 2}
         return sizes[self.algorithm.learns_from]
 
@@ -279,7 +279,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _every_step_has_tokens_to_train_on(self) -> "RunConfig":
-        """Of a group that was continued, some token is young enough, but not one of every sample."""
+        """Reject batches in which an optimizer step may have no tokens: in a group that was continued some token is
+        young enough, but not one of every sample."""
         n, samples = self.rollout.n_samples_per_prompt, self.global_batch_size
         holds_a_group = samples % n == 0 or samples >= 2 * n - 1
         if self.rollout.partial_rollout and not holds_a_group:

@@ -1,4 +1,4 @@
-"""The training engine, its optimizer and its batches."""
+"""Options of the training engine, its optimizer and its batches."""
 
 import re
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
 
-# Learning rate and weight decay over a run, by Megatron's names: which there are, and which go together.
+# Schedules of learning rate and weight decay, by Megatron's names, and the rules for their options.
 
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -16,15 +16,14 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 
 
 def warmup_steps(config: "TrainingConfig", total_steps: int) -> float:
-    """Optimizer steps of the warm-up; with `lr_warmup_fraction` they need not be whole."""
+    """Return the number of optimizer steps of the warm-up; with `lr_warmup_fraction` it may be fractional."""
     if config.lr_warmup_fraction is not None:
         return config.lr_warmup_fraction * (config.lr_decay_iters or total_steps)
     return config.lr_warmup_iters
 
 
 def schedule_problem(config: "TrainingConfig") -> str | None:
-    """A sentence on options of the schedules that contradict each other or have no effect; None where there are
-    none."""
+    """Return a sentence on schedule options that contradict each other or have no effect; None where there are none."""
     if config.lr_warmup_fraction is not None and config.lr_warmup_iters:
         return (
             f"lr_warmup_fraction ({config.lr_warmup_fraction}) and lr_warmup_iters ({config.lr_warmup_iters}) exclude "
@@ -83,80 +82,75 @@ def _weight_decay_problem(config: "TrainingConfig") -> str | None:
     return None
 
 
-# What the critic's optimizer has of its own.
-
-
 class CriticConfig(Section):
-    """Options of the critic that differ from those of the same name in `training`, which hold for both where these are
-    null. Its learning rate is `critic_lr`, its warm-up `critic_lr_warmup_iters`. slime: the entry of the role `critic`
-    in the file of `--megatron-config-path`."""
+    """Options of the critic that differ from those of the same name in `training`. Where one is null, that of
+    `training` applies. The critic's learning rate is `critic_lr`, its warm-up `critic_lr_warmup_iters`. slime: the
+    entry of the role `critic` in the file of `--megatron-config-path`."""
 
     min_lr: float | None = Field(None, ge=0)
-    """As `training.min_lr`."""
+    """`training.min_lr` of the critic."""
 
     lr_warmup_init: float | None = Field(None, ge=0)
-    """As `training.lr_warmup_init`."""
+    """`training.lr_warmup_init` of the critic."""
 
     lr_decay_style: DecayStyle | None = None
-    """As `training.lr_decay_style`."""
+    """`training.lr_decay_style` of the critic."""
 
     lr_decay_iters: int | None = Field(None, ge=1)
-    """As `training.lr_decay_iters`, in optimizer steps of the critic."""
+    """`training.lr_decay_iters` of the critic, in its own optimizer steps."""
 
     lr_wsd_decay_style: WSDStyle | None = None
-    """As `training.lr_wsd_decay_style`."""
+    """`training.lr_wsd_decay_style` of the critic."""
 
     lr_wsd_decay_iters: int | None = Field(None, ge=1)
-    """As `training.lr_wsd_decay_iters`."""
+    """`training.lr_wsd_decay_iters` of the critic."""
 
     weight_decay: float | None = Field(None, ge=0)
-    """As `training.weight_decay`."""
+    """`training.weight_decay` of the critic."""
 
     weight_decay_incr_style: IncreaseStyle | None = None
-    """As `training.weight_decay_incr_style`."""
+    """`training.weight_decay_incr_style` of the critic."""
 
     start_weight_decay: float | None = Field(None, ge=0)
-    """As `training.start_weight_decay`."""
+    """`training.start_weight_decay` of the critic."""
 
     end_weight_decay: float | None = Field(None, ge=0)
-    """As `training.end_weight_decay`."""
+    """`training.end_weight_decay` of the critic."""
 
     adam_beta1: float | None = Field(None, ge=0, lt=1)
-    """As `training.adam_beta1`."""
+    """`training.adam_beta1` of the critic."""
 
     adam_beta2: float | None = Field(None, ge=0, lt=1)
-    """As `training.adam_beta2`."""
+    """`training.adam_beta2` of the critic."""
 
     adam_eps: float | None = Field(None, gt=0)
-    """As `training.adam_eps`."""
+    """`training.adam_eps` of the critic."""
 
     clip_grad: float | None = Field(None, ge=0)
-    """As `training.clip_grad`."""
+    """`training.clip_grad` of the critic."""
 
     @property
     def own(self) -> dict[str, object]:
-        """Those that are set."""
+        """The options that are set."""
         return {name: value for name, value in self if value is not None}
 
 
-# Low-rank adapters.
-
-
 class LoraConfig(Section):
-    """Train low-rank adapters in place of all weights; names as in peft's `LoraConfig`. Engine torch alone."""
+    """Low-rank adapters that are trained in place of all weights; names as in peft's `LoraConfig`. Engine torch
+    only."""
 
     r: int = Field(0, ge=0)
-    """Rank of the adapters; 0 trains all weights and no adapter."""
+    """Rank of the adapters; 0 trains all weights without adapters."""
 
     lora_alpha: int = Field(8, ge=1)
-    """An adapter counts lora_alpha / r times."""
+    """Numerator of the adapters' scale, lora_alpha / r."""
 
     use_rslora: bool = False
-    """An adapter counts lora_alpha / sqrt(r) times instead."""
+    """Scale adapters by lora_alpha / sqrt(r) instead."""
 
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """The linear layers that get an adapter, by the last part of their names in the model, or all of it: `[q_proj,
-    v_proj]`. `all-linear` takes all but the output layer."""
+    """Linear layers that get an adapter, by their names in the model or the last parts of these: `[q_proj, v_proj]`.
+    `all-linear` takes all but the output layer."""
 
     @field_validator("target_modules")
     @classmethod
@@ -167,18 +161,18 @@ class LoraConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How weights are updated."""
+    """Training engine, optimizer and batches."""
 
     engine: Literal["torch", "megatron"] = "torch"
-    """The training engine: `torch` trains any Hugging Face causal LM, with FSDP2 over more than one rank; `megatron`
-    trains the families that it has a mapping for, with every parallelism of megatron-core."""
+    """The training engine. `torch`: trains any Hugging Face causal LM, with FSDP2 over more than one rank. `megatron`:
+    trains the model families that it has a mapping for, with every parallelism of megatron-core."""
 
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Options of megatron-core by their own names, those of `TransformerConfig`, `DistributedDataParallelConfig` and
-    `OptimizerConfig`: `tensor_model_parallel_size: 2`. An unknown name is refused."""
+    """Options of megatron-core under their own names, those of `TransformerConfig`, `DistributedDataParallelConfig` and
+    `OptimizerConfig`: `tensor_model_parallel_size: 2`. An unknown name is an error."""
 
     world_size: int = Field(1, ge=1)
-    """Ranks, one Ray actor each. slime: `--actor-num-nodes` × `--actor-num-gpus-per-node`."""
+    """Number of training ranks, one Ray actor each. slime: `--actor-num-nodes` × `--actor-num-gpus-per-node`."""
 
     num_gpus_per_rank: float = Field(0, ge=0)
     """GPUs reserved for each rank; 0 trains on the CPU over gloo."""
@@ -190,30 +184,31 @@ class TrainingConfig(Section):
     """Number format of forward and backward; master weights and optimizer state stay float32. Megatron: `--bf16`."""
 
     deterministic_mode: bool = True
-    """On GPUs, compute the same bits every time, for replay after a failure is held against the committed digests: by
-    kernels, collectives and attention that do, and the environment that cuBLAS, NCCL, Transformer Engine and
-    FlashAttention read. Off is faster; a run that has to be replayed may then diverge, see `recovery.on_divergence`.
-    Without effect on CPUs. Megatron: `--deterministic-mode`."""
+    """On GPUs, compute the same bits every time, because replay after a failure compares with the committed digests.
+    This selects deterministic kernels, collectives and attention, and sets the environment that cuBLAS, NCCL,
+    Transformer Engine and FlashAttention read. False is faster, but a replay may then diverge, see
+    `recovery.on_divergence`. No effect on CPUs. Megatron: `--deterministic-mode`."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Megatron: `--recompute-granularity full`."""
 
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples per optimizer step; by default what `num_steps_per_rollout` implies. Megatron: `--global-batch-size`."""
+    """Samples per optimizer step; by default the number that follows from `num_steps_per_rollout`. Megatron:
+    `--global-batch-size`."""
 
     num_steps_per_rollout: int = Field(1, ge=1)
     """Optimizer steps per iteration. slime: `--num-steps-per-rollout`."""
 
     max_tokens_per_gpu: int | None = Field(None, ge=1)
-    """Most tokens, padding included, of a micro-batch; a longer sample is one by itself. Null means one micro-batch.
-    slime: `--max-tokens-per-gpu`."""
+    """Largest number of tokens in a micro-batch, including padding; a longer sample forms a micro-batch of its own.
+    Null means one micro-batch. slime: `--max-tokens-per-gpu`."""
 
     micro_batch_size: int | None = Field(None, ge=1)
-    """Most samples of a micro-batch, whatever their length; or give `max_tokens_per_gpu`, whose micro-batches are
-    equally full. Megatron: `--micro-batch-size`."""
+    """Largest number of samples in a micro-batch, whatever their length. The alternative is `max_tokens_per_gpu`, whose
+    micro-batches are equally full. Megatron: `--micro-batch-size`."""
 
     optimizer: Literal["adam"] = "adam"
-    """AdamW. Megatron: `--optimizer`."""
+    """The optimizer; `adam` is AdamW. Megatron: `--optimizer`."""
 
     lr: float = Field(1e-6, gt=0)
     """Learning rate. Megatron: `--lr`."""
@@ -222,26 +217,27 @@ class TrainingConfig(Section):
     """Learning rate at the end of the decay. Megatron: `--min-lr`."""
 
     lr_decay_style: DecayStyle = "constant"
-    """How the learning rate falls after the warm-up; `WSD` (warm-up, stable, decay) falls at the end alone. Megatron:
-    `--lr-decay-style`."""
+    """Shape of the learning rate's decay after the warm-up; `WSD` (warm-up, stable, decay) decays only at the end.
+    Megatron: `--lr-decay-style`."""
 
     lr_warmup_iters: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up from `lr_warmup_init`. Megatron: `--lr-warmup-iters`."""
 
     lr_warmup_fraction: float | None = Field(None, ge=0, lt=1)
-    """The same as a part of the steps of the decay. Megatron: `--lr-warmup-fraction`."""
+    """Length of the warm-up as a share of the decay's steps, in place of `lr_warmup_iters`. Megatron:
+    `--lr-warmup-fraction`."""
 
     lr_warmup_init: float = Field(0.0, ge=0)
-    """Learning rate that the warm-up rises from. Megatron: `--lr-warmup-init`."""
+    """Learning rate at the start of the warm-up. Megatron: `--lr-warmup-init`."""
 
     lr_decay_iters: int | None = Field(None, ge=1)
-    """Optimizer steps, warm-up included, until `min_lr`; by default the whole run. Megatron: `--lr-decay-iters`."""
+    """Optimizer steps until `min_lr`, including the warm-up; by default the whole run. Megatron: `--lr-decay-iters`."""
 
     lr_wsd_decay_style: WSDStyle | None = None
-    """How `WSD` falls at the end; `exponential` by default. Megatron: `--lr-wsd-decay-style`."""
+    """Shape of the decay of `WSD`; `exponential` by default. Megatron: `--lr-wsd-decay-style`."""
 
     lr_wsd_decay_iters: int | None = Field(None, ge=1)
-    """`WSD`: optimizer steps of the fall, the last ones of the decay. Megatron: `--lr-wsd-decay-iters`."""
+    """`WSD`: optimizer steps of its decay, the last of `lr_decay_iters`. Megatron: `--lr-wsd-decay-iters`."""
 
     critic_lr: float | None = Field(None, gt=0)
     """Learning rate of the critic; `lr` by default."""
@@ -255,34 +251,36 @@ class TrainingConfig(Section):
     """Decoupled weight decay of matrices. Megatron: `--weight-decay`."""
 
     weight_decay_incr_style: IncreaseStyle = "constant"
-    """How weight decay goes over the run from `start_weight_decay` to `end_weight_decay`; `constant` stays at
-    `weight_decay`. Megatron: `--weight-decay-incr-style`."""
+    """Shape of the change of weight decay over the run, from `start_weight_decay` to `end_weight_decay`; `constant`
+    stays at `weight_decay`. Megatron: `--weight-decay-incr-style`."""
 
     start_weight_decay: float | None = Field(None, ge=0)
-    """Megatron: `--start-weight-decay`."""
+    """Weight decay at the start of the run, where `weight_decay_incr_style` is not `constant`. Megatron:
+    `--start-weight-decay`."""
 
     end_weight_decay: float | None = Field(None, ge=0)
-    """Megatron: `--end-weight-decay`."""
+    """Weight decay at the end of the run, where `weight_decay_incr_style` is not `constant`. Megatron:
+    `--end-weight-decay`."""
 
     reset_optimizer_states: bool = False
-    """Begin the updates of every iteration with moments of zero and their bias corrected as in a first step; schedules
-    go on. With one step an iteration that step is the sign of the gradient, as slime's `--use-stateless-adam` takes
-    it. slime: `--reset-optimizer-states`."""
+    """Reset the optimizer's moments to zero at the start of every iteration, with bias correction as in a first step;
+    schedules continue. With one optimizer step per iteration that step is the sign of the gradient, as with slime's
+    `--use-stateless-adam`. slime: `--reset-optimizer-states`."""
 
     moe_router_bias_update_rate: float = Field(0.0, ge=0)
-    """How far an optimizer step moves the biases by which routers of DeepSeek V3, GLM-4.5, MiniMax-M2 and their like
-    choose experts: down where more tokens chose an expert than the mean, up where fewer did. 0 leaves them as they were
-    published; 1e-3 is what such models are pretrained with. See docs/moe.md. Megatron:
+    """Size of an optimizer step's change of the biases by which routers of DeepSeek V3, GLM-4.5, MiniMax-M2 and similar
+    models choose experts: down where more tokens chose an expert than the mean, up where fewer did. 0 leaves the
+    published biases unchanged; 1e-3 is usual in pretraining of such models. See docs/moe.md. Megatron:
     `--moe-router-bias-update-rate`."""
 
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Megatron: `--adam-beta1`."""
+    """Decay rate of Adam's first moment. Megatron: `--adam-beta1`."""
 
     adam_beta2: float = Field(0.98, ge=0, lt=1)
-    """Megatron: `--adam-beta2`."""
+    """Decay rate of Adam's second moment. Megatron: `--adam-beta2`."""
 
     adam_eps: float = Field(1e-8, gt=0)
-    """Megatron: `--adam-eps`."""
+    """Adam's ε, which is added to the denominator. Megatron: `--adam-eps`."""
 
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off. Megatron: `--clip-grad`."""
@@ -291,13 +289,13 @@ class TrainingConfig(Section):
     """Seconds that one training step, score or save may take before it counts as hung."""
 
     only_train_params_name_list: tuple[str, ...] = ()
-    """Train these parameters of the actor and freeze all others: regular expressions, each of which is somewhere in a
-    parameter's Hugging Face name. What is frozen stays bitwise as it is, without gradient or optimizer state.
+    """Regular expressions of the actor's parameters to train; all others are frozen. An expression matches anywhere in
+    a parameter's Hugging Face name. Frozen parameters stay bitwise unchanged, without gradient or optimizer state.
     slime: `--only-train-params-name-list`."""
 
     freeze_params_name_list: tuple[str, ...] = ()
-    """Freeze these parameters of the actor, given in the same way, and train all others. A critic is trained whole.
-    slime: `--freeze-params-name-list`."""
+    """Regular expressions of the actor's parameters to freeze; all others are trained. A critic is always trained
+    whole. slime: `--freeze-params-name-list`."""
 
     lora: LoraConfig = LoraConfig()
 
@@ -315,7 +313,7 @@ class TrainingConfig(Section):
 
     @property
     def of_critic(self) -> "TrainingConfig":
-        """The same for the critic, which has a learning rate and a warm-up of its own, and what `critic` says."""
+        """These options for the critic, with its own learning rate and warm-up, and with the options of `critic`."""
         rates = {
             "lr": self.critic_lr or self.lr,
             "lr_warmup_iters": self.critic_lr_warmup_iters,
@@ -332,22 +330,22 @@ class TrainingConfig(Section):
 
     @property
     def tensor_model_parallel_size(self) -> int:
-        """Ranks that a layer is cut over."""
+        """Ranks that share each layer."""
         return int(self.megatron.get("tensor_model_parallel_size") or 1)
 
     @property
     def pipeline_model_parallel_size(self) -> int:
-        """Ranks, or stages, that the layers are dealt out to."""
+        """Pipeline stages over which the layers are distributed."""
         return int(self.megatron.get("pipeline_model_parallel_size") or 1)
 
     @property
     def context_parallel_size(self) -> int:
-        """Ranks that a sequence is cut over."""
+        """Ranks that share each sequence."""
         return int(self.megatron.get("context_parallel_size") or 1)
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of ranks, with samples of their own."""
+        """Ranks, or groups of ranks, that have their own samples."""
         model_ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         return self.world_size // model_ranks
 
@@ -393,8 +391,8 @@ class TrainingConfig(Section):
         return self._pipeline_is_right()
 
     def _pipeline_is_right(self) -> "TrainingConfig":
-        """Megatron's default for the transfers of a virtual pipeline gives wrong gradients without an error; see
-        docs/engines/megatron.md."""
+        """Reject a virtual pipeline whose transfer options give wrong gradients without an error. Megatron's defaults
+        are such options; see docs/engines/megatron.md."""
         options = self.megatron
         if options.get("virtual_pipeline_model_parallel_size") is None:
             return self

@@ -1,4 +1,5 @@
-"""Options of `algorithm` that nothing reads beside the others: whoever set one meant something by it."""
+"""Checks for options of `algorithm` that nothing reads in combination with the others: a user set them for a
+purpose."""
 
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
@@ -21,12 +22,15 @@ _NOT_OF_PAIRS = (
     "calculate_per_token_loss",
     "loss_scale_factor",
 )
-"""What would change the weights of pairs, or reads log-probs of a rollout engine."""
+"""Options that would change the weights of pairs, or that read log-probs of a rollout engine."""
 
 
 def unread(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Options that nothing of ours reads in this combination, why, and what would have them read. `changed`: those
-    that are not left at their defaults."""
+    """Yield options that no built-in code reads in this combination, the reason, and a change that makes them read.
+
+    Args:
+        changed: options that are not at their defaults.
+    """
     yield from _by_the_loss(algorithm, changed)
     yield from _by_the_estimator(algorithm)
     yield from _by_the_correction(algorithm, changed)
@@ -35,7 +39,7 @@ def unread(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[t
     if not algorithm.use_kl_loss:
         for name in ("kl_loss_coef", "use_unbiased_kl"):
             yield name, "use_kl_loss is false", "set use_kl_loss=true"
-    # Manifests name k1 whether anything reads it or not, and a fork begins with what its parent's says.
+    # Manifests name k1 even if nothing reads it, and a fork starts with the options of its parent's manifest.
     if not algorithm.reads_kl and algorithm.kl_loss_type != "k1":
         yield "kl_loss_type", "use_kl_loss is false and kl_coef is 0", "set use_kl_loss=true"
     if algorithm.learns_from == "preferences":
@@ -87,7 +91,7 @@ def _by_the_correction(algorithm: "AlgorithmConfig", changed: Collection[str]) -
             yield name, "use_tis is false", "set use_tis=true"
         yield "custom_tis_function_path", "use_tis is false", "set use_tis=true"
     correction = algorithm.custom_tis_function_path
-    # What ours declare takes long to import.
+    # The declarations of built-in corrections take long to import.
     if of_corrections.isdisjoint(changed) or CORRECTION.declaration_of_ours(correction) is None:
         return
     for name, corrections in readers(CORRECTION).items():

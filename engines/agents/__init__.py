@@ -1,1 +1,1 @@
-"""What a sample's code is given: episodes, tools, capture, environments, generation."""
+"""The code around one sample: episodes, tools, capture, environments and generate functions."""

@@ -1,24 +1,23 @@
-"""What a model says in a reply: what it thought, what it tells, and the tools that it calls, as its tokenizer has them
-written.
+"""Parsing of a model's reply into thoughts, content and tool calls, in the format of its tokenizer.
 
-| the tokenizer | a call of a tool is |
+| the tokenizer | format of a tool call |
 |---|---|
-| has a `response_schema` | what that finds |
-| its chat template mentions `<arg_key>` (GLM) | \
+| has a `response_schema` | according to the schema |
+| its chat template contains `<arg_key>` (GLM) | \
 `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` |
-| mentions `[TOOL_CALLS]` (Mistral) | `[TOOL_CALLS]` and a list of `{"name": …, "arguments": {…}}` |
-| mentions `<|python_tag|>` or writes `"parameters": ` (Llama) | `{"name": …, "parameters": {…}}` and nothing else |
-| mentions `<｜tool▁call▁begin｜>` (DeepSeek), `<|tool_call_begin|>` (Kimi K2) | \
+| contains `[TOOL_CALLS]` (Mistral) | `[TOOL_CALLS]` and a list of `{"name": …, "arguments": {…}}` |
+| contains `<|python_tag|>` or writes `"parameters": ` (Llama) | `{"name": …, "parameters": {…}}` and nothing else |
+| contains `<｜tool▁call▁begin｜>` (DeepSeek), `<|tool_call_begin|>` (Kimi K2) | \
 the tool's name and a JSON object between the tokens of `_SECTIONS` |
-| mentions `<|channel|>` and `<|call|>` (gpt-oss) | \
+| contains `<|channel|>` and `<|call|>` (gpt-oss) | \
 a message `to=functions.NAME` whose text is a JSON object; thoughts are those of the channel `analysis` |
 | anything else, and where those find none (Hermes, Qwen) | `<tool_call>{"name": …, "arguments": {…}}</tool_call>` |
 | the same (Qwen3-Coder, Qwen3.5) | \
 `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` |
 
-Values of GLM and Qwen3-Coder are text where the tool's schema says so, and JSON otherwise. A call that cannot be read
-has a reason, and is left in what the reply tells: whoever reads it sees what the model wrote. Those within thoughts are
-none.
+Values of GLM and Qwen3-Coder are text where the tool's schema says so, and JSON otherwise. A call that cannot be parsed
+has a reason, and stays in the content of the reply, so that a reader sees what the model wrote. Calls within thoughts
+do not count.
 """
 
 import re
@@ -53,45 +52,45 @@ _BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that a model calls."""
+    """A tool call of a model."""
 
     name: str
-    """Empty where it cannot be read."""
+    """Name of the tool; may be empty where the call cannot be parsed."""
     arguments: dict[str, Any] = field(default_factory=dict)
     unreadable: str | None = None
-    """Why it cannot be read; None where it can."""
+    """Why the call cannot be parsed; None where it can."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model says."""
+    """A parsed reply of a model."""
 
     content: str
-    """What it tells, without thoughts and calls."""
+    """Text without thoughts and calls."""
     asked: tuple[ToolCall, ...] = ()
-    """What it asks for, in order, readable or not."""
+    """All calls in order, whether they can be parsed or not."""
     thoughts: str | None = None
-    """None where it has none."""
+    """Text of the thoughts; None where there are none."""
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls that can be read."""
+        """The calls that can be parsed."""
         return tuple(call for call in self.asked if call.unreadable is None)
 
 
 Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas of tools, as OpenAI has them: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+"""JSON schemas of tools in OpenAI's format: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
 
 
 def read_reply(text: str, tokenizer: Any, tools: Tools = (), *, thinking: bool = False, cut: bool = False) -> Reply:
-    """What a reply says.
+    """Parse a reply.
 
     Args:
-        text: without the token that ends it.
+        text: text of the reply, without the token that ends it.
         tokenizer: the model's, for its chat template and its `response_schema`.
-        tools: that the model was told of; where there are none, nothing is a call.
+        tools: tools in the model's prompt; without any, nothing counts as a call.
         thinking: whether the prompt ends within a thought.
-        cut: whether the reply was cut off: then a call without its end is none.
+        cut: whether the reply was cut off: a call without its end then does not count.
     """
     if getattr(tokenizer, "response_schema", None):
         return _by_schema(text, tokenizer, bool(tools))
@@ -107,7 +106,7 @@ def read_reply(text: str, tokenizer: Any, tools: Tools = (), *, thinking: bool =
 
 
 def call_of(name: str, arguments: Any) -> ToolCall:
-    """A call with what a model gave as its arguments."""
+    """Return a call with the arguments that a model wrote."""
     if isinstance(arguments, str):
         read = _json(arguments)
         arguments = arguments if isinstance(read, _NoJson) else read
@@ -119,7 +118,7 @@ def call_of(name: str, arguments: Any) -> ToolCall:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether objects and lists lie in one another more than so deep."""
+    """Return whether objects and lists are nested more than `depth` deep."""
     if not isinstance(value, dict | list):
         return False
     return depth == 0 or any(
@@ -149,7 +148,7 @@ def _thoughts(text: str, thinking: bool) -> tuple[str | None, str]:
 
 
 def _after_thoughts(told: str, thinking: bool) -> tuple[str, str]:
-    """What may hold thoughts that the template knows nothing of, and what comes after."""
+    """Split a text after thoughts that are unknown to the template; return both parts."""
     passed, end, answer = told.rpartition(_END_OF_THOUGHT)
     if not end and (thinking or _BEGIN_OF_THOUGHT in told):
         return told, ""
@@ -157,7 +156,7 @@ def _after_thoughts(told: str, thinking: bool) -> tuple[str, str]:
 
 
 Types = Mapping[str, Mapping[str, str]]
-"""Of each tool, the JSON types of its parameters."""
+"""JSON types of the parameters of each tool."""
 
 
 def _types(tools: Tools) -> Types:
@@ -209,7 +208,7 @@ def _in_sections(text: str, pattern: "re.Pattern[str]", end: str) -> Reply:
 
 
 def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
-    """Read the messages of gpt-oss, each of which says for whom or in which channel it is."""
+    """Parse the messages of gpt-oss; each names its recipient or its channel."""
     thoughts, told, calls = list[str](), list[str](), list[ToolCall]()
     for piece in text.split("<|start|>assistant"):
         found = _MESSAGE.match(piece)
@@ -228,7 +227,7 @@ def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
 
 
 def _through_last(end: str, text: str) -> tuple[str, str]:
-    """The text through the last `end`, and what follows, where what needs one would look for it in vain each time."""
+    """Split a text after the last `end`, so that patterns which need an `end` do not search the rest in vain."""
     place = text.rfind(end)
     place = 0 if place < 0 else place + len(end)
     return text[:place], text[place:]
@@ -301,7 +300,7 @@ class _NoJson:
 
 
 def _json(text: str) -> Any:
-    """What it says, or a `_NoJson`."""
+    """Parse JSON; return a `_NoJson` where that fails."""
     try:
         return from_json(text)
     except ValueError as error:

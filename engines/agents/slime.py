@@ -1,8 +1,8 @@
-"""Generate functions written for slime, as ours: `async def generate(args, sample, sampling_params)`.
+"""Adapter for generate functions written for slime: `async def generate(args, sample, sampling_params)`.
 
-What they ask of `http://{args.sglang_router_ip}:{args.sglang_router_port}/generate` goes through a captured session
-(`cairn.engines.agents.capture`), so ids, log-probs and seeds are the record's; of the sample, or the list of samples,
-that they return, the tokens and the loss mask say what is trained on. A `reward` that one has stands: see
+Their requests to `http://{args.sglang_router_ip}:{args.sglang_router_port}/generate` go through a captured session
+(`cairn.engines.agents.capture`), so ids, log-probs and seeds come from the record. In the samples that they return,
+tokens and loss mask define what is trained on. A `reward` that a sample has is used: see
 `cairn.tasks.grading.opening`."""
 
 import asyncio
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # graders import this too, and need no server
 
 
 class _Generating(Arguments):
-    """Of a generate function."""
+    """The `args` of a generate function."""
 
     def __init__(self, ctx: "Context", session: "Session") -> None:
         params = ctx.sampling
@@ -42,27 +42,27 @@ class _Generating(Arguments):
         host, _, rest = session.url.removeprefix("http://").rpartition(":")
         self.sglang_router_ip = host
         self.sglang_router_port = rest
-        """With the session: it is a part of URLs."""
+        """Port, followed by the session's name as the path of URLs."""
         self.tokenizer = ctx.tokenizer
 
 
 @dataclass
 class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given is registered with it
-    """What slime's `Sample` has, as a generate function is given it, and gives it back."""
+    """slime's `Sample`, as a generate function receives and returns it."""
 
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
     prompt: str = ""
     tokens: list[int] = field(default_factory=list)
-    """Of prompt and response."""
+    """Tokens of prompt and response."""
     response: str = ""
     response_length: int = 0
-    """In tokens."""
+    """Number of response tokens."""
     label: str | None = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
-    """Of the response's tokens; None: of all that were sampled."""
+    """Loss mask of the response tokens; None trains on all sampled ones."""
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     remove_sample: bool = False
@@ -80,7 +80,7 @@ class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given 
         meta_info: Mapping[str, Any] | None = None,
         text: str | None = None,
     ) -> None:
-        """Add what was sampled, or what the world gave (`trainable=False`)."""
+        """Append sampled tokens, or tokens of the environment (`trainable=False`)."""
         self.tokens = [*self.tokens, *map(int, tokens)]
         self.response_length += len(tokens)
         self.loss_mask = [*(self.loss_mask or ()), *[int(trainable)] * len(tokens)]
@@ -93,7 +93,7 @@ class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given 
             self.weight_versions.append(meta_info.get("weight_version", ""))
 
     def get_reward_value(self, args: Any) -> float:
-        """The number in a reward, which may be one entry of a mapping, `args.reward_key`."""
+        """Return the reward, or its entry `args.reward_key` where it is a mapping."""
         return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward  # type: ignore[return-value]
 
 
@@ -101,7 +101,7 @@ Sample.Status = Status  # type: ignore[attr-defined]  # as slime's functions nam
 
 
 class GenerateState:
-    """What slime's generate functions take their tokenizer from."""
+    """The state from which slime's generate functions take their tokenizer."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -112,12 +112,12 @@ class GenerateState:
 
 
 def get_model_url(args: Any, model_name: str = "", endpoint: str = "/generate") -> str:
-    """Where the policy is asked."""
+    """Return the URL of the policy."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """The answer to a JSON request. Raises RuntimeError with what a server says that refuses it."""
+    """Return the response to a JSON request. Raises RuntimeError with the message of a server that reports an error."""
     from aiohttp import ClientSession, ClientTimeout
 
     async with (
@@ -132,8 +132,7 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
 def adapted(
     function: Callable[..., Any],
 ) -> "Callable[[Context, SampleRequest], Awaitable[list[Trajectory]]]":
-    """A generate function of slime's as one of ours. One that may run again after a crash says so with an attribute
-    `replayable` that is true."""
+    """Convert a generate function of slime. It may run again after a crash if its attribute `replayable` is true."""
 
     from cairn.engines.agents.capture.server import capture
 
@@ -168,12 +167,14 @@ def adapted(
 
 
 def _trajectory(sample: Any, exchanges: "Sequence[Exchange]", used: set[int]) -> Trajectory:
-    """What a sample says it went through. Raises ValueError where it says that tokens are to be trained on that were
-    not sampled after those before them, or its reward is no number.
+    """Return the trajectory of a slime sample.
+
+    Raises ValueError where it trains on tokens that were not sampled after the tokens before them, or its reward is not
+    a number.
 
     Args:
-        used: the exchanges that samples before it went through, by their places; this one's are added. Of exchanges of
-            the same tokens it takes one that no other sample has.
+        used: indices of exchanges that earlier samples contain; this sample's are added. Among exchanges with the same
+            tokens it takes one that no other sample has.
     """
     status = getattr(sample.status, "value", sample.status)
     if status in (Status.ABORTED.value, Status.FAILED.value):

@@ -1,4 +1,4 @@
-"""What runs in the process of the user's `generate`: see `user_code.py` for what it hears and says."""
+"""Main program of the process that runs the user's `generate`; `user_code.py` describes its messages."""
 
 import os
 import queue
@@ -21,7 +21,7 @@ from cairn.engines.types.types import SamplingParams
 
 
 class _Process:
-    """The samples, on the loop of this thread, and the pipe to the engine."""
+    """The samples on the loop of this thread, and the pipe to the engine."""
 
     def __init__(self, connection: Connection, heartbeat: Heartbeat) -> None:
         self._connection = connection
@@ -31,7 +31,7 @@ class _Process:
         threading.Thread(target=self._send, daemon=True).start()
 
     def run(self) -> None:
-        """Generate what is asked for, one call after the other, until the engine has no use for it any more."""
+        """Generate samples, one call after the other, until the engine closes the connection."""
         while True:
             try:
                 kind, content = self._connection.recv()
@@ -57,7 +57,7 @@ class _Process:
                 loop.remove_reader(self._connection.fileno())
                 self._outbox.join()  # how samples ended is told before what is cancelled may keep the lock
                 may_stay = runner.close()  # watched too: that is code of samples
-        # Whatever it is, the engine's process has to hear of it.
+        # The engine's process needs every error, of whatever type.
         except Exception as error:
             self._say("failed", error)
         else:
@@ -95,7 +95,7 @@ class _Process:
             runner.answer(id, answer)
 
     def _send(self) -> None:
-        """In a thread, so that it hears while it says something."""
+        """Send messages from a thread, so that the process can receive meanwhile."""
         while True:
             message = self._outbox.get()
             try:
@@ -106,7 +106,7 @@ class _Process:
 
 
 def main(connection_fd: int, parent: int, heartbeat_fd: int) -> None:
-    """Generate what the process `parent` asks for, over an inherited connection. It reads the heartbeat."""
+    """Serve the process `parent` over an inherited connection; the parent reads the heartbeat."""
     die_with(parent)
     os.set_inheritable(connection_fd, False)
     heartbeat = Heartbeat(heartbeat_fd)

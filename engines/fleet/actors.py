@@ -1,6 +1,6 @@
-"""The actors of a fleet: a process with one engine, to which it forwards what it is called for.
+"""The actors of a fleet: each is a process with one engine, to which it forwards calls.
 
-What an engine is made by is named, and imported where it is made, so that the driver loads no PyTorch.
+The maker of an engine is named by a string and imported in the actor, so that the driver loads no PyTorch.
 """
 
 import gc
@@ -26,14 +26,14 @@ from cairn.engines.types.errors import EngineError
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import GenerateRequest, SamplingParams, Stream
 
-# Streams of a rollout engine for whoever asks it from another process: the workers in which episodes run.
+# Streams of a rollout engine for clients in other processes: the workers in which episodes run.
 #
-# An asker submits what came up since its last call, and takes what has ended since. A thread reads its stream
-# meanwhile, so that the engine decodes however long an asker takes to come again.
+# A client submits new requests and fetches completed ones in separate calls. A thread reads the client's stream, so
+# that the engine keeps decoding between two calls.
 
 
 class Askers:
-    """Of the engine in this process. Methods may be called from any thread."""
+    """Streams of this process's engine, by client name. Methods may be called from any thread."""
 
     def __init__(self, open: Callable[[], Stream]) -> None:
         """`open`: opens a stream of the engine."""
@@ -42,35 +42,36 @@ class Askers:
         self._lock = threading.Lock()
 
     def open_stream(self, name: str) -> None:
-        """Begin to be asked by someone, named unlike all others that there are or were."""
+        """Open a stream for a client. `name` must differ from those of all clients, present and past."""
         with self._lock:
             self._askers[name] = _Asker(self._open())
 
     def ask(self, name: str, requests: Sequence[GenerateRequest]) -> None:
-        """Generate a sample for each request. What is refused is told as an answer, and so is whatever fails. Raises
-        EngineError where the stream is closed."""
+        """Submit requests, one sample each. `take_answers` returns refusals among the answers, and raises later errors.
+        Raises EngineError where the stream is closed."""
         self._asker(name).ask(requests)
 
     def take_answers(self, name: str, seconds: float) -> Answers:
-        """What has been answered since; nothing where nothing was for so many seconds. Raises what streams do."""
+        """Return the answers since the last call. Waits for the first one for at most `seconds`, and returns nothing
+        after that. Raises as `Stream` does."""
         return self._asker(name).take(seconds)
 
     def abort_stream(self, name: str) -> None:
-        """End what one has asked for soon; without effect where it is gone."""
+        """Abort the client's requests. Does nothing where its stream is closed."""
         with self._lock:
             asker = self._askers.get(name)
         if asker is not None:
             asker.stream.abort()
 
     def close_stream(self, name: str) -> None:
-        """Give up what one has asked for; the engine is at work on none of it when this returns."""
+        """Cancel the client's requests and close its stream. The engine runs none of them when this returns."""
         with self._lock:
             asker = self._askers.pop(name, None)
         if asker is not None:
             asker.close()
 
     def close_streams(self) -> None:
-        """The same for all."""
+        """Close all streams."""
         for name in list(self._askers):
             self.close_stream(name)
 
@@ -83,7 +84,7 @@ class Askers:
 
 
 class _Asker:
-    """One of them, and what it has not taken yet."""
+    """The stream of one client, with the answers that the client has not taken yet."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -117,7 +118,7 @@ class _Asker:
         self._thread.join()
 
     def _read(self) -> None:
-        """In a thread of its own."""
+        """Collect answers, in a thread of its own."""
         try:
             while self._asking.wait():
                 self._told(self._asking.answers())
@@ -134,12 +135,12 @@ class _Asker:
 
 
 class EngineActor(FencedActor):
-    """One engine, or one rank or machine's part of it, in a process that knows its slot: its machine, and the devices
-    there that are its own. A method that the actor has not is the engine's."""
+    """A process with one engine, or with one rank's or one machine's part of it. The process knows its slot: its
+    machine, and its own devices there. Calls of methods that the actor lacks go to the engine."""
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
-        """Called before PyTorch is imported, which reads the environment once. Threads that wait must not spin: on a
-        machine that does something else too, spinning made small updates twenty times slower."""
+        """Set the environment before PyTorch is imported, which reads it once. Waiting threads must not spin: on a
+        machine with other work too, spinning made small updates twenty times slower."""
         super().__init__(claim)
         found = ray.get_runtime_context().get_node_id()
         if found != slot.node:  # Ray moved the bundle after it was asked where it lies: the devices are others
@@ -158,7 +159,7 @@ class EngineActor(FencedActor):
         self._engine: Any = None
 
     def make(self, maker: str, *args: Any) -> None:
-        """Make the engine. `maker`: `module:name` of what makes it of these arguments. Raises what that raises."""
+        """Make the engine by calling `maker` (`module:name`) with these arguments. Raises what the maker raises."""
         defer_compiler()
         module, _, name = maker.partition(":")
         with collecting_later():
@@ -167,20 +168,19 @@ class EngineActor(FencedActor):
         gc.freeze()  # what it begins with it keeps: a search for garbage, at any moment of a rollout, leaves that out
 
     def health(self) -> dict[str, Any]:
-        """What the engine says of itself, and its process. Answers at once, also while the engine works."""
+        """Return the health of the engine and of its process. Returns at once, also while the engine works."""
         return {**self._made.health(), "pid": os.getpid(), "node": self._slot.address, "slot": self._slot}
 
     def host(self) -> str:
-        """Its machine's address within the cluster."""
+        """Return the machine's address within the cluster."""
         return self._slot.address
 
     def free_port(self, host: str) -> int:
-        """See `cairn.engines.processes.ports.free_port`."""
+        """Return a free port; see `cairn.engines.processes.ports.free_port`."""
         return free_port(host)
 
     def model_digests(self, folders: Mapping[str, str], recorded: Mapping[str, str]) -> dict[str, str]:
-        """Digests of model folders as this machine has them, by the names given to them. `recorded`: see
-        `folder_digest`."""
+        """Return digests of model folders on this machine, by name. `recorded`: see `folder_digest`."""
         from cairn.engines.models.files import folder_digest
 
         return {name: folder_digest(Path(folder), recorded.get(name)) for name, folder in folders.items()}
@@ -198,7 +198,7 @@ class EngineActor(FencedActor):
 
 
 class RolloutActor(EngineActor):
-    """Of a rollout engine, and of the coroutines of samples, which run beside it."""
+    """A rollout engine, and the coroutines of samples, which run next to it."""
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         super().__init__(claim, num_threads, slot)
@@ -207,30 +207,30 @@ class RolloutActor(EngineActor):
         self._askers = Askers(self._open)
 
     def make(self, maker: str, *args: Any) -> None:
-        """See `EngineActor.make`; of a model folder, a RolloutConfig, and more."""
+        """Make the engine; see `EngineActor.make`. The arguments begin with a model folder and a RolloutConfig."""
         super().make(maker, *args)
         _, config, *_ = args
         self._admission = Admission(config.max_tokens_in_flight)
 
     def abort(self) -> None:
-        """End what is being generated, and its stream."""
+        """Abort all that is being generated, and its stream."""
         self._samples.abort()
         self._made.abort()
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
-        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
+        """Add samples to the running `generate_samples`; see `cairn.engines.agents.episodes.samples.SampleEngine`."""
         return self._samples.join(samples)
 
     def acknowledge(self, number: int) -> None:
-        """What it streamed with this number is durable, and all before it."""
+        """Confirm that what was streamed with this number, and all before it, is durable."""
         self._samples.acknowledge(number)
 
     def usage(self) -> dict[str, int]:
-        """See `cairn.engines.rollout.base` and `cairn.engines.rollout.admission`."""
+        """Return usage counters; see `cairn.engines.rollout.base` and `cairn.engines.rollout.admission`."""
         return {**self._made.usage(), **self._admission.usage()}
 
     def open_stream(self, asker: str) -> None:
-        """See `cairn.engines.fleet.actors`, here and below."""
+        """Open a stream for a client. This method and the next ones forward to `Askers`."""
         self._askers.open_stream(asker)
 
     def ask(self, asker: str, requests: Sequence[GenerateRequest]) -> None:
@@ -251,7 +251,7 @@ class RolloutActor(EngineActor):
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """See `cairn.engines.agents.episodes.samples`."""
+        """Generate samples; see `cairn.engines.agents.episodes.samples`."""
         yield from self._samples.generate(samples, params, function)
 
     def _open(self) -> Stream:
@@ -259,16 +259,16 @@ class RolloutActor(EngineActor):
 
 
 class EpisodesActor(EngineActor):
-    """Of a worker in which episodes run: a name of its own, which lists of processes show."""
+    """A worker in which episodes run. Lists of processes show the name of this class."""
 
 
 class RouterActor(EngineActor):
-    """Of a router before rollout engines, likewise."""
+    """A router in front of rollout engines. Lists of processes show the name of this class."""
 
 
 class RewardModelActor(EngineActor):
-    """Of the reward model, likewise."""
+    """The reward model. Lists of processes show the name of this class."""
 
 
 class TrainingActor(EngineActor):
-    """Of a rank of the training engine, likewise."""
+    """A rank of the training engine. Lists of processes show the name of this class."""

@@ -1,4 +1,4 @@
-"""Which Ray cluster a run uses."""
+"""The Ray cluster that a run uses, and the memory of its object store."""
 
 import os
 from contextlib import suppress
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 
 ADDRESS = "CAIRN_RAY_ADDRESS"
-"""Environment variable: the cluster that runs on this machine join where their configuration names none."""
+"""Environment variable with the cluster that runs on this machine join if their configuration names none."""
 
 
 def ray_address(fleet: "FleetConfig") -> str | None:
-    """`auto` or `host:port` of the cluster to join; None where the run starts its own."""
+    """Return `auto` or `host:port` of the cluster to join; None where the run starts its own."""
     return fleet.ray_address or os.environ.get(ADDRESS) or None
 
 
-# Ray's object store on this machine: the memory under it, and what a lack of room in it is called.
+# Ray's object store on this machine: its memory, and the errors when it is full.
 #
-# Ray makes the store as a sparse file in shared memory, or in its temporary folder where shared memory is too small.
-# Room that others take there meanwhile is missing when a process writes to the store, which the kernel then ends by
-# SIGBUS: an engine, or the driver without a word. So all of it is taken when the cluster starts.
+# Ray makes the store as a sparse file in shared memory, or in its temporary folder where shared memory is too small. If
+# others take that room meanwhile, the kernel ends the process that writes to the store by SIGBUS: an engine, or the
+# driver, without a message. So all of the room is taken when the cluster starts.
 #
-# When the store itself is full, Ray moves objects into files, and when their disk is full too, more than 95 % of it by
-# default, it refuses new ones.
+# When the store is full, Ray moves objects into files. When their disk is full too (by default, more than 95 %), Ray
+# refuses new objects.
 
 
 FULL = (ObjectStoreFullError, OutOfDiskError)
-"""What Ray raises where no room is left for an object."""
+"""Errors that Ray raises where no room is left for an object."""
 
 
 def reserve(raylet: int) -> None:
-    """Take all the room that the store of a raylet, given by its process, may ever need. Raises NoSpace."""
+    """Take all the room that the store of a raylet may ever need. `raylet` is its process id. Raises NoSpace."""
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, which others watch
         for descriptor in os.scandir(f"/proc/{raylet}/fd"):
             store = Path(os.readlink(descriptor.path))  # its name is gone by now: "/dev/shm/plasma1a2b3c (deleted)"
@@ -47,7 +47,8 @@ def reserve(raylet: int) -> None:
 
 
 def no_room(call: str, folder: Path | None) -> NoSpace:
-    """What to raise for a call that found no room. `folder`: Ray's temporary one, None for somebody else's cluster."""
+    """Return the error for a call that found no room. `folder` is Ray's temporary folder; None for somebody else's
+    cluster."""
     disk, else_ = "its disk", ""
     if folder is not None:
         disk, else_ = f"the disk of {folder}", ", or set TMPDIR to a folder on another disk and resume"

@@ -1,4 +1,4 @@
-"""Waiting for actors: every wait ends by a deadline, and every failure is named in the engines' own errors."""
+"""Waiting for actors: every wait has a deadline, and every failure becomes one of the engines' own errors."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,21 +13,21 @@ from cairn.engines.fleet.cluster import ray_folder, require_cluster
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 
 LOOK_INTERVAL = 2.0
-"""Seconds after which whoever waits notices that the cluster was given up."""
+"""Seconds within which a waiting caller notices that the cluster was given up."""
 
 Engine = TypeVar("Engine")
 Found = TypeVar("Found")
 
 
 class Deadline:
-    """A moment after which nobody waits any more."""
+    """A moment at which waiting ends."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     def begin_anew(self) -> None:
-        """Let it come as many seconds from now."""
+        """Restart the deadline with the initial number of seconds."""
         self._end = time.monotonic() + self.seconds
 
     @property
@@ -37,7 +37,7 @@ class Deadline:
 
 
 def put(value: Any) -> "ray.ObjectRef[Any]":
-    """The value in the object store. Raises ClusterLost and NoSpace."""
+    """Put the value into the object store and return its reference. Raises ClusterLost and NoSpace."""
     require_cluster()
     try:
         return ray.put(value)
@@ -46,7 +46,7 @@ def put(value: Any) -> "ray.ObjectRef[Any]":
 
 
 def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
-    """Those of the calls that ended, and those that did not: as soon as `num_returns` ended, or after the seconds.
+    """Return the calls that ended and those that did not, as soon as `num_returns` ended or the seconds are over.
     Raises ClusterLost."""
     deadline = Deadline(seconds)
     while True:
@@ -59,14 +59,14 @@ def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[l
 
 
 def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
-    """The result of an actor call.
+    """Return the result of an actor call.
 
     Raises:
-        EngineTimeout: it did not come in time.
-        EngineDied: the actor is gone or out of reach; whether it did the call is unknown.
-        ClusterLost: all actors are.
-        NoSpace: there is no room for it.
-        Exception: what the engine itself raised, with the actor's traceback as its cause.
+        EngineTimeout: the result did not come in time.
+        EngineDied: the actor is gone or out of reach. Whether it executed the call is unknown.
+        ClusterLost: all actors are gone or out of reach.
+        NoSpace: the object store has no room.
+        Exception: the engine's own error, with the actor's traceback as its cause.
     """
     wait([ref], deadline.remaining)
     try:
@@ -91,17 +91,18 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
 
 
 def results(refs: "Sequence[ray.ObjectRef[Any]]", deadline: Deadline, calls: Sequence[str]) -> list[Any]:
-    """The results of calls made at the same time, in their order. Raises what `result` raises for the first of them."""
+    """Return the results of concurrent calls, in order. Raises what `result` raises for the first of them."""
     return [result(ref, deadline, call) for ref, call in zip(refs, calls, strict=True)]
 
 
 def at_the_same_time(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:
-    """Do something with each engine in a thread of its own; the first failure is raised once all have ended."""
+    """Call `work` with each engine, each in a thread of its own, and return the results. Raises the first failure once
+    all have ended."""
     with ThreadPoolExecutor(max(1, len(engines))) as pool:
         return list(pool.map(work, engines))
 
 
 def _reason(error: RayActorError) -> str:
-    """How the process ended: the last line of Ray's account, without the general advice at its end."""
+    """Return how the process ended: the last line of Ray's message, without the general advice at its end."""
     *_, last = str(error).strip().splitlines() or [type(error).__name__]
     return last.partition(" Some common causes include")[0]

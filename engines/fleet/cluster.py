@@ -1,10 +1,10 @@
 """The Ray cluster under a fleet: started for this process alone, or joined by its address.
 
-started    private, with a folder of its own for sockets and logs; it ends with this process, however this process ends
+started    private, with a folder of its own for sockets and logs; ends with this process, however the process ends
            (see cairn.engines.fleet.reaper)
-joined     someone else's: left running; where its head is silent for long, this process gives it up
+joined     somebody else's; left running; this process gives it up when its head is silent for long
 
-A process has one cluster at a time; it is let go when the last of its users closes it.
+A process has one cluster at a time. The last user of the cluster releases it by closing it.
 """
 
 import contextlib
@@ -38,28 +38,29 @@ from cairn.engines.fleet.warm import WarmProcess
 from cairn.engines.types.errors import ClusterLost, EngineError
 from cairn.storage.store.errors import NoSpace
 
-# What is watched of a Ray cluster: whether its processes live, whether its head answers, whether its machines stay.
+# Health of a Ray cluster: whether its processes live, whether its head responds, whether its machines stay.
 
 
 HEAD = ("gcs_server", "raylet")
-"""Processes without which a cluster is none. Ray waits for their return, for a minute or for ever."""
+"""Processes that no cluster can be without. If one dies, Ray waits for its return, for a minute or for ever."""
 
 LOOK_INTERVAL = 0.5
-"""Seconds after which a watch of them notices that the cluster was closed."""
+"""Seconds within which a watch of these processes notices that the cluster was closed."""
 
 HEAD_SILENCE = 40.0
-"""Seconds after which the silent head of a joined cluster is given up: Ray ends a process without a word after 60."""
+"""Seconds of silence after which the head of a joined cluster is given up. Ray ends a process without a message after
+60."""
 
 HEAD_INTERVAL = 5.0
-"""Seconds between two looks at it, and what its answer may take."""
+"""Seconds between two checks of the head, and the timeout of one check."""
 
 JOIN_ANSWER = 10.0
-"""Seconds within which a cluster that is to be joined must answer: Ray itself waits two minutes for an address where
-nothing does, and then ends the process."""
+"""Seconds within which a cluster to be joined must respond. Ray itself waits two minutes for an address that does not
+respond, and then ends the process."""
 
 
 def first_to_die(processes: Sequence[psutil.Process], names: Sequence[str], closing: threading.Event) -> str | None:
-    """Name of the first of these processes, one of each name, that dies or is dead; None if `closing` is set
+    """Return the name of the first of these processes, one of each name, that dies or is dead; None if `closing` is set
     before."""
     with contextlib.ExitStack() as stack:
         ends = select.poll()
@@ -77,7 +78,7 @@ def first_to_die(processes: Sequence[psutil.Process], names: Sequence[str], clos
 
 
 def head_processes() -> list[psutil.Process]:
-    """The processes of the head that this process has started."""
+    """Return the processes of the head that this process has started."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
@@ -87,7 +88,7 @@ def head_processes() -> list[psutil.Process]:
 
 
 def raylet_here() -> Iterator[psutil.Process]:
-    """The raylet by which this process takes part in a cluster, where it can be seen."""
+    """Yield the raylet by which this process takes part in a cluster, if the raylet is visible."""
     node = f"--node_id={ray.get_runtime_context().get_node_id()}"
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -96,7 +97,7 @@ def raylet_here() -> Iterator[psutil.Process]:
 
 
 def no_answer(address: str, timeout: float) -> Exception | None:
-    """Why nothing answers at `host:port`; None if something does."""
+    """Return why nothing responds at `host:port`; None if something does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
@@ -106,20 +107,21 @@ def no_answer(address: str, timeout: float) -> Exception | None:
 
 
 def seconds_until_drained(nodes: Collection[str]) -> float | None:
-    """Seconds until the first of these nodes goes, as its cluster was told; None where none is to go."""
+    """Return the seconds until the cluster drains the first of these nodes: infinite if no time is set, None if it
+    drains none."""
     told = draining()
     ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
     return max(0.0, min(ends) - time.time()) if ends else None
 
 
 def draining() -> dict[str, int]:
-    """The nodes that are to go, by their ids, and when, in milliseconds of Unix time; 0: at no certain time."""
+    """Return the nodes that are to be drained, by id, and when, in milliseconds of Unix time; 0 if no time is set."""
     told: dict[str, int] = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it
     return told
 
 
 def living() -> set[str]:
-    """The nodes of the cluster, by their ids, but for those that are gone."""
+    """Return the ids of the cluster's living nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -127,14 +129,15 @@ NAMESPACE = "cairn"
 """Ray namespace of all actors and placement groups."""
 
 MAX_FOLDER_LENGTH = 40
-"""Characters of the cluster's folder: Ray adds up to 64 for a Unix socket, which Linux limits to 107 in all."""
+"""Most characters in the path of the cluster's folder. Ray adds up to 64 for a Unix socket, and Linux limits the whole
+path to 107."""
 
 
 Answer = TypeVar("Answer")
 
 
 class ClusterError(EngineError):
-    """There is no cluster, or it lacks what was asked of it."""
+    """No cluster is available, or it lacks what was requested."""
 
 
 @dataclass
@@ -142,9 +145,9 @@ class Cluster:
     """This process's connection to Ray."""
 
     address: str | None
-    """As it was asked for; None for a cluster that was started."""
+    """The address that was requested; None for a cluster that was started."""
     folder: Path | None = None
-    """Sockets and logs of a cluster that was started."""
+    """Folder with the sockets and logs of a cluster that was started."""
     _reaper: "subprocess.Popen[bytes] | None" = None
     _warm: WarmProcess | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -152,7 +155,7 @@ class Cluster:
     _asking: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 0
     lost: str | None = None
-    """Why it is gone, or given up."""
+    """Reason why the cluster is gone or was given up; None while it is in use."""
 
     @property
     def joined(self) -> bool:
@@ -168,18 +171,20 @@ class Cluster:
         timeout: float,
         make_warm: Callable[[], WarmProcess | None] = lambda: None,
     ) -> "Cluster":
-        """Start a cluster, or join one, or share the one that this process has.
+        """Start a cluster, join one, or share the one that this process has.
 
         Args:
-            address: of the cluster to join: `host:port`, or `auto` for the one on this machine; None starts one.
-            num_cpus: CPUs that a started cluster offers. They count reservations only; more than there are do no harm.
+            address: address of the cluster to join: `host:port`, or `auto` for the one on this machine. None starts
+                one.
+            num_cpus: CPUs that a started cluster offers. They only count reservations; more than the machine has do no
+                harm.
             object_store_memory: bytes of a started cluster's object store, in shared memory, all taken at once.
-            timeout: seconds for each of the two tries to start one.
-            make_warm: gives a started cluster the process of which its workers are forks.
+            timeout: seconds for each of the two attempts to start a cluster.
+            make_warm: returns the process from which a started cluster's workers are forked.
 
         Raises:
-            ClusterError: it cannot be started, reached, or shared.
-            NoSpace: there is no room for its object store.
+            ClusterError: the cluster cannot be started, reached, or shared.
+            NoSpace: the object store has no room.
         """
         global _current
         with _lock:
@@ -202,16 +207,17 @@ class Cluster:
             return _current
 
     def start_workers_with(self, num_threads: int | None) -> None:
-        """Let workers that are started from now on have this number of OpenMP's threads, or be told it when they import
-        PyTorch; None: each will be told its own."""
+        """End the warm process unless its forks have this number of OpenMP threads. Workers that start without it set
+        their own number before they import PyTorch. `num_threads` is None where workers differ."""
         if self._warm is not None and self._warm.num_threads != num_threads:
             self._warm.close()
             self._warm = None
 
     def watch(self) -> None:
-        """End what is left of a started cluster once a process of its head has died, so that no call waits for it.
+        """End the rest of a started cluster once a process of its head has died, so that no call waits for the cluster.
 
-        At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
+        This must happen at once: Ray ends, without a message, the first process that touches the object store of a dead
+        raylet.
         """
         name = first_to_die(head_processes(), HEAD, self._closing)
         if name is not None:
@@ -219,7 +225,7 @@ class Cluster:
             reaper.end_processes_writing_in(str(self.folder))
 
     def watch_raylet(self, address: str, raylet: psutil.Process) -> None:
-        """Give up a joined cluster whose process on this machine has died, at once for the same reason."""
+        """Give up a joined cluster whose raylet on this machine has died, at once for the same reason."""
         if first_to_die([raylet], HEAD[1:], self._closing) is not None:
             self.lost = (
                 f"the Ray cluster at {address} is out of reach: its raylet on this machine died; what is committed is "
@@ -227,7 +233,7 @@ class Cluster:
             )
 
     def watch_head(self, address: str) -> None:
-        """Give up a joined cluster whose head is silent for long."""
+        """Give up a joined cluster whose head is silent for `HEAD_SILENCE` seconds."""
         silent_since: float | None = None
         while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
             asked = time.monotonic()
@@ -243,13 +249,13 @@ class Cluster:
                 return
 
     def answer(self, question: Callable[[], Answer]) -> Answer | None:
-        """What Ray answers to somebody who may ask late: None once the cluster was let go, or given up. Ray itself
-        would start another one to answer, and end the process in the midst of that."""
+        """Return Ray's answer to a question that may come late; None once the cluster was released or given up. In that
+        case Ray itself would start another cluster to answer, and end the process in the middle of that."""
         with self._asking:
             return None if self._closing.is_set() or self.lost is not None else question()
 
     def close(self) -> None:
-        """Let go of the cluster; its last user leaves a joined one and ends a started one."""
+        """Release the cluster. Its last user leaves a joined cluster and ends a started one."""
         global _current
         with _lock:
             self._users -= 1
@@ -274,7 +280,7 @@ _current: Cluster | None = None
 
 
 def require_cluster() -> None:
-    """Raise ClusterLost if the cluster that this process uses is gone, given up or let go."""
+    """Raise ClusterLost if the cluster that this process uses is gone, given up or released."""
     cluster = _current
     if cluster is not None and cluster.lost is not None:
         raise ClusterLost(cluster.lost)
@@ -283,7 +289,7 @@ def require_cluster() -> None:
 
 
 def ray_folder() -> Path | None:
-    """Where the cluster that this process started keeps its files; None for one that it has joined."""
+    """Return the folder with the files of the cluster that this process started; None for a joined cluster."""
     return None if _current is None else _current.folder
 
 
@@ -334,7 +340,7 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
     cluster = Cluster(None, folder, watching, warm)
 
     def start() -> None:
-        # An earlier one's end would be taken for the end of this cluster's.
+        # Otherwise the end of an earlier cluster would be taken for the end of this one.
         psutil.wait_procs(head_processes(), timeout)
         with only_what_runs_actors(), nullcontext() if warm is None else workers_from(warm.address):
             ray.init(
@@ -346,8 +352,8 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
                 logging_level=logging.ERROR,
                 namespace=NAMESPACE,
                 _temp_dir=str(folder),
-                # An engine must not be killed because another program on the machine uses memory, nor wait for all that
-                # others compute: Ray would have it run at niceness 15.
+                # Ray must not kill an engine because another program on the machine uses memory. Nor may an engine wait
+                # for all that other programs compute: by default Ray runs it at niceness 15.
                 _system_config={
                     "memory_monitor_refresh_ms": 0,
                     "worker_niceness": 0,
@@ -358,7 +364,8 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
     try:
         try:
             _in_lasting_thread(start, cluster._ended, timeout)
-        # On a loaded machine Ray gives up after 30 seconds, with a bare Exception; caches are warm then.
+        # On a loaded machine Ray gives up after 30 seconds, with a bare Exception. Caches are warm at the second
+        # attempt.
         except Exception:
             ray.shutdown()
             _in_lasting_thread(start, cluster._ended, timeout)
@@ -381,9 +388,9 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
 
 
 def _in_lasting_thread(work: Callable[[], None], end: threading.Event, timeout: float) -> None:
-    """Do the work in a thread that lasts until `end` is set, or only as long as the work if that fails.
+    """Do the work in a thread that lasts until `end` is set, or only as long as the work if the work fails.
 
-    Linux ends Ray's processes together with the thread that started them, so this must be none that ends earlier.
+    Linux ends Ray's processes together with the thread that started them, so that thread must not end earlier.
     """
     done: Future[None] = Future()
 
@@ -408,9 +415,9 @@ def _new_folder() -> Path:
 
 
 def require_token() -> None:
-    """Give Ray a token of its owner alone for the clusters that it starts: in `~/.ray/auth_token`, where Ray would make
-    one that everybody on the machine can read, or where the home folder can keep none, in the environment of this
-    process and its children."""
+    """Give Ray a token that only its owner can read, for the clusters that it starts. The token is stored in
+    `~/.ray/auth_token`, where Ray would make one that everybody on the machine can read. If the home folder cannot
+    store one, the token is in the environment of this process and its children."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
     if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
@@ -430,7 +437,7 @@ def require_token() -> None:
 
 
 def _write_token(file: Path) -> None:
-    """Make the file whole, unless another process does so first."""
+    """Write the whole file at once, unless another process does so first."""
     descriptor, made = tempfile.mkstemp(dir=file.parent)  # readable by its owner alone
     try:
         with os.fdopen(descriptor, "w") as opened:

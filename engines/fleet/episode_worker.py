@@ -1,4 +1,5 @@
-"""What runs in an episode worker: the process of user code, as beside an engine, and the way to the engine."""
+"""The contents of an episode worker: the process of user code, as next to an engine, and the connection to the
+engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,12 +14,13 @@ from cairn.engines.types.types import SamplingParams
 
 
 class EpisodeWorker:
-    """Runs the episodes of one call after the other. Calls are told apart by their askers."""
+    """Runner of episodes, for one call after the other. Calls are distinguished by the name of their client
+    (`asker`)."""
 
     def __init__(self) -> None:
         self._samples = SampleEngine(self._open, self._abort)
         self._engine: RemoteEngine | None = None
-        """Of the running call."""
+        """The rollout engine of the running call."""
         self._aborted: str | None = None
         self._unwanted: set[str] = set()
         self._open_episodes: set[SampleKey] = set()
@@ -27,7 +29,8 @@ class EpisodeWorker:
     def generate_samples(
         self, engine: RemoteEngine, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """See `cairn.engines.agents.episodes.samples.SampleEngine.generate`. `engine`: whom the samples ask."""
+        """Generate samples; see `cairn.engines.agents.episodes.samples.SampleEngine.generate`. `engine` serves their
+        requests."""
         if engine.asker in self._unwanted:
             return
         if engine.asker == self._aborted:
@@ -46,29 +49,30 @@ class EpisodeWorker:
             self._open_episodes = set()
 
     def acknowledge(self, asker: str, number: int) -> None:
-        """What a call yielded with this number is durable, and all before it; without effect where it has ended."""
+        """Confirm that what a call yielded with this number, and all before it, is durable. Does nothing where the call
+        has ended."""
         if self._is_at(asker):
             self._samples.acknowledge(number)
 
     def abort(self, asker: str) -> None:
-        """End a call soon, begun or not: it gives each unfinished sample as far as it came."""
+        """End a call soon, begun or not: it yields each unfinished sample with what it has so far."""
         self._aborted = asker
         if self._is_at(asker):
             self._samples.abort()
 
     def give_up(self, asker: str) -> None:
-        """Nobody wants what a call makes, begun or not: it ends, and with it the process of its code."""
+        """Cancel a call, begun or not, whose samples nobody needs. The process of its code ends too."""
         self._unwanted.add(asker)
         if self._is_at(asker):
             self._samples.give_up()
 
     def give_up_all(self) -> None:
-        """The same for the running call, whoever's it is."""
+        """Cancel the running call, whichever client it belongs to."""
         if (engine := self._engine) is not None:
             self.give_up(engine.asker)
 
     def health(self) -> dict[str, Any]:
-        """Keys: open_episodes (those that have not ended), ended_episodes (since it was made)."""
+        """Return counters. Keys: open_episodes (not ended yet), ended_episodes (since the worker was made)."""
         return {"open_episodes": len(self._open_episodes), "ended_episodes": self._ended}
 
     def _is_at(self, asker: str) -> bool:

@@ -1,12 +1,12 @@
 """The workers in which the episodes of a rollout engine run, as the driver sees them.
 
-| what happens | what becomes of it |
+| event | consequence |
 |---|---|
-| samples are asked for | they are dealt out to the engine's workers; what each yields comes as it does |
-| a worker dies, or does not answer | it is made again and gets its samples that have not ended, with their records |
+| samples are requested | they are distributed over the engine's workers; each result is passed on as it comes |
+| a worker dies, or does not respond | it is replaced, and its unfinished samples resume there from their records |
 | a worker dies `LOSSES` times in a call | EngineDied, for the whole call |
-| a worker raises something, for one because the engine died | the call raises it, and the other workers end theirs |
-| the call is given up | the processes of user code end |
+| a worker raises an error, for example because the engine died | the call raises it, and the other workers end theirs |
+| the call is cancelled | the processes of user code end |
 """
 
 import time
@@ -33,17 +33,17 @@ from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKe
 from cairn.engines.types.types import SamplingParams
 
 WORKER = "cairn.engines.fleet.episode_worker:EpisodeWorker"
-"""What an actor makes."""
+"""Class that an episode actor makes as its engine."""
 
 LOSSES = 4
-"""Deaths of one worker in a call after which it is not made again for it."""
+"""Deaths of one worker in a call after which the call fails."""
 
 LOOK = 1.0
-"""Seconds after which workers are looked at, at most."""
+"""Most seconds between two checks of the workers."""
 
 
 class EpisodeWorkerHandle(EngineHandle):
-    """One worker. Calls may raise EngineDied and EngineTimeout."""
+    """An episode worker. Calls may raise EngineDied and EngineTimeout."""
 
     def __init__(self, name: str, actor: Actor, fleet: FleetConfig) -> None:
         super().__init__(name, [actor], fleet)
@@ -52,23 +52,23 @@ class EpisodeWorkerHandle(EngineHandle):
     def begin(
         self, engine: RemoteEngine, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> "ray.ObjectRefGenerator":
-        """Run episodes; what they yield is read with `take`."""
+        """Start episodes; `take` reads what they yield."""
         return self._actor.call("generate_samples", engine, list(samples), params, function, num_returns="streaming")
 
     def take(self, ref: Any, deadline: Deadline) -> Any:
-        """What was yielded. Raises what the worker raises."""
+        """Return what was yielded. Raises what the worker raises."""
         return self._result(ref, deadline, self._actor, "generate_samples")
 
     def told(self, method: str, *args: Any) -> Any:
-        """Begin a call that is answered while episodes run."""
+        """Start a call that the worker handles while episodes run."""
         return self._actor.call(method, *args, concurrency_group=CONTROL)
 
     def call(self, method: str, *args: Any) -> Any:
-        """The same, to its end."""
+        """Make such a call and return its result."""
         return self._result(self.told(method, *args), Deadline(self._fleet.call_timeout), self._actor, method)
 
     def hung(self) -> None:
-        """It is of no use, whatever it says of itself: `ensure_alive` makes another in its place."""
+        """Mark the worker as useless, whatever its health says: `ensure_alive` then replaces it."""
         self._suspect = True
 
     def _make_engine(self, deadline: Deadline) -> None:
@@ -83,41 +83,42 @@ class EpisodeWorkerHandle(EngineHandle):
 
 @dataclass
 class _Call:
-    """What a worker is at."""
+    """The running call of a worker."""
 
     worker: EpisodeWorkerHandle
     engine: RemoteEngine
     left: dict[SampleKey, SampleRequest]
-    """What has not ended."""
+    """Samples that have not ended."""
     stream: "ray.ObjectRefGenerator"
     heard: float
-    """When it last yielded something, or was found alive."""
+    """Time at which the worker last yielded something or was seen alive."""
     health: "ray.ObjectRef[Any] | None" = None
-    """Asked for, since it was silent."""
+    """Health check under way, made because the worker was silent."""
     asked: float = 0.0
 
 
 class Episodes:
-    """Of one engine. For one call of `generate_samples` at a time."""
+    """The episode workers of one engine, for one call of `generate_samples` at a time."""
 
     def __init__(self, engine: Actor, workers: Sequence[EpisodeWorkerHandle], fleet: FleetConfig) -> None:
         self.workers = workers
         self._engine = engine
         self._fleet = fleet
         self._calls: dict[Any, _Call] = {}
-        """By their streams."""
+        """Running calls, by stream."""
         self._lost: dict[Future[None], _Call] = {}
-        """Those whose workers are made again."""
+        """Calls whose workers are being replaced."""
         self._numbers = count()
         self._awaited: deque[tuple[int, _Call, int]] = deque()
-        """Numbers of what workers wait for to be durable: here, and theirs."""
+        """Numbers of records that workers wait for to be durable: the number here, the call, and the worker's own
+        number."""
         self._losses: Counter[str] = Counter()
         self._aborted = False
         self._pool = ThreadPoolExecutor(len(workers), "episode-workers")
 
     @property
     def restarts(self) -> int:
-        """Of the workers, under this driver."""
+        """Number of times that this driver restarted the workers."""
         return sum(worker.restarts for worker in self.workers)
 
     def generate_samples(
@@ -128,8 +129,8 @@ class Episodes:
         deadline: Deadline,
         look: Callable[[], Any],
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Stream samples as they end, and what is recorded of them before; every `LOOK` seconds in which all is silent,
-        an empty list. `look` is called where that lasts, and raises where the engine is dead."""
+        """Stream samples as they end, and their records before that. After every `LOOK` seconds of silence, yield an
+        empty list. If the silence lasts, call `look`, which raises where the engine is dead."""
         self._aborted = False
         self._losses.clear()
         self._awaited.clear()
@@ -159,7 +160,8 @@ class Episodes:
             self._end()
 
     def acknowledge(self, number: int) -> None:
-        """What was yielded with this number is durable, and all before it. From any thread; waits for nobody."""
+        """Confirm that what was yielded with this number, and all before it, is durable. May be called from any thread;
+        does not block."""
         known: dict[str, tuple[_Call, int]] = {}
         while self._awaited and self._awaited[0][0] <= number:
             _, call, theirs = self._awaited.popleft()
@@ -169,7 +171,7 @@ class Episodes:
                 call.worker.told("acknowledge", asker, theirs)
 
     def abort(self) -> None:
-        """Have all samples back soon, as far as they came. From any thread."""
+        """Have all samples returned soon, with what they have so far. May be called from any thread."""
         self._aborted = True
         refs = []
         for call in list(self._calls.values()):
@@ -197,7 +199,7 @@ class Episodes:
             self._calls[call.stream] = call
 
     def _ready(self, deadline: Deadline) -> list[Any]:
-        """Streams that go on or have ended, after some time at the latest."""
+        """Return the streams that have something to read or have ended, after some time at the latest."""
         patience = min(LOOK, deadline.remaining)
         if self._calls:
             found, _ = wait(list(self._calls), min(patience, 0.1) if self._lost else patience)
@@ -227,7 +229,7 @@ class Episodes:
         yield told
 
     def _recorded(self, call: _Call, recorded: Recorded) -> Recorded:
-        """With a number that no other worker has."""
+        """Add the records to their samples, and return them under a number that no other worker has."""
         take_records(call.left, recorded.records)
         number = next(self._numbers)
         if recorded.awaited:
@@ -235,7 +237,7 @@ class Episodes:
         return replace(recorded, number=number)
 
     def _lose(self, call: _Call) -> None:
-        """A worker is dead or out of reach: make it again, and meanwhile read on."""
+        """Replace a worker that is dead or out of reach, while the others are read."""
         self._losses[call.worker.name] += 1
         if self._losses[call.worker.name] >= LOSSES:
             groups = sorted({key[0] for key in call.left})
@@ -258,7 +260,7 @@ class Episodes:
         return calls
 
     def _look_at_silent(self) -> None:
-        """A worker whose episodes take long is asked whether it lives, while the others are read."""
+        """Check whether a worker with long episodes lives, while the others are read."""
         now = time.monotonic()
         for stream, call in list(self._calls.items()):
             if now - call.heard < self._fleet.call_timeout:
@@ -276,7 +278,7 @@ class Episodes:
                 self._lose(call)
 
     def _end(self) -> None:
-        """Nobody wants what is still under way, if anything is."""
+        """Cancel what is still running, if anything is."""
         calls, self._calls = list(self._calls.values()), {}
         calls_of_lost, self._lost = list(self._lost.values()), {}
         deadline = Deadline(self._fleet.call_timeout)
@@ -295,5 +297,6 @@ class Episodes:
 
 
 def _is_of_the_worker(error: EngineError) -> bool:
-    """Whether an error of a call is a worker's own death, or of what it had said, and not something that it raised."""
+    """Return whether an error of a call is the worker's own death, or the loss of something that it returned, rather
+    than an error that the worker raised."""
     return isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError)

@@ -1,18 +1,19 @@
-"""Which driver a fleet obeys, where several may have come to hold it: that of the newest epoch of the run it is of.
+"""Fencing: an engine obeys only the driver of its run with the newest epoch, where several may have come to hold it.
 
-A cluster that was joined outlives its drivers, and so do engines on it. A driver that was suspended, or cut off from
-the store, may wake when another one has taken its run over, engines included, or when its run was deleted and another
-one has its name and its engines' names. So every call carries a claim, the run and the driver's epoch:
+A joined cluster outlives its drivers, and so do the engines on it. A driver that was suspended, or cut off from the
+store, may wake up later. By then another driver may have taken over its run with the engines. Or the run was deleted,
+and another run has its name and the names of its engines. So every call carries a claim: the run and the driver's
+epoch.
 
-| an engine is called for | it |
+| the call comes from | the engine |
 |---|---|
-| its run, with the newest epoch that it has heard of, or a newer one | does what it is told |
-| its run, with an older epoch | refuses (Superseded), whenever the call was sent; it ends for nobody who comes late |
-| another run of the name | refuses likewise: its driver makes engines of its own |
+| its run, with the newest epoch that it knows, or a newer one | obeys |
+| its run, with an older epoch | refuses (Superseded), whenever the call was sent, also where the call is `end` |
+| another run of the same name | refuses likewise; that run's driver makes engines of its own |
 
-What no engine can refuse, being killed when it does not answer and losing its placement group, a driver does only right
-after it has found its lease still its own. Between that look and the deed it may still lose the lease; what it destroys
-then its successor makes again, groups included.
+An engine cannot refuse to be killed when it does not respond, nor the removal of its placement group. A driver does
+these only right after it has checked that it still holds its lease. It may still lose the lease between the check and
+the action. Its successor then makes again what it destroyed, groups included.
 """
 
 import os
@@ -28,19 +29,19 @@ from cairn.engines.types.errors import Superseded
 
 @dataclass(frozen=True)
 class Claim:
-    """For whom an engine is called."""
+    """Identity of the driver that makes a call."""
 
     run: str
-    """Unlike that of every other run, also of one that has or had its name."""
+    """Unique id of the run, different also from those of runs that have or had its name."""
     epoch: int
-    """Of the driver; later drivers of the run have greater ones."""
+    """Epoch of the driver; later drivers of the run have greater ones."""
 
     def __str__(self) -> str:
         return f"epoch {self.epoch} of run {self.run[:12]}"
 
 
 NO_CLAIM = Claim("", 0)
-"""For engines that nobody else will come to have."""
+"""Claim for engines that no other driver will ever hold."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ class Tenure:
 
     claim: Claim
     check: Callable[[], None]
-    """Raises LeaseLost if another driver has the run now, StoreError if nobody can tell."""
+    """Function that raises LeaseLost if another driver has the run now, and StoreError if this cannot be determined."""
 
 
 @dataclass(frozen=True)
 class Callee:
-    """A Ray actor, and for whom it is called; may be given to other processes, which call it for the same driver."""
+    """A Ray actor and the claim of its caller. Other processes may receive it, and then call the actor for the same
+    driver."""
 
     handle: Any
     claim: Claim
@@ -67,10 +69,10 @@ class Callee:
 
 
 class FencedActor:
-    """An actor that does what drivers ask of it by `obey`, the newest alone."""
+    """An actor that drivers call through `obey`, which accepts only the newest of them."""
 
     def __init__(self, claim: Claim) -> None:
-        """`claim`: of the driver that makes it."""
+        """`claim` is that of the driver that makes the actor."""
         self._newest = claim
         self._admitting = threading.Lock()
 
@@ -80,7 +82,7 @@ class FencedActor:
         return self._find(method)(*args)
 
     def obey_streaming(self, claim: Claim, method: str, *args: Any) -> Iterator[Any]:
-        """The same for a method that gives one thing after the other."""
+        """Call a method that yields its results one by one. Raises as `obey` does."""
         self._admit(claim, method)
         with closing(self._find(method)(*args)) as stream:
             yield from (part for part in stream)  # a generator: Ray sends into it, which not every stream takes

@@ -1,17 +1,17 @@
 """The fleet: every engine of a run as Ray actors, placed, named, watched and replaced.
 
-    cairn:<name>:rollout:0, 1, …      rollout engines, an actor on each machine of one
-    cairn:<name>:episodes:0, 1, …     workers in which user code runs, where there is any
-    cairn:<name>:router:0             the router before their servers, where there is one
+    cairn:<name>:rollout:0, 1, …      rollout engines, one actor on each machine of an engine
+    cairn:<name>:episodes:0, 1, …     workers in which user code runs, if there is any
+    cairn:<name>:router:0             the router in front of their servers, if there is one
     cairn:<name>:training:0, 1, …     ranks of the training engine
-    cairn:<name>:reward_model:0       the reward model, where there is one
+    cairn:<name>:reward_model:0       the reward model, if there is one
 
 Each role has a placement group. In an elastic fleet each rollout engine is a role of its own, `rollout:0:0`,
-`rollout:1:0`, …, which comes and goes alone: see `cairn.engines.fleet.membership`.
+`rollout:1:0`, …, which joins and leaves alone: see `cairn.engines.fleet.membership`.
 
-On a cluster that was joined, actors and groups outlive a driver that is killed; the next driver of the same name takes
-over those that were made from the same configuration, and replaces the others. From then on the earlier driver, should
-it still be there, changes nothing of them: see `cairn.engines.fleet.fencing`.
+On a joined cluster, actors and groups outlive a driver that is killed. The next driver of the same name takes over
+those that were made from the same configuration, and replaces the others. From then on the earlier driver can no longer
+change them, even if it still runs: see `cairn.engines.fleet.fencing`.
 """
 
 import contextlib
@@ -80,17 +80,17 @@ class Fleet:
         closing: ExitStack,
     ) -> None:
         self.router = router
-        """The router before the rollout engines' servers, None without one."""
+        """The router in front of the rollout engines' servers; None without one."""
         self.rollout = rollout
-        """The rollout engines, those of an elastic fleet that are not there included."""
+        """All rollout engines. In an elastic fleet some of them may not exist at the moment."""
         self.membership = membership
-        """Which of them serve."""
+        """The membership, which says which rollout engines serve."""
         self.training = training
         """The training engine."""
         self.reward_model = reward_model
         """The reward model, None without one."""
         self.turns = turns
-        """Who has the memory of GPUs that training and rollout share."""
+        """Turns of training and rollout with the memory of the GPUs that they share."""
         self._config = config
         self._publications = publications
         self._serving = Serving(config, router, rollout, membership, training, turns, publications)
@@ -114,18 +114,19 @@ class Fleet:
         has no rollout engine.
 
         Args:
-            name: of no other fleet on the cluster. An earlier fleet of this name is taken over.
+            name: unique among the fleets of the cluster. An earlier fleet of this name is taken over.
             total_steps: optimizer steps of the whole run.
-            model_digests: of the models of `config.model.folders`; every engine's machine must have these.
-            tenure: the driver's right to a fleet that its successors take over. None: nobody else will have it, and
-                it ends with this process on a joined cluster too.
-            tell: told which engine is lost and made again, and why.
-            trains_only: with the training engine alone, for who samples, grades and publishes nothing.
+            model_digests: digests of the models of `config.model.folders`; every engine's machine must have these
+                models.
+            tenure: the driver's right to a fleet that its successors take over. None: no other driver will have it, and
+                it ends with this process, on a joined cluster too.
+            tell: called with a sentence on each engine that is lost and replaced, and why.
+            trains_only: start the training engine alone, for a caller that samples, scores and publishes nothing.
 
         Raises:
             BadModel: an engine cannot use the model folder, or its machine has another model there.
-            ClusterError: no cluster, or no room on it.
-            EngineDied, EngineTimeout: an engine did not come up within `fleet.start_timeout` seconds.
+            ClusterError: there is no cluster, or it has no room.
+            EngineDied, EngineTimeout: an engine did not start within `fleet.start_timeout` seconds.
             LeaseLost, Superseded: another driver has the fleet.
         """
         config = _with_absolute_paths(config)
@@ -227,8 +228,8 @@ class Fleet:
             )
 
     def close(self) -> None:
-        """Kill all engines, give their resources back, and leave the cluster; one that was started ends. On a joined
-        cluster all is left as it is if another driver has it, or if that cannot be told."""
+        """Kill all engines, release their resources, and leave the cluster; a started cluster ends. On a joined cluster
+        everything stays as it is if another driver has it, or if this cannot be determined."""
         self._closing.close()
 
     def __enter__(self) -> "Fleet":
@@ -239,7 +240,7 @@ class Fleet:
 
     @property
     def engines(self) -> Sequence[EngineHandle]:
-        """All that are there."""
+        """All engines that exist now."""
         single = [engine for engine in (self.router, self.reward_model) if engine is not None]
         return [*single, *self.membership.members, *_workers(self.rollout), self.training]
 
@@ -250,7 +251,8 @@ class Fleet:
         return self.reward_model
 
     def health(self) -> dict[str, dict[str, Any] | EngineError]:
-        """What every engine says of itself, or why it does not, by name; within `fleet.call_timeout` seconds."""
+        """Return the health of every engine, or the error where it reports none, by name; within `fleet.call_timeout`
+        seconds."""
 
         def ask(engine: EngineHandle) -> dict[str, Any] | EngineError:
             try:
@@ -262,8 +264,8 @@ class Fleet:
         return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
 
     def seconds_until_drained(self) -> float | None:
-        """Seconds until a machine goes that this process is on, or an engine that may not leave, as a joined cluster
-        was told; None where none is to go, and once the fleet is closed."""
+        """Return the seconds until a joined cluster drains a machine that this process is on, or an engine that may not
+        leave. None if it drains none of them, and once the fleet is closed."""
         if not self._cluster.joined:
             return None
         return self._cluster.answer(
@@ -271,59 +273,63 @@ class Fleet:
         )
 
     def publish(self, version: int, keep: int) -> Publication:
-        """Lay the trainer's weights where rollout engines fetch them; of the publications before, those stay that are
-        among the last `keep`. One that is there already stays as it is. The caller has the trainer to itself.
+        """Publish the trainer's weights, so that rollout engines can fetch them. Earlier publications stay if they are
+        among the last `keep`, the new one included. An existing publication of the same weights stays as it is. The
+        caller must have the trainer to itself.
 
-        Where engines get the trainer's weights from itself (`fleet.update_weight_transport` is distributed and there is
-        no lag, or they share GPUs), its publication lasts as long as it stands there.
+        Where engines fetch the weights from the trainer itself (`fleet.update_weight_transport` is distributed and
+        there is no lag, or they share GPUs), a publication lasts as long as the trainer is at its version.
 
         Raises:
-            WrongVersion: the trainer does not stand at `version`.
-            EngineError, NoSpace: the weights could not be laid.
+            WrongVersion: the trainer is not at `version`.
+            EngineError, NoSpace: the weights could not be published.
         """
         self.turns.for_training()
         return self._publications.publish(version, keep)
 
     def published(self) -> set[int]:
-        """The weight versions that an engine can be brought to."""
+        """Return the weight versions that an engine can be updated to."""
         return self._publications.versions()
 
     def serve(self, engine: RolloutHandle, version: int) -> None:
-        """Have a rollout engine serve a published version, restarted where it is dead, with all its memory, and behind
-        the router where there is one. An engine that reports the version is left as it is. Threads may do so with
-        several engines at a time; none that generates behind a router may be brought to another version meanwhile.
+        """Have a rollout engine serve a published version. A dead engine is restarted; the engine gets all its memory,
+        and is behind the router if there is one. An engine that reports the version is left as it is. Several threads
+        may do this with several engines at a time. No engine that generates behind a router may be updated to another
+        version meanwhile.
 
-        What an engine got is compared with the publication's digest, or by `fleet.check_weight_update_equal` with the
-        trainer's log-probs where the engine tells no checksum.
+        The engine's weights are compared with the publication's digest. Where the engine reports no checksum,
+        `fleet.check_weight_update_equal` compares its log-probs with the trainer's.
 
         Raises:
-            PublicationGone: the engine needs it, and it is not published any more.
-            WeightsDiffer: the engine did not get what was published; it serves nothing.
+            PublicationGone: the engine needs the version, and it is not published any more.
+            WeightsDiffer: the engine did not receive what was published; it serves nothing.
             EngineError: an engine died, hung or refused.
         """
         self._serving.serve(engine, version)
 
     def updates_in_flight(self) -> bool:
-        """Whether `update` can be told to be right: engines that tell no checksum generate to be compared."""
+        """Return whether the result of `update` can be checked as configured. Engines that report no checksum must
+        generate to be compared."""
         return not self._config.fleet.check_weight_update_equal or all(one.tells_checksum for one in self.rollout)
 
     def update(self, engine: RolloutHandle, version: int) -> float:
-        """Have a rollout engine that serves another version go on with a published one, between two decoding steps:
-        what it generates is retracted and rests meanwhile, and does not end (`cairn.engines.rollout.base`). Returns for
-        how many seconds. Without a router.
+        """Update a rollout engine that serves another version to a published one, between two decoding steps. Samples
+        in flight are retracted and paused meanwhile, and do not end (`cairn.engines.rollout.base`). Returns the
+        duration in seconds. Only for fleets without a router.
 
-        Raises as `serve`. What the engine generates then rests until it is aborted, or the engine brought to another
-        version.
+        Raises as `serve` does. The samples in flight then stay paused until they are aborted, or the engine is updated
+        to another version.
         """
         return self._serving.update(engine, version)
 
     def generating_environment(self, engine: RolloutHandle) -> Environment:
-        """What computes the requests of a rollout engine: that engine, or all of them where a router deals them out."""
+        """Return the environment that computes the requests of a rollout engine: of that engine, or of all engines
+        where a router distributes the requests."""
         return engine.environment if self.router is None else combined([one.environment for one in self.rollout])
 
 
 def _give_workers(rollout: Sequence[RolloutHandle], actors: Sequence[Actor], fleet: FleetConfig) -> None:
-    """Deal episode workers out to rollout engines, neighbours to each."""
+    """Assign episode workers to rollout engines, consecutive ones to each."""
     workers = [EpisodeWorkerHandle(f"episodes:{index}", actor, fleet) for index, actor in enumerate(actors)]
     each = len(workers) // len(rollout)
     for index, engine in enumerate(rollout):
@@ -343,8 +349,8 @@ def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: f
 
 
 def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[ActorRole]:
-    """What the rollout engines, the training ranks and, where there are any, the router, the episode workers and the
-    reward model need."""
+    """Return the roles of the rollout engines, the training ranks and, if there are any, the router, the episode
+    workers and the reward model."""
     rollout, training = _rollout_role(config, plan), _training_role(config, total_steps)
     if config.fleet.colocate:
         training, rollout = share_bundles(training, rollout, config)
@@ -366,7 +372,7 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
 
 
 def one_by_one(role: ActorRole, plan: LaunchPlan) -> list[ActorRole]:
-    """The role of the rollout engines as one of each, which is placed for itself."""
+    """Split the role of the rollout engines into one role for each engine, which is placed by itself."""
     bundles = iter(role.bundles)
     return [
         replace(role, name=f"{role.name}:{index}", bundles=tuple(islice(bundles, engine.nnodes)))
@@ -375,7 +381,8 @@ def one_by_one(role: ActorRole, plan: LaunchPlan) -> list[ActorRole]:
 
 
 def _episodes_roles(config: RunConfig, plan: LaunchPlan) -> list[ActorRole]:
-    """The workers of all engines, wherever there is room: as many on each machine as may be."""
+    """Return the role of all engines' episode workers, spread over the machines that have room; nothing if there are no
+    workers."""
     count = len(plan.engines) * config.rollout.num_episode_workers
     if not count or not GenerateFunction(config.rollout.custom_generate_function_path).records:
         return []
@@ -430,8 +437,9 @@ def _training_role(config: RunConfig, total_steps: int) -> ActorRole:
 
 
 def _object_store_memory(config: RunConfig) -> int:
-    """Room for the publications that are kept in it, and for the one that takes the place of the oldest. Weights are
-    published in the training's number format, which may be twice as wide as the model folder's."""
+    """Return the bytes of the object store: room for the publications that it retains, and for the one that replaces
+    the oldest. Weights are published in the training's number format, which may be twice as wide as the model
+    folder's."""
     transport = config.fleet.update_weight_transport
     lag = min(config.rollout.weights_lag, config.rollout.num_rollout)  # more is never published
     if transport == "disk" or (transport == "distributed" and not lag):
@@ -442,20 +450,21 @@ def _object_store_memory(config: RunConfig) -> int:
 
 
 def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:
-    """With the address that the environment names where the configuration has none."""
+    """Return the configuration with the cluster address of the environment, if it has none itself."""
     fleet = config.fleet.model_copy(update={"ray_address": ray_address(config.fleet)})
     return config.model_copy(update={"fleet": fleet})
 
 
 def _without_others(config: RunConfig) -> RunConfig:
-    """Of a fleet in which nobody shares the training engine's GPUs, or gets its weights."""
+    """Return the configuration for a fleet in which no other engine shares the training engine's GPUs or gets its
+    weights."""
     alone = {"colocate": False, "offload_train": False, "update_weight_transport": "tensor"}
     fleet, reward = config.fleet.model_copy(update=alone), config.reward.model_copy(update={"reward_model": None})
     return config.model_copy(update={"fleet": fleet, "reward": reward})
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Actors have a working folder of their own."""
+    """Return the configuration with absolute paths, because actors have a working folder of their own."""
     model = config.model
     options = ("path", "ref_path", "teacher_path", "critic_path")
     paths = {name: str(Path(path).absolute()) for name in options if (path := getattr(model, name)) is not None}

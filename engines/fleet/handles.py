@@ -1,7 +1,7 @@
-"""What the driver holds of its engines: typed calls with a deadline each, and the way to replace an engine that failed.
+"""The driver's handles on its engines: typed calls with a deadline each, and the replacement of a failed engine.
 
-Actor calls are made at most once. A call that failed may have happened or not; what the engine then holds is found out
-by asking it for its weight version or position, never assumed.
+Actor calls are made at most once. A failed call may have taken effect or not. The driver never assumes what the engine
+holds after it, but queries its weight version or position.
 """
 
 import contextlib
@@ -23,24 +23,25 @@ from cairn.engines.types.errors import BadModel, ClusterLost, EngineDied, Engine
 from cairn.storage.records import Environment
 
 CONTROL = "control"
-"""Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
+"""Concurrency group of the calls that an actor handles while it works: health, versions, abort."""
 
 UPDATING = "updating"
-"""That of the calls that replace a rollout engine's weights, which it may take while it generates."""
+"""Concurrency group of the calls that replace a rollout engine's weights, which the engine may accept while it
+generates."""
 
 SENDING = "sending"
-"""That of broadcasts of weights that were copied: the trainer works on meanwhile."""
+"""Concurrency group of broadcasts of copied weights, during which the trainer continues its work."""
 
 
 TO_END = 10.0
-"""Seconds that an actor gets to end by itself; one that does not answer is killed."""
+"""Seconds that an actor gets to end by itself; after that it is killed."""
 
 LOGS = Path(".cairn/engines")
-"""Logs of servers, below the driver's working directory, on the machine of their actor."""
+"""Folder for logs of servers, below the driver's working directory, on the machine of their actor."""
 
 
 class Actor:
-    """A named Ray actor in its bundle of a placement group, created as often as it is needed."""
+    """A named Ray actor in its bundle of a placement group. The actor is created as often as it is needed."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class Actor:
     ) -> None:
         """
         Args:
-            slot: says where it is to run.
-            tenure: of the driver, where others may come to have the actor; see cairn.engines.fleet.fencing.
+            slot: returns where the actor is to run.
+            tenure: the driver's tenure, if other drivers may come to have the actor; see cairn.engines.fleet.fencing.
         """
         self.name = name
         self.slot = slot
@@ -61,7 +62,7 @@ class Actor:
         self._handle: ray.actor.ActorHandle | None = None
 
     def find(self) -> bool:
-        """Take over the actor that has this name, if there is one."""
+        """Take over the existing actor of this name. Returns whether there is one."""
         require_cluster()
         try:
             self._handle = ray.get_actor(self.name)
@@ -70,8 +71,8 @@ class Actor:
         return True
 
     def create(self, deadline: Deadline) -> None:
-        """Replace the actor that has this name, if any, by a new one, which may have to wait for its bundle. Raises
-        LeaseLost if another driver has it."""
+        """Replace the actor of this name, if any, by a new one, which may have to wait for its bundle. Raises LeaseLost
+        if another driver has the actor."""
         self.kill()
         while True:
             while self.find():
@@ -87,7 +88,8 @@ class Actor:
                 self.require_held()
 
     def kill(self) -> None:
-        """End the process, whatever it is doing. Raises LeaseLost, and leaves it alone, if another driver has it."""
+        """End the process, whatever it is doing. If another driver has the actor, raises LeaseLost and leaves the actor
+        alone."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -104,7 +106,8 @@ class Actor:
 
     @property
     def callee(self) -> Callee:
-        """The actor, for this process and others. Raises EngineDied where there is none."""
+        """The actor with this driver's claim, for this process and others. Raises EngineDied where there is no
+        actor."""
         if self._handle is None:
             raise EngineDied(f"{self.name} was killed and has not been started again")
         return self._called(self._handle)
@@ -118,7 +121,7 @@ class Actor:
         return Callee(handle, NO_CLAIM if self._tenure is None else self._tenure.claim)
 
     def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
-        """Whether the actor has ended by itself, as it does for no driver but the newest."""
+        """Return whether the actor has ended by itself, which it does only for the newest driver."""
         if self._tenure is None:
             return False  # nobody else has it: it need not be asked
         with contextlib.suppress(Superseded, EngineError):
@@ -132,30 +135,31 @@ class Actor:
 
 
 def log_of(actor: Actor) -> Path:
-    """Where a server of the actor logs."""
+    """Return the log file of the actor's server."""
     return Path(LOGS, f"{actor.name.replace(':', '-')}.log").absolute()
 
 
 class EngineHandle:
-    """One engine: an actor, or several that are its ranks and live and die together. Threads may share it."""
+    """An engine: one actor, or several that are its ranks and live and die together. Threads may share it."""
 
     def __init__(self, name: str, actors: Sequence[Actor], fleet: FleetConfig) -> None:
         self.name = name
-        """Name within the fleet; those of the actors also tell whose fleet."""
+        """Name within the fleet. The names of the actors also contain the name of the fleet."""
         self._actors = actors
         self._fleet = fleet
         self._replacing = threading.RLock()
         self.restarts = 0
-        """How often this driver replaced the engine."""
+        """Number of times that this driver replaced the engine."""
         self.make_room: Callable[[], None] = lambda: None
-        """Called before a restart: takes the memory that the engine shares from those who have it."""
+        """Callback before a restart. It takes the memory that the engine shares from the engines that have it."""
         self.tell: Callable[[str], None] = lambda sentence: None
-        """Told why the engine is made again."""
+        """Callback for a sentence on why the engine is replaced."""
         self._suspect = False
-        """Set where the engine may be hung, or its ranks apart: it answers, perhaps, but is of no use."""
+        """Whether the engine may be hung, or its ranks may have diverged. Such an engine may respond, but is of no
+        use."""
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
-        """Make the engine's actors; with `adopt`, keep those that an earlier driver left if all of them answer.
+        """Make the engine's actors. With `adopt`, keep those of an earlier driver if all of them respond.
 
         Raises BadModel, EngineDied, EngineTimeout.
         """
@@ -168,7 +172,7 @@ class EngineHandle:
             self._suspect = False
 
     def restart(self) -> None:
-        """Kill the engine's actors, even hung ones, and start new ones in their place: at weight version 0.
+        """Kill the engine's actors, even hung ones, and start new ones in their place, at weight version 0.
 
         Raises BadModel, EngineDied, EngineTimeout.
         """
@@ -177,7 +181,7 @@ class EngineHandle:
         self.start(Deadline(self._fleet.start_timeout))
 
     def ensure_alive(self) -> dict[str, Any]:
-        """Restart the engine if it does not live, see `require_alive`. Returns its health."""
+        """Return the engine's health. Restarts the engine first if it does not live, see `require_alive`."""
         with self._replacing:
             try:
                 return self.require_alive()
@@ -187,17 +191,17 @@ class EngineHandle:
                 return self.health()
 
     def require_alive(self) -> dict[str, Any]:
-        """Raise EngineDied or EngineTimeout if an actor of the engine is dead, or does not answer, or did not end a
-        call in time. Returns its health."""
+        """Return the engine's health. Raises EngineDied or EngineTimeout if an actor of the engine is dead, does not
+        respond, or did not end a call in time."""
         if self._suspect:
             raise EngineTimeout("a call of it failed, or did not end in time")
         return self.health()
 
     def health(self) -> dict[str, Any]:
-        """What the engine says of itself (its first rank, where there are several), the `pids` and `slots` of its
+        """Return the engine's health (that of its first rank, if there are several), the `pids` and `slots` of its
         actors, and its `restarts`.
 
-        Answered while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not answer.
+        Works while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not respond.
         """
         deadline = Deadline(self._fleet.call_timeout)
         refs = [actor.call("health", concurrency_group=CONTROL) for actor in self._actors]
@@ -214,7 +218,8 @@ class EngineHandle:
         raise NotImplementedError
 
     def _host(self, actor: Actor, deadline: Deadline) -> str:
-        """Address on which a server of the actor listens. On a cluster of this machine nobody else need reach it."""
+        """Return the address on which an actor's server listens. On a cluster of this machine no other machine needs to
+        reach it."""
         if self._fleet.ray_address is None:
             return "127.0.0.1"
         found: str = self._result(actor.call("host"), deadline, actor, "host")
@@ -226,7 +231,7 @@ class EngineHandle:
         deadline = Deadline(self._fleet.call_timeout)
         try:
             found: list[Slot] = self.health()["slots"]
-            # They are where this driver's placement has them: it deals bundles out anew.
+            # The actors must be where this driver's placement has them, because it assigns bundles anew.
             return found == [actor.slot(deadline) for actor in self._actors]
         except EngineError:
             return False
@@ -255,9 +260,9 @@ class ModelHandle(EngineHandle):
     ) -> None:
         """
         Args:
-            folders: of its models, by their names.
-            digests: what `cairn.engines.models.files.folder_digest` must give of them on every machine of the engine;
-                one that is not named is not looked at.
+            folders: the engine's model folders, by name.
+            digests: values that `cairn.engines.models.files.folder_digest` must return for the folders on every machine
+                of the engine. A folder without a digest is not checked.
         """
         super().__init__(name, actors, fleet)
         self._folders = {name: folder for name, folder in folders.items() if name in digests}
@@ -265,7 +270,8 @@ class ModelHandle(EngineHandle):
         self._environment: Environment | None = None
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
-        """See `EngineHandle.start`. Raises BadModel also where a machine has another model than the run's."""
+        """Start the engine; see `EngineHandle.start`. Raises BadModel also where a machine has another model than the
+        run's."""
         with self._replacing:
             self._environment = None
             super().start(deadline, adopt=adopt)
@@ -273,8 +279,8 @@ class ModelHandle(EngineHandle):
 
     @property
     def environment(self) -> Environment:
-        """What all of its actors compute on; of one that is being replaced, when it is up. Raises EngineDied and
-        EngineTimeout."""
+        """Environment that all of its actors compute on. Waits for an engine that is being replaced. Raises EngineDied
+        and EngineTimeout."""
         environment = self._environment
         if environment is None:
             with self._replacing:

@@ -1,9 +1,9 @@
-"""A Ray cluster that several runs of this machine share: it ends with the process that wanted it.
+"""A Ray cluster that several runs of this machine share. The cluster ends with the process that started it.
 
     python -P -m cairn.engines.fleet.head PARENT_PID CPUS        prints its address when it is up
 
-It is the cluster that a driver starts for itself (`cairn.engines.fleet.cluster`), in a process of its own, so that
-runs come and go on it. SIGTERM ends it, and so does the end of its parent.
+This is the cluster that a driver starts for itself (`cairn.engines.fleet.cluster`), but in a process of its own, so
+that runs can come and go on it. SIGTERM ends it, and so does the end of its parent.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import NoSpace
 
 START_TIMEOUT = 180.0
-"""Seconds for each of the two tries to start the cluster."""
+"""Seconds for each of the two attempts to start the cluster."""
 
 LOST = 3
 """Exit code where the cluster has died."""

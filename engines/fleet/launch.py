@@ -1,8 +1,9 @@
-"""What Ray runs to start a worker of a driver's own cluster: hands it to the driver's warm process, if that takes it.
+"""The command with which Ray starts a worker of a driver's own cluster. It hands the worker over to the driver's warm
+process, if that process accepts it.
 
-    python launch.py WORKER ARGUMENT…        in the place of Ray's own `setup_worker.py`, beside the worker's file
+    python launch.py WORKER ARGUMENT…        in place of Ray's own `setup_worker.py`, which is next to the worker's file
 
-Run as a file, with the standard library alone: see cairn.engines.fleet.warm.
+This file is run as a script, with the standard library alone: see cairn.engines.fleet.warm.
 """
 
 import json
@@ -11,13 +12,13 @@ import socket
 import sys
 
 ADDRESS = "CAIRN_WARM_PROCESS"
-"""Environment variable with the abstract address at which the process listens."""
+"""Environment variable with the abstract address at which the warm process listens."""
 
 PATIENCE = 120.0
-"""Seconds that the warm process may take to import what it imports, and to fork."""
+"""Seconds that the warm process may take to import its modules, and to fork."""
 
 NO_RUNTIME_ENVIRONMENT = ("", "{}")
-"""What Ray says of a worker that needs nothing installed or set."""
+"""Values that Ray passes for a worker that needs nothing installed or set."""
 
 
 def main(arguments: list[str]) -> None:
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _needs_nothing(arguments: list[str]) -> bool:
-    """Whether Ray asks for a plain worker in Python."""
+    """Return whether Ray requests a plain Python worker."""
     told = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
     return (
         arguments[0].endswith(".py")
@@ -39,7 +40,7 @@ def _needs_nothing(arguments: list[str]) -> bool:
 
 
 def _taken(address: str | None, worker: list[str]) -> bool:
-    """Whether the warm process has made a worker of these arguments."""
+    """Return whether the warm process has forked a worker with these arguments."""
     if address is None:
         return False
     asked = {"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}

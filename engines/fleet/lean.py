@@ -1,9 +1,9 @@
-"""What a cluster of one driver does without: Ray's dashboard, its autoscaler, and what prints the logs of workers; and
-how its workers start.
+"""Changes to Ray for a cluster of one driver: no dashboard, no autoscaler, no printing of workers' logs, and another
+way to start workers.
 
-The former serve people and machines that such a cluster never meets, and take half of the CPU time of its start (4.6 s
-of 9.2), of which a machine with few cores has none to spare then. Ray has no options for either: what is changed here
-are private names of its, which `tests/engines/fleet/test_lean.py` looks for.
+The first three serve people and machines that such a cluster never meets. They take half of the CPU time of its start
+(4.6 s of 9.2 s), which a machine with few cores cannot spare then. Ray has no options for any of this. So this module
+changes private names of Ray, which `tests/engines/fleet/test_lean.py` checks.
 """
 
 import os
@@ -21,10 +21,11 @@ from cairn.engines.fleet import launch
 
 @contextmanager
 def workers_from(address: str) -> Iterator[None]:
-    """Workers of clusters that Ray starts within are forks of the warm process at this address; see
+    """Have the clusters that Ray starts in this context fork their workers from the warm process at this address; see
     cairn.engines.fleet.warm."""
     launcher = {"SETUP_WORKER_FILENAME": launch.__file__}  # joined to Ray's folder, and absolute
-    # Stays: threads that read the whole environment meanwhile, as Prefect's does, fail at a variable that goes.
+    # The variable stays set: threads that read the whole environment meanwhile, as Prefect's does, fail when one is
+    # removed.
     os.environ[launch.ADDRESS] = address
     with _changed(ray._private.ray_constants, launcher):
         yield
@@ -32,8 +33,8 @@ def workers_from(address: str) -> Iterator[None]:
 
 @contextmanager
 def only_what_runs_actors() -> Iterator[None]:
-    """Clusters that Ray starts within have a head, a raylet with its agents, and workers. The agents are those of an
-    installation without the dashboard's packages."""
+    """Have the clusters that Ray starts in this context consist of a head, a raylet with its agents, and workers. The
+    agents are those of an installation without the dashboard's packages."""
     missing = ImportError("a cluster of one driver has no dashboard")
     unwanted = dict.fromkeys(("start_monitor", "start_api_server", "start_log_monitor"), _nothing)
     agents = {"get_dashboard_dependency_error": lambda: missing}
@@ -42,10 +43,10 @@ def only_what_runs_actors() -> Iterator[None]:
 
 
 def _changed(owner: Any, values: dict[str, Any]) -> AbstractContextManager[Any]:
-    """With these values where Ray has the names: where it has not, it starts as it does by itself."""
+    """Patch the values whose names Ray has. Where Ray lacks a name, it starts as it does by default."""
     found = {name: value for name, value in values.items() if hasattr(owner, name)}
     return patch.multiple(owner, **found) if found else nullcontext()
 
 
 def _nothing(node: Node, **options: Any) -> None:
-    """In place of starting a process."""
+    """Do nothing, in place of starting a process."""

@@ -1,13 +1,13 @@
-"""Which rollout engines of a fleet serve: of a fixed fleet all, of an elastic one those that have a machine.
+"""Membership: which rollout engines of a fleet serve. In a fixed fleet all do; in an elastic one, those with a machine.
 
-| what happens in an elastic fleet | what becomes of the engine |
+| event in an elastic fleet | consequence for the engine |
 |---|---|
 | Ray finds room for its bundles | it is made there and joins |
 | its machine is gone, or Ray drains it | it leaves, and joins again where Ray finds room |
 | it dies or falls silent, and its machine stays | the same |
 
-Where fewer serve than must, who needs them waits, for as long as an engine may take to start. Who serves when is a
-matter of time: it decides where samples are generated, and nothing that is replayed.
+If fewer engines serve than required, callers that need them wait, for as long as an engine may take to start.
+Membership depends on timing. It decides where samples are generated, and nothing that is replayed.
 """
 
 import threading
@@ -26,21 +26,21 @@ from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, Sup
 from cairn.storage.store.errors import LeaseLost, StoreError
 
 LOOK_INTERVAL = 1.0
-"""Seconds between two looks at machines."""
+"""Seconds between two checks of the machines."""
 
 AGAIN = 20.0
-"""Seconds after which an engine that could not be made is made again."""
+"""Seconds before an engine that could not be made is tried again."""
 
 Nodes = Callable[[], set[str] | None]
-"""Ids of the machines that an engine's bundles are on; None while one lies nowhere."""
+"""Function that returns the ids of the machines of an engine's bundles; None while one of them has no machine."""
 
 
 class Membership:
-    """Of a fixed fleet: all of its rollout engines, always."""
+    """Membership of a fixed fleet: all of its rollout engines, always."""
 
     def __init__(self, engines: Sequence[RolloutHandle]) -> None:
         self.changed: Callable[[], None] = lambda: None
-        """Called when engines have joined or left, from any thread."""
+        """Callback when engines have joined or left, from any thread."""
         self._engines = engines
 
     @property
@@ -49,44 +49,45 @@ class Membership:
         return list(self._engines)
 
     def enough(self) -> bool:
-        """Whether as many serve as must. Raises EngineError where they have been too few for longer than an engine may
-        take to start."""
+        """Return whether enough engines serve. Raises EngineError where they have been too few for longer than an
+        engine may take to start."""
         return True
 
     def serving(self) -> list[RolloutHandle]:
-        """The engines that serve, when they are enough. Raises as `enough`."""
+        """Return the engines that serve; wait until they are enough. Raises as `enough` does."""
         while not self.enough():
             time.sleep(LOOK_INTERVAL)
         return self.members
 
     def ensure_alive(self, engine: RolloutHandle) -> dict[str, Any]:
-        """Return the engine's health when it lives. Raises EngineDied and EngineTimeout where it cannot be made to."""
+        """Return the health of a living engine. Raises EngineDied and EngineTimeout where the engine cannot be
+        revived."""
         return engine.ensure_alive()
 
     def leave(self, engine: RolloutHandle, why: str) -> bool:
-        """An engine is lost: where the others may go on without it, it is a member no more. Returns whether its machine
-        is gone, as far as is known."""
+        """Remove a lost engine from the members, if the others can continue without it. Returns whether its machine is
+        known to be gone."""
         return False
 
     def open(self) -> None:
-        """Have engines join and leave from now on."""
+        """Let engines join and leave from now on."""
 
     def close(self) -> None:
-        """Have none join any more."""
+        """Let no engines join any more."""
 
 
 class Elastic(Membership):
-    """Of an elastic fleet. Threads may share it."""
+    """Membership of an elastic fleet. Threads may share it."""
 
     def __init__(
         self, nodes: Mapping[RolloutHandle, Nodes], at_least: int, config: FleetConfig, tell: Callable[[str], None]
     ) -> None:
-        """The members are those that have their bundles now, which the caller makes.
+        """Begin with the engines that have their bundles now; the caller makes these engines.
 
         Args:
-            nodes: of each engine.
-            at_least: engines with which the run goes on.
-            tell: told who joins and who leaves, and why.
+            nodes: for each engine, a function that returns its machines.
+            at_least: number of engines that the run needs to continue.
+            tell: called with a sentence on each engine that joins or leaves, and why.
         """
         super().__init__(list(nodes))
         self._nodes = nodes
@@ -95,7 +96,7 @@ class Elastic(Membership):
         self._tell = tell
         self._lock = threading.Lock()
         self._made_on = {engine: found for engine, where in nodes.items() if (found := where()) is not None}
-        """The machines on which engines were made last."""
+        """Machines on which each engine was made last."""
         self._members = set(self._made_on)
         self._short_since: float | None = None
         self._count()
@@ -106,12 +107,12 @@ class Elastic(Membership):
 
     @property
     def members(self) -> list[RolloutHandle]:
-        """See `Membership.members`."""
+        """The engines that serve; see `Membership.members`."""
         with self._lock:
             return [engine for engine in self._engines if engine in self._members]
 
     def enough(self) -> bool:
-        """See `Membership.enough`."""
+        """Return whether enough engines serve; see `Membership.enough`."""
         with self._lock:
             count, since = len(self._members), self._short_since
         if count >= self._at_least:
@@ -124,7 +125,8 @@ class Elastic(Membership):
         return False
 
     def ensure_alive(self, engine: RolloutHandle) -> dict[str, Any]:
-        """See `Membership.ensure_alive`. One that is dead leaves, and is made again when it joins."""
+        """Return the engine's health; see `Membership.ensure_alive`. A dead engine leaves, and is made again when it
+        joins."""
         try:
             if engine not in self.members:
                 raise EngineDied(f"{engine.name} has left")
@@ -134,7 +136,7 @@ class Elastic(Membership):
             raise
 
     def leave(self, engine: RolloutHandle, why: str) -> bool:
-        """See `Membership.leave`."""
+        """Remove a lost engine from the members; see `Membership.leave`."""
         with self._lock:
             left = engine in self._members
             self._members.discard(engine)
@@ -149,11 +151,11 @@ class Elastic(Membership):
         return False
 
     def open(self) -> None:
-        """See `Membership.open`."""
+        """Start to watch the machines; see `Membership.open`."""
         self._watching.start()
 
     def close(self) -> None:
-        """See `Membership.close`. One that is being made is given up."""
+        """Let no engines join any more; see `Membership.close`. An engine that is being made is given up."""
         self._closing.set()
         self._watching.join()
         for engine, thread in self._joining.items():
@@ -163,7 +165,7 @@ class Elastic(Membership):
                 thread.join(0.1)
 
     def _count(self) -> int:
-        """How many serve; notes since when they are too few."""
+        """Return how many engines serve, and record since when they are too few."""
         count = len(self._members)
         self._short_since = None if count >= self._at_least else self._short_since or time.monotonic()
         return count
@@ -172,7 +174,7 @@ class Elastic(Membership):
         return f"{count} of {len(self._engines)} rollout engines serve"
 
     def _watch(self) -> None:
-        """In a thread of its own."""
+        """Watch the machines, in a thread of its own."""
         while not self._closing.wait(LOOK_INTERVAL):
             try:
                 require_cluster()
@@ -201,7 +203,7 @@ class Elastic(Membership):
         return not joins and time.monotonic() >= self._not_before.get(engine, 0.0)
 
     def _join(self, engine: RolloutHandle, nodes: set[str]) -> None:
-        """In a thread of its own: make an engine where its bundles are."""
+        """Make an engine where its bundles are, in a thread of its own."""
         try:
             with engine.alone():  # who was given something by it before it left has heard of that
                 engine.start(_Until(self._start_timeout, self._closing))
@@ -219,7 +221,7 @@ class Elastic(Membership):
 
 
 class _Until(Deadline):
-    """A deadline that is over when an event is set."""
+    """A deadline that also ends when an event is set."""
 
     def __init__(self, seconds: float, over: threading.Event) -> None:
         super().__init__(seconds)
@@ -227,5 +229,5 @@ class _Until(Deadline):
 
     @property
     def remaining(self) -> float:
-        """See `Deadline.remaining`."""
+        """Seconds left; 0 once the event is set."""
         return 0.0 if self._over.is_set() else super().remaining

@@ -1,4 +1,4 @@
-"""Where actors go: one Ray placement group a role, whose bundles hold the actors that must not be apart."""
+"""Placement of actors: one Ray placement group for each role, whose bundles hold the actors that must stay together."""
 
 import contextlib
 import hashlib
@@ -21,28 +21,28 @@ from cairn.engines.fleet.handles import CONTROL, SENDING, UPDATING, Actor
 from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, Slot, Where, arrange, ask, room_problem
 
 LOOK_INTERVAL = 0.1
-"""Seconds between two looks at bundles that lie nowhere yet."""
+"""Seconds between two checks of bundles that have no machine yet."""
 
 
 @dataclass
 class _Group:
-    """A role's placement group, and where its bundles were seen last."""
+    """The placement group of a role, and the last known places of its bundles."""
 
     role: ActorRole
     name: str
     handle: PlacementGroup
     where: dict[int, Where] = field(default_factory=dict)
     order: tuple[int, ...] = ()
-    """For each of the role's bundles, in the order of its actors, the one of Ray's that serves as it."""
+    """For each of the role's bundles, in the order of its actors, the number of the Ray bundle that serves as it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def replace(self, handle: PlacementGroup) -> None:
-        """Another placement group in place of one that is gone."""
+        """Use another placement group in place of one that is gone."""
         self.handle, self.where, self.order = handle, {}, ()
 
     def look(self, nodes: Mapping[int, str], actor: int, deadline: Deadline) -> bool:
-        """Know where bundles lie that are on these machines; returns whether the actor's is among them, and at first
-        whether all are. Raises RayError where a machine was lost meanwhile."""
+        """Determine the places of bundles that are on these machines. Returns whether the actor's bundle is among them;
+        at first, whether all bundles are. Raises RayError where a machine was lost meanwhile."""
         bundles = self.role.bundles
         needed = {self.order[self.role.bundle_of(actor)[0]]} if self.order else set(range(len(bundles)))
         if not needed <= nodes.keys():
@@ -54,7 +54,7 @@ class _Group:
         return True
 
     def slots(self, actors: range) -> list[Slot]:
-        """Of actors that share a bundle."""
+        """Return the slots of actors that share a bundle."""
         place, first = self.role.bundle_of(actors.start)
         found, each = self.where[self.order[place]], round(self.role.bundles[place].num_gpus)
         numbers = (actor - first for actor in actors)
@@ -79,8 +79,9 @@ class Placement:
         """Reserve the bundles of all roles, or take over those of an earlier driver of the same name. With a `tenure`
         they outlive this process, on a cluster that does.
 
-        `joining`: further roles, of which `at_least` so many are waited for. The others stay asked for, which an
-        autoscaler sees, and lie somewhere when there is room: see `nodes_of`.
+        Args:
+            joining: further roles. Placement waits for `at_least` of them. The others stay requested, which an
+                autoscaler sees, and are placed when there is room: see `nodes_of`.
 
         Raises:
             ClusterError: the cluster has no room by the deadline, or never will.
@@ -119,27 +120,27 @@ class Placement:
             self._tenure.check()
 
     def nodes(self) -> set[str]:
-        """Ids of the nodes that the bundles are on, those of roles that join apart."""
+        """Return the ids of the nodes of all bundles, except those of joining roles."""
         groups = [group for name, group in self._groups.items() if name not in self._joining]
         tables = [placement_group_table(group.handle) for group in groups]
         return {node for table in tables for node in table.get("bundles_to_node_id", {}).values()}
 
     def nodes_of(self, role: ActorRole) -> set[str] | None:
-        """Ids of the nodes that all bundles of a role are on; None while one lies nowhere."""
+        """Return the ids of the nodes of all bundles of a role; None while one has no node."""
         table = placement_group_table(self._groups[role.name].handle)
         nodes = set(table.get("bundles_to_node_id", {}).values())
         return nodes if table.get("state") == "CREATED" and "" not in nodes else None
 
     def actors(self, role: ActorRole) -> list[Actor]:
-        """The role's actors, none of them created yet."""
+        """Return the role's actors, none of them created yet."""
         return [self._actor(role, index) for index in range(role.num_actors)]
 
     def slot(self, role: ActorRole, index: int, deadline: Deadline) -> Slot:
-        """Where an actor of the role is to run. Ray is asked again for every bundle that does not lie where it lay, and
-        a group that somebody removed is made again; actors whose bundles stayed keep their slots.
+        """Return where an actor of the role is to run. Ray is queried again for every bundle that has moved, and a
+        removed group is made again. Actors whose bundles stayed keep their slots.
 
         Raises:
-            ClusterError: its machine was lost, and there is no room elsewhere by the deadline.
+            ClusterError: the actor's machine was lost, and there is no room elsewhere by the deadline.
         """
         owner = role.host or role
         actors = role.hosts[index] if role.host is not None else range(index, index + 1)
@@ -152,13 +153,13 @@ class Placement:
         return replace(slots[0], gpu_ids=tuple(gpu for slot in slots for gpu in slot.gpu_ids))
 
     def remove(self, deadline: Deadline) -> None:
-        """Give the bundles back; what still runs in them is killed."""
+        """Release the bundles; actors that still run in them are killed."""
         if self._cluster.lost is not None:
             return
         _remove({group.name: group.handle for group in self._groups.values()}, deadline)
 
     def _some_lie(self, roles: Sequence[ActorRole], count: int, deadline: Deadline) -> bool:
-        """Wait until so many of the roles have all their bundles."""
+        """Wait until `count` of the roles have all their bundles. Returns whether they do by the deadline."""
         while sum(self.nodes_of(role) is not None for role in roles) < count:
             if not deadline.remaining:
                 return False
@@ -170,7 +171,7 @@ class Placement:
         return placement_group(bundles, role.strategy, name, lifetime=self._lifetime)
 
     def _settle(self, group: _Group, actor: int, deadline: Deadline) -> None:
-        """Wait until the actor's bundle lies on a machine, and know where."""
+        """Wait until the actor's bundle is on a machine, and determine where."""
         while True:
             require_cluster()
             table = placement_group_table(group.handle)
@@ -178,7 +179,7 @@ class Placement:
                 self.require_held()
                 group.replace(self._reserve(group.role, group.name))
                 continue
-            # Of a bundle whose machine was lost Ray says "", until it has another.
+            # For a bundle whose machine was lost, Ray reports "" until the bundle has another one.
             nodes = {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node}
             with contextlib.suppress(RayError):
                 if group.look(nodes, actor, deadline):
@@ -218,12 +219,12 @@ def _largest_bundle(role: ActorRole) -> tuple[float, float]:
 
 
 def _shape(role: ActorRole) -> str:
-    """Digest of the bundles: what is reserved otherwise is another group."""
+    """Return the digest of the bundles: a different reservation needs another group."""
     return hashlib.sha256(canonical_json([bundle.resources for bundle in role.bundles])).hexdigest()[:8]
 
 
 def _groups(wanted: Callable[[str], bool]) -> dict[str, PlacementGroup]:
-    """Placement groups that have a wanted name and are not removed, by name."""
+    """Return the placement groups that have a wanted name and are not removed, by name."""
     table = placement_group_table().values()
     names = [entry["name"] for entry in table if entry["state"] != "REMOVED" and wanted(entry["name"])]
     return {name: ray.util.get_placement_group(name) for name in names}
@@ -240,7 +241,8 @@ def _remove(groups: dict[str, PlacementGroup], deadline: Deadline) -> None:
 
 
 def _require_capacity(roles: Sequence[ActorRole]) -> None:
-    """A cluster of this machine alone does not grow; its CPUs are as many as were asked for."""
+    """Raise ClusterError if there are too few GPUs. A cluster of this machine alone does not grow; it has as many CPUs
+    as were requested."""
     wanted = sum(bundle.resources.get("GPU", 0) for role in roles for bundle in role.bundles)
     if wanted > ray.cluster_resources().get("GPU", 0):
         raise ClusterError(_no_room(roles, "has too few GPUs"))

@@ -1,12 +1,12 @@
-"""Ends what a killed driver leaves behind: it outlives the driver until nothing of the driver's own cluster is left.
+"""Cleanup after a killed driver: this process outlives the driver until nothing of the driver's own cluster is left.
 
     python -I -S reaper.py FOLDER DRIVER_PID        stdin: a pipe that the driver holds open
 
-Ray's processes notice at their own pace that their driver is gone; some take most of a minute, a stopped or hung one
-need not notice at all. All of them, and whatever they start, write into a log file in the cluster's folder: by that
-they are known, and who only reads there, as a person who looks at a log, is left alone. Among them are PyTorch's
-helpers, which would have removed the shared memory of those that were killed or had ended before this looked: of the
-latter the names of Ray's logs tell.
+Ray's processes notice late that their driver is gone: some take most of a minute, and a stopped or hung one may never
+notice. All of them, and the processes that they start, write into a log file in the cluster's folder. This identifies
+them. A process that only reads there, such as a person's view of a log, is left alone. PyTorch's helpers are among the
+killed processes. They would have removed the shared memory of processes that were killed, or that had ended before, so
+this process removes it. The names of Ray's logs identify the processes that had ended before.
 A byte on the pipe says that the driver has closed its cluster itself.
 """
 
@@ -26,14 +26,14 @@ PATIENCE = 60.0
 SHARED_MEMORY = "/dev/shm"
 
 SEGMENT = re.compile(r"torch_(\d+)_")
-"""Beginning of the names that PyTorch gives: with the process that made the segment."""
+"""Beginning of the names of PyTorch's shared memory segments, with the id of the process that made the segment."""
 
 WORKER_LOG = re.compile(r"worker-.*-(\d+)\.out")
-"""Names that Ray gives, in the logs of a session: with the worker's process."""
+"""Names of workers' logs in a Ray session, with the id of the worker's process."""
 
 
 def main(folder: str, driver: int) -> None:
-    # The parent is looked at too: a child that the driver forked keeps the pipe open after the driver's end.
+    # The parent is checked too: a child that the driver forked keeps the pipe open after the driver's end.
     while os.getppid() == driver:
         ready, _, _ = select.select([sys.stdin], [], [], 1.0)
         if ready:
@@ -45,8 +45,8 @@ def main(folder: str, driver: int) -> None:
 
 
 def end_processes_writing_in(folder: str) -> None:
-    """Kill them until there are none; remove the shared memory that PyTorch made in them, and in workers that had ended
-    before."""
+    """Kill the processes that write in the folder until there are none. Then remove the shared memory that PyTorch made
+    in them, and in workers that had ended before."""
     give_up, makers = time.monotonic() + PATIENCE, _workers_of(folder)
     while (pids := processes_writing_in(folder)) and time.monotonic() < give_up:
         for pid in pids:
@@ -61,13 +61,14 @@ def end_processes_writing_in(folder: str) -> None:
 
 
 def _workers_of(folder: str) -> set[int]:
-    """All workers that Ray ever had there."""
+    """Return the process ids of all workers that Ray ever had there."""
     names = (name for _, _, names in os.walk(folder) for name in names)
     return {int(worker[1]) for name in names if (worker := WORKER_LOG.fullmatch(name))}
 
 
 def processes_writing_in(folder: str) -> list[int]:
-    """Processes, other than this, that have a file anywhere below the folder open to write. Zombies have none."""
+    """Return the ids of processes, other than this one, that have a file below the folder open for writing. Zombies
+    have none."""
     own, prefix = os.getpid(), os.path.join(folder, "")
     pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
     return [pid for pid in pids if pid != own and any(path.startswith(prefix) for path in _written_files(pid))]

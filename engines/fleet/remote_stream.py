@@ -1,4 +1,4 @@
-"""A rollout engine's stream for whoever runs in another process: see `cairn.engines.fleet.actors` for its other end."""
+"""A rollout engine's stream for clients in other processes. Its other end is in `cairn.engines.fleet.actors`."""
 
 import threading
 from collections import deque
@@ -14,51 +14,53 @@ from cairn.engines.types.errors import EngineError, RequestRefused, Superseded
 from cairn.engines.types.types import Completion, GenerateRequest, RequestId
 
 ASKING = "asking"
-"""Concurrency group of the short calls of those who ask a rollout engine from other processes."""
+"""Concurrency group of the short calls of clients in other processes to a rollout engine."""
 
 ANSWERING = "answering"
-"""That of their calls that wait for answers, one at a time of each."""
+"""Concurrency group of their calls that wait for answers, one at a time for each client."""
 
 PATIENCE = 5.0
-"""Seconds after which the engine says that there is no answer yet."""
+"""Seconds after which the engine reports that there is no answer yet."""
 
 
 @dataclass(frozen=True)
 class RemoteEngine:
-    """A rollout engine, for a process that asks it on behalf of one driver."""
+    """A rollout engine, for a client process that acts for one driver."""
 
     actor: Callee
     name: str
-    """Of the actor, for messages."""
+    """Name of the actor, for messages."""
     asker: str
-    """Who asks."""
+    """Name of the client."""
     timeout: float
     """Seconds that a call may take."""
 
     def open(self) -> "RemoteStream":
-        """A stream of its; one at a time. Raises EngineDied, EngineTimeout and Superseded, as what follows does."""
+        """Open a stream of the engine; one at a time. Raises EngineDied, EngineTimeout and Superseded, as the methods
+        below do."""
         self.call("open_stream", ASKING)
         return RemoteStream(self)
 
     def abort(self) -> None:
-        """End what was asked for soon."""
+        """Abort the client's requests."""
         self.call("abort_stream", ASKING)
 
     def call(self, method: str, group: str, *args: Any, patience: float = 0.0) -> Any:
-        """Call a method of the engine's askers."""
+        """Call a method of the engine's `Askers` for this client."""
         ref = self.actor.call(method, self.asker, *args, concurrency_group=group)
         return result(ref, Deadline(self.timeout + patience), f"{self.name}.{method}()")
 
 
 class RemoteStream:
-    """A `Stream`. All that comes up while a call is on its way goes with the next one."""
+    """A `Stream` of an engine in another process. Requests that come while a call is under way go with the next
+    call."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
         self._to_ask: list[GenerateRequest] = []
         self._left = 0
-        """Requests without an answer."""
+        """Number of requests without an answer."""
         self._answers: deque[Completion] = deque()
         self._error: Exception | None = None
         self._closed = False
@@ -66,7 +68,7 @@ class RemoteStream:
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """What cannot be served is told later."""
+        """Submit requests. Iterating the stream raises refusals later."""
         with self._changed:
             self._to_ask += requests
             self._left += len(requests)
@@ -126,7 +128,7 @@ class RemoteStream:
             return completions
 
     def _ask(self) -> None:
-        """In a thread of its own."""
+        """Send submitted requests to the engine, in a thread of its own."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._to_ask or self._closed)

@@ -1,4 +1,4 @@
-"""Which ways of sending weights, and of sharing GPUs, the engines of a configuration can take."""
+"""Checks of a configuration: which ways of sending weights, sharing GPUs and placing ranks its engines support."""
 
 import math
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.rollout.plan import LaunchPlan, kind_of
 
 _HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
-"""Megatron's options whose work points into memory that is not to move."""
+"""Megatron options with which training holds addresses of memory that must then not move."""
 
 
 def weight_problems(config: RunConfig) -> Iterator[str]:
-    """Sentences on what the engines cannot do."""
+    """Yield sentences on what the engines cannot do."""
     yield from _colocation_problems(config)
     transport, rollout = config.fleet.update_weight_transport, config.rollout
     kind = kind_of(rollout.engine)
@@ -54,7 +54,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
-    """Of the one process group that the trainer's first rank and all servers are to be."""
+    """Yield sentences on the one process group of the trainer's first rank and all servers."""
     each = config.training.num_gpus_per_rank
     ours = [] if config.rollout.external_urls else [engine.num_gpus for engine in plan.engines]
     if config.fleet.colocate:
@@ -98,12 +98,12 @@ def _colocation_problems(config: RunConfig) -> Iterator[str]:
         yield "fleet.colocate takes engines of one machine each and of one kind: leave server_groups out"
 
 
-# What must be on one machine, and which configurations ask for what no machine holds.
+# Ranks that must be on one machine, and configurations that need more than a machine has.
 
 
 def ranks_together(config: RunConfig) -> int:
-    """Training ranks, one after the other, that must be on one machine: whole tensor- and expert-parallel groups, which
-    Megatron numbers through, and under `fleet.colocate` the ranks whose GPUs an engine uses.
+    """Return the number of consecutive training ranks that must be on one machine: whole tensor- and expert-parallel
+    groups, which Megatron numbers consecutively, and under `fleet.colocate` the ranks whose GPUs an engine uses.
 
     Groups of experts wider than a machine take whole machines.
     """
@@ -116,7 +116,7 @@ def ranks_together(config: RunConfig) -> int:
 
 
 def placement_problems(config: RunConfig) -> Iterator[str]:
-    """Sentences on ranks and engines that cannot be placed, as far as the configuration tells."""
+    """Yield sentences on ranks and engines that cannot be placed, as far as the configuration shows."""
     yield from _training_problems(config)
     rollout = config.rollout
     if not kind_of(rollout.engine).spans_gpus and rollout.num_gpus_per_engine > 1:
@@ -163,7 +163,7 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _expert_ranks(training: TrainingConfig) -> int:
-    """Ranks of one group that shares the experts of a layer."""
+    """Return the number of ranks in a group that shares the experts of a layer."""
     options = training.megatron
     if (options.get("expert_model_parallel_size") or 1) == 1:
         return int(options.get("expert_tensor_parallel_size") or 1)

@@ -1,4 +1,4 @@
-"""What the actors of a fleet need, and whether machines have room for it."""
+"""Roles: what the actors of a fleet need, whether machines have room for them, and where they run."""
 
 import ipaddress
 from collections import Counter, defaultdict
@@ -13,50 +13,52 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cairn.engines.fleet.calls import Deadline
 
-# On which machine and devices each actor of a placement group runs: asked of Ray, and put in order.
+# Machine and devices of each actor of a placement group: queried from Ray, and put in order.
 #
-# Ray promises that a bundle lies on one machine, and nothing about which bundle lies where: neighbours in number may be
-# machines apart. What must be together is therefore one bundle, and bundles are dealt to ranks in the order of machine
-# and device, so that rank r and rank r + 8 have the same device of two machines of 8, which share a network's switch.
+# Ray promises that a bundle is on one machine, but not which bundle is where: bundles with consecutive numbers may be
+# on distant machines. So actors that must be together share one bundle. Bundles are assigned to ranks in the order of
+# machine and device, so that rank r and rank r + 8 have the same device of two machines of 8, which share a network's
+# switch.
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where a bundle lies."""
+    """Place of a bundle."""
 
     node: str
     """Ray's id of the machine."""
     address: str
-    """The machine's, within the cluster."""
+    """Address of the machine within the cluster."""
     gpu_ids: tuple[str, ...] = ()
-    """Its devices on that machine, in the machine's order: what CUDA_VISIBLE_DEVICES takes."""
+    """Devices of the bundle on that machine, in the machine's order, in the format of CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an actor runs."""
+    """Place of an actor."""
 
     bundle: int
-    """In the placement group."""
+    """Number of the bundle in the placement group."""
     node: str
     address: str
     gpu_ids: tuple[str, ...]
-    """The devices that it uses, and no others."""
+    """The only devices that the actor uses."""
 
 
 def ask(
     group: PlacementGroup, nodes: Mapping[int, str], num_gpus: Mapping[int, float], deadline: Deadline
 ) -> dict[int, Where]:
-    """Where bundles lie, and which GPUs Ray reserved for them there.
+    """Return where bundles are, and which GPUs Ray reserved for them there.
 
-    A machine is asked for its bundles one by one, by a process that stays for the next; machines at the same time.
+    The bundles of one machine are queried one after the other, by a process that is reused. Machines are queried at the
+    same time.
 
     Args:
-        nodes: on which each of them was seen.
-        num_gpus: of each of them. One without is not asked.
+        nodes: the node on which each bundle was seen.
+        num_gpus: GPUs of each bundle. Bundles without GPUs are not queried.
 
     Raises:
-        RayError: a machine was lost meanwhile, or did not answer in time.
+        RayError: a machine was lost meanwhile, or did not respond in time.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     on_machine = defaultdict(list)
@@ -78,7 +80,8 @@ def ask(
 
 @ray.remote(num_cpus=0, max_calls=0, max_retries=0)
 def _here() -> Where:
-    """Asked of the bundle itself: Ray may have moved it since it was seen."""
+    """Return the place of this bundle. This runs in the bundle itself, because Ray may have moved it since it was
+    seen."""
     gpu_ids = sorted(map(str, ray.get_gpu_ids()), key=_in_order)
     return Where(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), tuple(gpu_ids))
 
@@ -86,13 +89,14 @@ def _here() -> Where:
 def arrange(
     shapes: Sequence[Hashable], where: Mapping[int, Where], before: Sequence[int], moved: Iterable[int]
 ) -> tuple[int, ...]:
-    """Deal bundles out to positions, each to one of its own shape.
+    """Assign bundles to positions, each to one of its own shape.
 
     Args:
-        shapes: of the bundle that each position takes, and of each bundle: position and bundle of one number are alike.
-        where: of each bundle that lies anywhere.
+        shapes: the shape of the bundle that each position takes, and of each bundle: position and bundle of one number
+            have the same shape.
+        where: the place of each bundle that has one.
         before: the bundle at each position until now; empty at first.
-        moved: bundles that were not where they are. All others keep their positions, for their actors may live.
+        moved: bundles that have moved. All others keep their positions, because their actors may live.
 
     Returns:
         The bundle at each position.
@@ -108,7 +112,7 @@ def arrange(
 
 
 def _where_in_order(where: Mapping[int, Where], bundle: int) -> tuple[Any, ...]:
-    """By machine and device; a bundle that lies nowhere comes last."""
+    """Return a sort key by machine and device. A bundle without a place comes last."""
     if (found := where.get(bundle)) is None:
         return (True, bundle)
     try:
@@ -119,29 +123,29 @@ def _where_in_order(where: Mapping[int, Where], bundle: int) -> tuple[Any, ...]:
 
 
 def _in_order(gpu_id: str) -> tuple[int, int, str]:
-    """Devices have a number or, where the machine's owner gave them out by name, a name."""
+    """Return a sort key of a device. Its id is a number, or a name if the machine's owner assigned devices by name."""
     return (0, int(gpu_id), "") if gpu_id.isdecimal() else (1, 0, gpu_id)
 
 
 LEAST_CPUS = 0.001
-"""A bundle must not be empty, even for actors that reserve nothing."""
+"""Least CPUs of a bundle. A bundle must not be empty, even for actors that reserve nothing."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What is reserved on one machine: for one actor, or for several that must be on the same."""
+    """A reservation on one machine, for one actor, or for several that must be together."""
 
     num_cpus: float
-    """Of each actor."""
+    """CPUs of each actor."""
     num_gpus: float = 0
-    """Of each actor."""
+    """GPUs of each actor."""
     actors: int = 1
     guest_cpus: float = 0
-    """Further CPUs, of actors that are placed in it beside those that it is made for."""
+    """Further CPUs, for guest actors that are placed in the bundle too."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """In Ray's words."""
+        """The reservation in Ray's format."""
         gpus = {"GPU": self.actors * self.num_gpus} if self.num_gpus else {}
         return {"CPU": self.actors * max(self.num_cpus, LEAST_CPUS) + self.guest_cpus, **gpus}
 
@@ -152,38 +156,40 @@ class Bundle:
 
 @dataclass(frozen=True)
 class ActorRole:
-    """What the actors of one role need."""
+    """Requirements of the actors of one role."""
 
     name: str
     actor_class: type
     bundles: tuple[Bundle, ...]
-    """In the order of its actors."""
+    """Bundles in the order of the actors."""
     num_threads: int
     digest: str
-    """Of everything that its actors are made from: only equal ones are taken over from an earlier driver."""
+    """Digest of everything that the actors are made from. A driver takes over an earlier driver's actors only if the
+    digests are equal."""
     options: str
-    """The options that say how much it asks for, for messages."""
+    """Names of the options that determine how much the role requests, for messages."""
     host: "ActorRole | None" = None
-    """The role in whose bundles its actors are guests: they reserve no GPU and have those of their hosts in turn."""
+    """The role in whose bundles these actors are guests. Guests reserve no GPU, and use those of their hosts in
+    turn."""
     hosts: tuple[range, ...] = ()
-    """For each of its actors those of the host whose GPUs it has; all in one bundle."""
+    """For each actor, the host's actors whose GPUs it uses; all in one bundle."""
     groups: tuple[tuple[str, int], ...] = ()
-    """Concurrency groups of its actors besides those of all, and the calls that each serves at a time."""
+    """Concurrency groups besides those that all actors have, and the number of calls that each handles at a time."""
     strategy: str = "PACK"
-    """Ray's, of its placement group."""
+    """Ray's strategy for the placement group."""
 
     @property
     def num_actors(self) -> int:
-        """In all its bundles."""
+        """Number of actors in all bundles."""
         return sum(bundle.actors for bundle in self.bundles)
 
     @property
     def num_cpus(self) -> float:
-        """CPUs that it reserves; those of guests are their host's."""
+        """CPUs that the role reserves. The host reserves those of guests."""
         return 0 if self.host is not None else sum(bundle.resources["CPU"] for bundle in self.bundles)
 
     def bundle_of(self, actor: int) -> tuple[int, int]:
-        """The index of an actor's bundle, and the first actor in that."""
+        """Return the index of an actor's bundle, and that bundle's first actor."""
         first = 0
         for index, bundle in enumerate(self.bundles):
             if actor < first + bundle.actors:
@@ -196,16 +202,16 @@ class ActorRole:
 
 
 def in_bundles(count: int, together: int, num_cpus: float, num_gpus: float) -> tuple[Bundle, ...]:
-    """Bundles for `count` actors of which so many after one another must be together; the last one has the rest."""
+    """Return bundles for `count` actors, `together` consecutive ones in each; the last bundle has the rest."""
     whole, rest = divmod(count, together)
     return tuple(Bundle(num_cpus, num_gpus, size) for size in [together] * whole + [rest] * (rest > 0))
 
 
 def room_problem(roles: Sequence[ActorRole], machines: Sequence[Mapping[str, float]]) -> str | None:
-    """Why machines that have enough in all do not have it where it must be together; None if they may have.
+    """Return why machines that have enough in total lack the room where it must be together; None if they may have it.
 
     Args:
-        machines: what each has in all, in Ray's words.
+        machines: total resources of each machine, in Ray's format.
     """
     for role in roles:
         for bundle, count in Counter(role.bundles).items():

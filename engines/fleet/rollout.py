@@ -1,4 +1,4 @@
-"""A rollout engine as the driver sees it."""
+"""The driver's handles on a rollout engine, on the router, and on the reward model."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,13 @@ from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRe
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
 
-# The reward model as the driver sees it.
-
 
 REWARD_MODEL = "cairn.engines.scoring.reward_model:RewardModel"
 
 
 class RewardModelHandle(ModelHandle):
-    """See cairn.engines.scoring.reward_model for what its calls do; all may raise EngineDied and EngineTimeout."""
+    """The reward model as the driver sees it. `cairn.engines.scoring.reward_model` describes its calls; all may raise
+    EngineDied and EngineTimeout."""
 
     def __init__(self, name: str, actor: Actor, config: RunConfig, digests: Mapping[str, str]) -> None:
         assert config.reward.reward_model is not None
@@ -39,8 +38,9 @@ class RewardModelHandle(ModelHandle):
         self._turn = threading.Lock()
 
     def score(self, answered: Sequence[Answered]) -> list[Score]:
-        """Scores, in order, by an engine that is made again where it is dead; within `fleet.call_timeout` seconds, or
-        `reward.rm_timeout` for each if that is more. Threads take turns, and wait for theirs beside their deadlines."""
+        """Return scores, in order. A dead engine is replaced first. The deadline is `fleet.call_timeout` seconds, or
+        `reward.rm_timeout` for each if that is more. Threads take turns, and waiting for a turn does not count towards
+        the deadline."""
         with self._turn:
             self.ensure_alive()
             deadline = Deadline(max(self._fleet.call_timeout, self._each * len(answered)))
@@ -51,16 +51,13 @@ class RewardModelHandle(ModelHandle):
         self._result(self._actor.call("make", REWARD_MODEL, self._options), deadline, self._actor, "make")
 
 
-# The router before the rollout servers, as the driver sees it.
-
-
 TO_SAY_WHY = 15.0
-"""Seconds beyond its own deadline that an actor gets to end a server that did not start, and to show its log."""
+"""Seconds beyond its own deadline that an actor gets to end a server that did not start, and to report its log."""
 
 
 class RouterHandle(EngineHandle):
-    """See cairn.engines.rollout.sglang.router for what the calls of one do; all may raise EngineDied and
-    EngineTimeout."""
+    """The router in front of the rollout servers, as the driver sees it. `cairn.engines.rollout.sglang.router`
+    describes its calls; all may raise EngineDied and EngineTimeout."""
 
     def __init__(
         self, name: str, actor: Actor, options: Mapping[str, Any], config: RolloutConfig, fleet: FleetConfig
@@ -72,7 +69,7 @@ class RouterHandle(EngineHandle):
 
     @property
     def url(self) -> str:
-        """Where it takes requests; another one after a restart."""
+        """Address for requests. A restart changes it."""
         return self.health()["url"]
 
     def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
@@ -80,7 +77,8 @@ class RouterHandle(EngineHandle):
         self._call("serve", workers)
 
     def remove(self, url: str) -> None:
-        """Send a server nothing more. A router that does not obey is ended: its requests must not reach that server."""
+        """Send no more requests to a server. A router that does not obey is killed: its requests must not reach that
+        server."""
         try:
             self._call("remove", url)
         except EngineError:
@@ -98,12 +96,12 @@ class RouterHandle(EngineHandle):
 
 
 ENGINE = "cairn.engines.rollout.plan:make_engine"
-"""What an actor makes."""
+"""Function that makes the engine in its actor."""
 
 
 class RolloutHandle(ModelHandle):
-    """A rollout engine. See cairn.engines.rollout.base for what its calls do; all may raise EngineDied and
-    EngineTimeout."""
+    """A rollout engine as the driver sees it. `cairn.engines.rollout.base` describes its calls; all may raise
+    EngineDied and EngineTimeout."""
 
     def __init__(
         self,
@@ -116,11 +114,11 @@ class RolloutHandle(ModelHandle):
         router: RouterHandle | None = None,
         model_digests: Mapping[str, str] | None = None,
     ) -> None:
-        """`actors`: one on each machine of the engine; the first speaks for it."""
+        """`actors`: one on each machine of the engine. Calls for the engine go to the first."""
         super().__init__(name, actors, fleet, {"model": model_path}, model_digests or {})
         self._actor = actors[0]
         self.ranks = range(0)
-        """The training ranks with which it shares GPUs."""
+        """Training ranks with which the engine shares GPUs."""
         self._plan = plan
         self._model_path = model_path
         self._config = config
@@ -131,18 +129,18 @@ class RolloutHandle(ModelHandle):
         self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
         self._deadline = Deadline(0)
-        """Of what it generates."""
+        """Deadline of the running generation."""
         self.episodes: Episodes | None = None
-        """Where user code runs; None where there is none."""
+        """The workers in which user code runs; None if there are none."""
         self.serving = threading.Lock()
-        """Held while the engine is looked at, and brought to other weights."""
+        """Lock held while the engine is checked and updated to other weights."""
         self.looked: tuple[float, int | None] = (0.0, None)
-        """When the last look at it began that ended well, and the weight version that it serves since."""
+        """Time at which the last successful check of the engine began, and the weight version that it serves since."""
         self.routed: int | None = None
-        """The weight version for which the router sends it requests; None where it does not."""
+        """Weight version for which the router sends the engine requests; None where it sends none."""
 
     def take_workers(self, workers: Sequence[EpisodeWorkerHandle]) -> None:
-        """Have user code run in these from now on."""
+        """Run user code in these workers from now on."""
         self.episodes = Episodes(self._actor, workers, self._fleet)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
@@ -152,9 +150,9 @@ class RolloutHandle(ModelHandle):
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Stream samples as they end, and what is recorded of them before, within `rollout.timeout` seconds in all, or,
-        where the run streams, after the last sign of work (`heard`); an engine that is silent is asked whether it still
-        lives. Giving the iterator up ends the generation.
+        """Stream samples as they end, and their records before that. The deadline is `rollout.timeout` seconds in all,
+        or, where the run streams, after the last sign of work (`heard`). If the engine is silent, check whether it
+        still lives. Closing the iterator ends the generation.
 
         Raises what the engine raises.
         """
@@ -190,13 +188,14 @@ class RolloutHandle(ModelHandle):
                 raise
 
     def heard(self) -> None:
-        """It has shown that it works: it has ended a sample, or taken others or new weights. What it generates for a
-        stream goes on for as long as there are prompts, so `rollout.timeout` begins anew there."""
+        """Record a sign of work: the engine has ended a sample, or has accepted other samples or new weights. A
+        generation for a streaming run lasts as long as there are prompts, so its `rollout.timeout` begins anew here."""
         if self._config.pipeline == "streaming":
             self._deadline.begin_anew()
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
-        """Have the running `generate_samples` generate these too; whether it does. From any thread."""
+        """Have the running `generate_samples` generate these samples too. Returns whether it does. May be called from
+        any thread."""
         ref = self._actor.call("join", list(samples), concurrency_group=CONTROL)
         joined: bool = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "join")
         if joined:
@@ -204,12 +203,13 @@ class RolloutHandle(ModelHandle):
         return joined
 
     def retracted(self) -> list[Completion]:
-        """See `cairn.engines.rollout.base`."""
+        """Return what retracted samples had; see `cairn.engines.rollout.base`."""
         found: list[Completion] = self.call("retracted")
         return found
 
     def acknowledge(self, number: int) -> None:
-        """What the running `generate_samples` gave with this number is durable, and all before it. From any thread."""
+        """Confirm that what the running `generate_samples` yielded with this number, and all before it, is durable. May
+        be called from any thread."""
         if self.episodes is not None:  # what our own functions are given is not recorded
             self.episodes.acknowledge(number)
             return
@@ -217,21 +217,23 @@ class RolloutHandle(ModelHandle):
         self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "acknowledge")
 
     def abort(self) -> None:
-        """End the running `generate`: its stream, which is to be read on, gives every unfinished sample as far as it
-        came. Returns when the engine knows, so that no later `generate` is meant."""
+        """End the running `generate`. The caller must read its stream to the end; the stream yields every unfinished
+        sample with what it has so far. Returns when the engine has received the abort, so that it affects no later
+        `generate`."""
         if self.episodes is not None:
             self.episodes.abort()
         ref = self._actor.call("abort", concurrency_group=CONTROL)
         self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "abort")
 
     def weight_version(self) -> int | None:
-        """The version it serves; None within an update."""
+        """Return the weight version that the engine serves; None within an update."""
         ref = self._actor.call("get_weight_version", concurrency_group=CONTROL)
         return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "get_weight_version")
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether its samples do not depend on what else is in their batch, as tried when it started: asked once."""
+        """Whether a sample is independent of what else is in its batch, as tested when the engine started. Queried
+        once."""
         found = self._batch_invariant
         if found is None:
             with self._replacing:
@@ -246,8 +248,8 @@ class RolloutHandle(ModelHandle):
             super().start(deadline, adopt=adopt)
 
     def usage(self) -> dict[str, int]:
-        """How busy it was in the last `generate`, see cairn.engines.rollout.base; and its `restarts` under this
-        driver."""
+        """Return how busy the engine was in the last `generate`, see cairn.engines.rollout.base, and its `restarts`
+        under this driver."""
         ref = self._actor.call("usage", concurrency_group=CONTROL)
         found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "usage")
         workers = {} if self.episodes is None else {"episode_worker_restarts": self.episodes.restarts}
@@ -255,19 +257,20 @@ class RolloutHandle(ModelHandle):
 
     @property
     def worker(self) -> Mapping[str, Any] | None:
-        """Its server as a router is told of it, by its `url` and more; None while it is made again."""
+        """The engine's server as routers are configured with it: its `url` and more. None while the engine is being
+        replaced."""
         return self._worker
 
     def follow(self, route: tuple[str, Sequence[str]] | None) -> None:
-        """Send requests to this router, behind which these servers are, from the next `generate` on; None: to its own
-        server."""
+        """Send requests to this router, in front of these servers, from the next `generate` on; None: to the engine's
+        own server."""
         if route != self._route:
             ref = self._actor.call("follow", *(route or (None,)), concurrency_group=CONTROL)
             self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "follow")
             self._route = route
 
     def leave_router(self) -> None:
-        """Neither give requests to the router nor get any from it, until the engine is routed again."""
+        """Neither send requests to the router nor get any from it, until the engine is routed again."""
         self.routed = None
         if self._router is not None and self._worker is not None:
             self._router.remove(self._worker["url"])
@@ -280,7 +283,7 @@ class RolloutHandle(ModelHandle):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Have the engine to oneself: to generate, or to update its weights."""
+        """Hold the engine exclusively: to generate, or to update its weights."""
         if not self._busy.acquire(timeout=self._config.timeout):
             raise EngineTimeout(f"{self._actor.name} was busy for {self._config.timeout:g} s")
         try:
@@ -290,33 +293,34 @@ class RolloutHandle(ModelHandle):
 
     @property
     def maps_gpu_memory(self) -> bool:
-        """Whether it takes weights from the memory of GPUs that it shares with training."""
+        """Whether the engine maps weights from the memory of GPUs that it shares with training."""
         return bool(self.ranks) and self._kind.maps_gpu_memory
 
     @property
     def tells_checksum(self) -> bool:
-        """Whether it can say which weights it holds."""
+        """Whether the engine can report a checksum of the weights that it holds."""
         return self._kind.tells_checksum
 
     def release_memory(self) -> None:
-        """Give its memory away; see cairn.engines.rollout.base."""
+        """Release the engine's memory; see cairn.engines.rollout.base."""
         with self.alone():
             self.call("release_memory")
 
     def resume_memory(self, tag: MemoryTag) -> None:
-        """Take a part of it back."""
+        """Take back a part of the memory."""
         self.call("resume_memory", tag)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Do a call that waits its turn behind those before it, within `fleet.call_timeout` seconds."""
+        """Make a call and return its result, within `fleet.call_timeout` seconds. The call waits for those before
+        it."""
         return self.finish(self.submit(method, *args), method)
 
     def submit(self, method: str, *args: Any) -> "ray.ObjectRef[Any]":
-        """Begin a call that waits its turn behind those before it, and not for what is generated."""
+        """Start a call that waits for those before it, but not for generation."""
         return self._actor.call(method, *args, concurrency_group=UPDATING)
 
     def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
-        """Wait for a call that was begun, for `fleet.call_timeout` seconds by default."""
+        """Return the result of a started call, within `fleet.call_timeout` seconds by default."""
         return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actor, method)
 
     def _adopted(self) -> bool:
@@ -357,7 +361,7 @@ class RolloutHandle(ModelHandle):
         self.health()
 
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
-        """Wait until the stream goes on or ends."""
+        """Wait until the stream has something to read or has ended."""
         while deadline.remaining:
             ready, _ = wait([stream], min(deadline.remaining, self._fleet.call_timeout))
             if ready:
@@ -367,7 +371,7 @@ class RolloutHandle(ModelHandle):
         raise EngineTimeout(f"{self._actor.name}.generate() did not end within {deadline.seconds:g} s")
 
     def _abort(self, stream: "ray.ObjectRefGenerator") -> None:
-        """End a generation that nobody listens to, so that the engine is free for the next."""
+        """End a generation that nobody reads any more, so that the engine is free for the next."""
         told = self._actor.call("abort", concurrency_group=CONTROL)
         ended, _ = ray.wait([told, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
         self._suspect = self._suspect or len(ended) < 2

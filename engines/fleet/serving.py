@@ -1,8 +1,8 @@
-"""Which weights each rollout engine serves: one engine at a time is brought to one publication, by itself alone.
+"""The weights that each rollout engine serves: one engine at a time is updated to one publication, by itself.
 
-An engine is asked for its version, never trusted to have the one that it was given: whoever died meanwhile is found
-here, restarted and brought up. A router sends requests to engines of one version only: an engine leaves it before its
-weights change, and when it comes back, those that are elsewhere are left out until they are served themselves.
+An engine's version is queried, never assumed. So an engine that died meanwhile is detected here, restarted and updated.
+A router sends requests to engines of one version only. An engine leaves the router before its weights change. When it
+returns, engines of other versions are left out until they are served themselves.
 """
 
 import threading
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
     from cairn.engines.fleet.weights.publications import Publications
 
 
-# Whether a rollout engine holds the weights that it should: by checksum, or by what it makes of a few tokens.
+# Whether a rollout engine holds the right weights: by checksum, or by its log-probs of a few tokens.
 
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-"""Greatest difference of a token's log-probs that rounding explains. In bfloat16 one update's change may be smaller."""
+"""Greatest difference of a token's log-probs that rounding explains. In bfloat16 the change of one update may be
+smaller."""
 
 PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in range(4)]
-"""Token ids that every vocabulary has."""
+"""Prompts of token ids that every vocabulary has."""
 NEW_TOKENS = 12
 
 
 def verify_checksum(target: RolloutHandle, asked: Any, version: int, digest: str) -> None:
-    """Compare the checksum that the target was asked for (`submit`) with that of the version. Raises WeightsDiffer."""
+    """Compare the target's checksum, requested with `submit`, with that of the version. Raises WeightsDiffer."""
     found = target.finish(asked, "weights_checksum")
     if found != digest:
         raise WeightsDiffer(
@@ -55,10 +56,10 @@ def verify_checksum(target: RolloutHandle, asked: Any, version: int, digest: str
 def verify_log_probs(source: TrainingHandle, target: RolloutHandle, config: RunConfig) -> None:
     """Let the target continue fixed prompts and compare its log-probs with the trainer's of the same tokens.
 
-    Weights that no token of the batch meets, such as most rows of an embedding, go unseen.
+    Weights that no token of the batch uses, such as most rows of an embedding, are not checked.
 
     Raises:
-        WeightsDiffer: they differ by more than TOLERANCE.
+        WeightsDiffer: the log-probs differ by more than TOLERANCE.
     """
     params = SamplingParams(NEW_TOKENS, config.rollout.rollout_temperature)
     requests = [GenerateRequest((row,), prompt, row, params) for row, prompt in enumerate(PROMPTS)]
@@ -79,20 +80,21 @@ def verify_log_probs(source: TrainingHandle, target: RolloutHandle, config: RunC
         )
 
 
-# In which order training and rollout have the GPUs that they share.
+# Turns of training and rollout with the GPUs that they share.
 #
 #     rollout releases → training onloads → trains → offloads → rollout resumes its weights' memory → they are updated
 #     → rollout resumes its cache
 #
-# Each engine knows for itself what it gave away, and a call for what is done already does nothing: whatever a crash
-# left half done, the next turn completes.
+# Each engine knows what it released, and a call does nothing if its work is done already. So the next turn completes
+# what a crash left half done.
 
 
 def share_bundles(training: ActorRole, rollout: ActorRole, config: RunConfig) -> tuple[ActorRole, ActorRole]:
-    """Both roles, the rollout engines as guests: each in the bundle of the ranks whose GPUs it uses. On CPUs, which are
-    not shared, each is a guest of one rank.
+    """Return both roles, with the rollout engines as guests: each is in the bundle of the ranks whose GPUs it uses. On
+    CPUs, which are not shared, each is a guest of one rank.
 
-    All bundles have room for as many guests: Ray places larger ones first, and ranks would lie where nobody expects.
+    All bundles have room for the same number of guests. Ray places larger bundles first, so with different sizes ranks
+    would be in unexpected places.
     """
     stride, ranks = int(config.rollout.num_gpus_per_engine), config.training.world_size
     firsts = [index * stride if stride else index % ranks for index in range(len(rollout.bundles))]
@@ -103,7 +105,8 @@ def share_bundles(training: ActorRole, rollout: ActorRole, config: RunConfig) ->
 
 
 class Turns:
-    """Who has the memory. Without offloading both have theirs at any time, and nothing is done here."""
+    """Turns with the shared memory. Without offloading both sides always have their memory, and nothing is done
+    here."""
 
     def __init__(self, rollout: Sequence[RolloutHandle], training: TrainingHandle, fleet: FleetConfig) -> None:
         self._rollout, self._training = rollout, training
@@ -113,26 +116,27 @@ class Turns:
             engine.make_room = self.offload_training
 
     def release_rollout(self) -> None:
-        """The rollout engines give their memory away. One that fails to is ended, and the next rollout starts it."""
+        """Have the rollout engines release their memory. An engine that fails to do so is killed, and the next rollout
+        starts it."""
         if self._offload_rollout:
             at_the_same_time(self._rollout, lambda engine: _or_end(engine, engine.release_memory))
 
     def for_training(self) -> None:
-        """Training has the memory. Raises EngineError."""
+        """Give training the memory. Raises EngineError."""
         self.release_rollout()
         if self._offload_train:
             self._training.onload()
 
     def for_update(self, engine: RolloutHandle) -> None:
-        """A rollout engine has memory for weights, which are to be sent. Raises EngineError."""
+        """Give a rollout engine the memory for weights, which are to be sent. Raises EngineError."""
         self._resume(engine, "weights")
 
     def for_rollout(self, engine: RolloutHandle) -> None:
-        """A rollout engine has all its memory. Raises EngineError."""
+        """Give a rollout engine all its memory. Raises EngineError."""
         self._resume(engine, "kv_cache")
 
     def offload_training(self) -> None:
-        """Training gives its memory away. If it fails to it is ended, and whoever trains next restores it."""
+        """Have training release its memory. If it fails to do so, it is killed, and the next training restores it."""
         if self._offload_train:
             _or_end(self._training, self._training.offload)
 
@@ -143,7 +147,8 @@ class Turns:
 
 
 def _or_end(engine: EngineHandle, release: Callable[[], None]) -> None:
-    """An engine that is dead or broken must not hold memory that another one counts on."""
+    """Release an engine's memory; kill the engine if that fails. A dead or broken engine must not hold memory that
+    another one needs."""
     try:
         release()
     except EngineError:
@@ -173,8 +178,8 @@ class Serving:
         self._routing = threading.Lock()
 
     def serve(self, engine: RolloutHandle, version: int) -> None:
-        """See `cairn.engines.fleet.fleet.Fleet.serve`. Who waits while the engine is looked at takes what that found
-        out, if it came before the look began."""
+        """Serve a version; see `cairn.engines.fleet.fleet.Fleet.serve`. A caller that waits while the engine is checked
+        reuses the result, if the call came before the check began."""
         asked = time.monotonic()
         with engine.serving:
             looked, found = engine.looked
@@ -189,7 +194,7 @@ class Serving:
             engine.looked = (looked, version)
 
     def update(self, engine: RolloutHandle, version: int) -> float:
-        """See `cairn.engines.fleet.fleet.Fleet.update`."""
+        """Update an engine while it generates; see `cairn.engines.fleet.fleet.Fleet.update`."""
         with engine.serving:
             publication = self._publications.get(version)
             engine.looked = (0.0, None)
@@ -226,8 +231,8 @@ class Serving:
             raise EngineError(f"{engine.name} reports weight version {found} after an update to {version}")
 
     def _send(self, engine: RolloutHandle, version: int) -> None:
-        """Begin an update of an idle engine and send all weights: it does in order what it is called for, so that
-        nobody waits for it in between."""
+        """Start an update of an idle engine and send all weights. The engine executes its calls in order, so that
+        nothing here waits between them."""
         begun = engine.submit("begin_weight_update", version)
         try:
             self._publications.send(version, engine)
@@ -239,7 +244,8 @@ class Serving:
 
     @contextmanager
     def _dropped_where_wrong(self, version: int) -> Iterator[None]:
-        """A publication with which an engine has other weights than were published is of no use."""
+        """Drop the publication if an engine with it has other weights than were published: the publication is then of
+        no use."""
         try:
             yield
         except WeightsDiffer:
@@ -251,7 +257,7 @@ class Serving:
             engine.leave_router()
 
     def _route(self, engine: RolloutHandle, version: int) -> None:
-        """Let the engine's requests go to all that serve this version, and theirs to it."""
+        """Route the engine's requests to all engines that serve this version, and theirs to it."""
         if self._router is None:
             return
         self._router.ensure_alive()

@@ -1,4 +1,4 @@
-"""The training engine as the driver sees it: all of its ranks."""
+"""The driver's handle on the training engine, with all of its ranks."""
 
 import contextlib
 from collections import deque
@@ -21,15 +21,15 @@ from cairn.storage.store.errors import NoSpace
 from cairn.storage.store.store import StoredFile
 
 RANK = "cairn.engines.training.rank:TrainingRank"
-"""What an actor makes, and starts when the others are there too."""
+"""Class that an actor makes as its engine, and starts when the other ranks exist too."""
 
 FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
 
 
 class TrainingHandle(ModelHandle):
-    """The training engine, all ranks of it. See cairn.engines.training.base for what its calls do; all of them may
-    raise EngineDied and EngineTimeout."""
+    """The training engine, with all of its ranks. `cairn.engines.training.base` describes its calls; all may raise
+    EngineDied and EngineTimeout."""
 
     def __init__(
         self,
@@ -45,14 +45,15 @@ class TrainingHandle(ModelHandle):
         self._timeout = config.training.timeout
 
     def position(self) -> Position:
-        """Where the engine stands. Waits for an update that is under way, such as one that a dead driver began.
+        """Return the engine's position. Waits for an update that is under way, such as one that a dead driver began.
 
-        Raises EngineError where ranks differ, or a state is neither the old nor the new one: restart the engine.
+        Raises EngineError where ranks differ, or a state is neither the old nor the new one: restart the engine then.
         """
         return self._agreed_position(self._on_all("position"))
 
     def living_position(self) -> Position:
-        """`ensure_alive` and `position`, of an engine that lives in the time of one of them."""
+        """Restart the engine if it does not live, and return its position. For a living engine both calls run at the
+        same time."""
         restarts, asked = self.restarts, None
         with contextlib.suppress(EngineDied):  # which `ensure_alive` finds out too
             asked = self._ask_all("position")
@@ -71,12 +72,12 @@ class TrainingHandle(ModelHandle):
         train_actor: bool = True,
         update_reference: bool = False,
     ) -> TrainResult:
-        """Take `num_steps` optimizer steps. Raises WrongVersion, and what else the engine raises."""
+        """Take `num_steps` optimizer steps. Raises WrongVersion, and the engine's other errors."""
         args = (put(batch), num_steps, expected_version, input_digest, train_actor, update_reference)
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
-        """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values; see
+        """Return [R_i] float32 for each sample: log-probs of its response tokens, or the critic's values; see
         `cairn.engines.training.base.TrainingEngine.score`."""
         return self._on_all("score", put(batch), role)[0]
 
@@ -85,22 +86,22 @@ class TrainingHandle(ModelHandle):
         return self._on_all("save", _absolute(store_url), folder)[0]
 
     def load(self, store_url: str, folder: str) -> None:
-        """Replace the state by a checkpoint. Raises Damaged."""
+        """Replace the state with a checkpoint. Raises Damaged."""
         self._on_all("load", _absolute(store_url), folder)
 
     def checksum_at(self, version: int, dtype: Literal["float32", "bfloat16"]) -> str:
-        """`weights_checksum` at a version. Raises WrongVersion if the engine does not stand there."""
+        """Return `weights_checksum` at a version. Raises WrongVersion if the engine is not at that version."""
         return self._on_all("checksum_at", version, dtype)[0]
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
-        """Checksum of the exported weights in an engine that holds them in `dtype`."""
+        """Return the checksum that the exported weights have in an engine that holds them in `dtype`."""
         return self._on_all("weights_checksum", dtype)[0]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[ray.ObjectRef[Any]]":
-        """Buckets of weights (cairn.engines.weights.buckets) in the object store, each made while the two before are in
-        use.
+        """Yield buckets of weights (cairn.engines.weights.buckets) in the object store. Each is made while the two
+        before it are in use.
 
-        Raises WrongVersion if the engine does not stand at `version`.
+        Raises WrongVersion if the engine is not at `version`.
         """
         with self._exporting(version, bucket_bytes) as first:
             asked = deque(first.call("next_bucket", num_returns=2) for _ in range(2))
@@ -114,9 +115,9 @@ class TrainingHandle(ModelHandle):
     def broadcast_weights(
         self, version: int, bucket_bytes: int, backend: str, target: str
     ) -> "Generator[tuple[Layout, ray.ObjectRef[Any]]]":
-        """What each bucket holds, and the call that broadcasts it in the group of the trainer and the target.
+        """Yield the layout of each bucket, and the call that broadcasts it in the group of the trainer and the target.
 
-        Raises WrongVersion if the engine does not stand at `version`.
+        Raises WrongVersion if the engine is not at `version`.
         """
         with self._exporting(version, bucket_bytes) as first:
             while layout := self.finish(first.call("stage_bucket", backend), "stage_bucket"):
@@ -125,7 +126,8 @@ class TrainingHandle(ModelHandle):
     def broadcast_copies(
         self, copies: "Sequence[ray.ObjectRef[Any]]", backend: str, target: str
     ) -> "Generator[tuple[Layout, ray.ObjectRef[Any]]]":
-        """The same of buckets that `export_weights` gave out, whatever the engine stands at or does now."""
+        """Yield the same for buckets that `export_weights` yielded, whatever version the engine is at, and whatever it
+        does now."""
         first = self._actors[0]
         for copy in copies:
             staging = first.call("stage_copy", copy, backend, concurrency_group=SENDING)
@@ -133,8 +135,8 @@ class TrainingHandle(ModelHandle):
             yield layout, first.call("broadcast_copy", target, concurrency_group=SENDING)
 
     def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
-        """Buckets in the memory of the ranks' GPUs, each until the next: for every rank their names and a handle
-        (cairn.engines.weights.buckets) on its copy. Raises WrongVersion."""
+        """Yield buckets in the memory of the ranks' GPUs, each valid until the next: for every rank its names, and a
+        handle (cairn.engines.weights.buckets) on its copy. Raises WrongVersion."""
         self._on_all("begin_export_on_device", version, bucket_bytes)
         try:
             while all(shared := self._on_all("share_bucket")):
@@ -147,7 +149,8 @@ class TrainingHandle(ModelHandle):
         self._on_all("export_hf", version, folder)
 
     def offload(self) -> None:
-        """Give the GPUs' memory away, which takes up to `training.timeout` seconds; nothing if that is done already."""
+        """Release the GPUs' memory, which takes up to `training.timeout` seconds. Does nothing if that is done
+        already."""
         self._on_all("offload")
 
     def onload(self) -> None:
@@ -155,26 +158,26 @@ class TrainingHandle(ModelHandle):
         self._on_all("onload")
 
     def submit(self, method: str, *args: Any, **options: Any) -> "ray.ObjectRef[Any]":
-        """Begin a call of rank 0 that waits its turn behind those before it."""
+        """Start a call of rank 0 that waits for those before it."""
         return self._actors[0].call(method, *args, **options)
 
     def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
-        """Wait for a call of rank 0 that was begun, for `fleet.call_timeout` seconds by default."""
+        """Return the result of a started call of rank 0, within `fleet.call_timeout` seconds by default."""
         return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actors[0], method)
 
     @property
     def label(self) -> str:
-        """Name for files, of no other fleet on the cluster."""
+        """Name for files, unique among the fleets of the cluster."""
         return self._actors[0].name.replace(":", "-")
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it computes on GPUs."""
+        """Whether the engine computes on GPUs."""
         return self._config.training.num_gpus_per_rank > 0
 
     @contextmanager
     def _exporting(self, version: int, bucket_bytes: int) -> Iterator[Actor]:
-        """The actor of rank 0, which gives the buckets out, while the other ranks take part in gathering them."""
+        """Yield the actor of rank 0, which hands out the buckets, while the other ranks take part in gathering them."""
         self._on_all("begin_export", version, bucket_bytes)
         first, *others = self._actors
         gathering = [(actor, actor.call("end_export")) for actor in others]
@@ -202,15 +205,16 @@ class TrainingHandle(ModelHandle):
         self._gather(calls, deadline, "start")
 
     def _on_all(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank; returns the results in the order of ranks."""
+        """Call every rank, and return the results in the order of ranks."""
         return self._gather(self._ask_all(method, *args), Deadline(self._timeout), method)
 
     def _ask_all(self, method: str, *args: Any) -> "list[ray.ObjectRef[Any]]":
         return [actor.call(method, *args) for actor in self._actors]
 
     def _gather(self, calls: "list[ray.ObjectRef[Any]]", deadline: Deadline, method: str) -> list[Any]:
-        """Results of all ranks, or what all of them raise. Ranks that end differently are no engine any more: the one
-        that failed alone left the others waiting for it, so nobody waits for those."""
+        """Return the results of all ranks, or raise what all of them raise. If the ranks end differently, the engine is
+        unusable. The others may then wait for the failed rank for ever, so they get only `FAILURE_GRACE` seconds, and
+        none after a death."""
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         running = list(calls)
@@ -248,7 +252,7 @@ class TrainingHandle(ModelHandle):
         return found
 
     def _agreed(self, values: list[Any], key: Callable[[Any], object]) -> Any:
-        """The value of rank 0, if all ranks have the same."""
+        """Return the value of rank 0 if all ranks have the same. Raises EngineError otherwise."""
         if len({key(value) for value in values}) > 1:
             self._suspect = True
             raise EngineError(f"the ranks of {self.name} hold different states: {values}; it must be restarted")
@@ -256,5 +260,5 @@ class TrainingHandle(ModelHandle):
 
 
 def _absolute(store_url: str) -> str:
-    """Actors have a working folder of their own."""
+    """Return the URL with an absolute path, because actors have a working folder of their own."""
     return store_url if "://" in store_url else str(Path(store_url).absolute())

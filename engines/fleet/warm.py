@@ -1,14 +1,15 @@
-"""A process that has imported what engines need, of which the workers of a cluster are forks.
+"""A process that has imported what engines need, and from which the workers of a cluster are forked.
 
     python -P -m cairn.engines.fleet.warm LISTENER DRIVER_PID MODULE…        stdin: a pipe that the driver holds open
 
-An engine's process needs seconds of CPU time to import PyTorch, and half a second as a fork of one that has. Ray starts
-a worker by a command; `cairn.engines.fleet.launch`, which is that command on a cluster of a driver's own, hands the
-worker's arguments, environment and open files over to this process, whose fork becomes the worker. Where nobody takes
-them it starts the worker as Ray does.
+An engine's process needs seconds of CPU time to import PyTorch, but only half a second as a fork of a process that has
+imported it. Ray starts a worker by a command. On a driver's own cluster that command is `cairn.engines.fleet.launch`.
+It passes the worker's arguments, environment and open files to this process, whose fork becomes the worker. If this
+process does not accept them, the command starts the worker as Ray does.
 
-What is read while modules are imported is the same for all forks: OpenMP's number of threads above all. So there is one
-such process for engines of one number of threads, on CPUs only: a fork cannot use a GPU that its parent looked at.
+Values that are read while modules are imported are the same for all forks, above all OpenMP's number of threads. So
+there is one such process, for engines with one number of threads, and on CPUs only: a fork cannot use a GPU that its
+parent has accessed.
 """
 
 import argparse
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
 
 THREADS = "CAIRN_WARM_THREADS"
-"""Environment variable of a fork: OpenMP's number of threads."""
+"""Environment variable of a fork with OpenMP's number of threads."""
 
 INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", THREADS)
-"""Environment variables that a fork has from this process: they were read when PyTorch was imported."""
+"""Environment variables that a fork takes from this process, because they were read when PyTorch was imported."""
 
 
 class WarmProcess:
-    """Held by the driver, with which it ends."""
+    """The warm process, held by the driver. The process ends with the driver."""
 
     def __init__(self, modules: Sequence[str], num_threads: int) -> None:
-        """Start it, and return at once.
+        """Start the process, and return at once.
 
         Args:
-            modules: what it imports.
-            num_threads: OpenMP's, in all its forks.
+            modules: modules that the process imports.
+            num_threads: OpenMP threads in all its forks.
         """
         self.num_threads = num_threads
         self.address = f"cairn-{os.getpid()}-{secrets.token_hex(8)}"
@@ -72,7 +73,7 @@ class WarmProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """End it; its forks stay, and workers that are started from now on are none."""
+        """End the process. Its forks stay; workers that start from now on are not forks."""
         self._process.kill()
         self._process.communicate()
 
@@ -88,15 +89,15 @@ def prepare(config: "RunConfig") -> None:
 
 
 def take(config: "RunConfig") -> WarmProcess | None:
-    """The process for a fleet of this configuration, which is the caller's from now on; None where engines start by
-    themselves."""
+    """Return the process for a fleet of this configuration. The caller owns it from now on. None where engines start
+    without one."""
     global _prepared
     prepared, _prepared = _prepared, None
     return prepared or _made_for(config)
 
 
 def threads_of(config: "RunConfig") -> int | None:
-    """Threads of each engine; None where engines differ in it, or cannot be forks."""
+    """Return the number of threads of each engine; None where engines differ in it, or cannot be forks."""
     rollout, training = config.rollout, config.training
     models = [] if config.reward.reward_model is None else [config.reward.reward_model]
     on_gpus = rollout.num_gpus_per_engine or training.num_gpus_per_rank or any(model.num_gpus for model in models)
@@ -117,10 +118,11 @@ def _made_for(config: "RunConfig") -> WarmProcess | None:
 
 
 def _serve(listener: socket.socket, parent: int) -> dict[str, Any] | None:
-    """Fork for everyone who asks, until the driver is gone. Returns in a fork, with what it is to become."""
+    """Fork for every launcher that connects, until the driver is gone. Returns in a fork, with the worker that it is to
+    become; returns None in the process itself."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
     while os.getppid() == parent:
-        # The parent is looked at too: a child that the driver forked keeps the pipe open after the driver's end.
+        # The parent is checked too: a child that the driver forked keeps the pipe open after the driver's end.
         ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
         if sys.stdin in ready:
             break
@@ -139,7 +141,8 @@ def _serve(listener: socket.socket, parent: int) -> dict[str, Any] | None:
 
 
 def _read(asker: socket.socket) -> dict[str, Any] | None:
-    """What a launcher of this user hands over: see `cairn.engines.fleet.launch`."""
+    """Return the message of a launcher (see `cairn.engines.fleet.launch`); None if another user sent it, or if it is
+    incomplete."""
     _, user, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if user != os.getuid():
         return None
@@ -156,7 +159,7 @@ def _read(asker: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(asked: dict[str, Any]) -> None:
-    """Be the worker that Ray wanted to start."""
+    """Become the worker that Ray wanted to start."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     for number, descriptor in enumerate(asked["files"]):

@@ -1,1 +1,1 @@
-"""What a model folder says, and how it is loaded."""
+"""Reading, checking and loading of model folders."""

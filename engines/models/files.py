@@ -1,4 +1,7 @@
-"""Files of a model folder, read without the libraries that load models and tokenizers, which take seconds to import."""
+"""Files of a model folder.
+
+This module does not import the libraries that load models and tokenizers, because their import takes seconds.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +30,7 @@ TOKENIZER_FILES = (
     "*preprocessor_config.json",  # how images are seen
     "processor_config.json",
 )
-"""Patterns of the files that a folder's tokenizer is read from."""
+"""Patterns of the files from which a folder's tokenizer is read."""
 
 _MODEL_FILES = (
     "config.json",
@@ -40,19 +43,23 @@ _MODEL_FILES = (
 
 
 def matching_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files of a model folder that match patterns, in the order of their names."""
+    """Return the files of a model folder that match patterns, sorted by path."""
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in found if not path.name.startswith(("consolidated", ".")))
 
 
 def loaded_files(folder: Path) -> list[Path]:
-    """The files of a model folder that loaders read."""
+    """Return the files of a model folder that loaders read."""
     return matching_files(folder, (*_MODEL_FILES, *TOKENIZER_FILES))
 
 
 def folder_digest(folder: Path, recorded: str | None = None) -> str:
-    """SHA-256 over names and contents of the files that loaders read; large files are read in parallel. `recorded`: a
-    digest that counts as well where it is that of all files, as earlier versions recorded it; it is then returned."""
+    """Return the SHA-256 over names and contents of the files that loaders read. Large files are read in parallel.
+
+    Args:
+        recorded: a digest to compare with. Earlier versions digested all files of the folder; where `recorded` is such
+            a digest and still fits, it is returned.
+    """
     digests = _digests(loaded_files(folder))
     found = _joint(folder, digests)
     if recorded in (None, found):
@@ -75,8 +82,11 @@ def _joint(folder: Path, digests: Mapping[Path, str]) -> str:
 
 
 def special_tokens(folder: Path) -> frozenset[str] | None:
-    """Texts among which are all tokens that the files of a folder's tokenizer call special; not those that its class in
-    transformers adds by itself, such as `<s>`. None where they cannot be told."""
+    """Return a set of texts that contains every token that the folder's tokenizer files declare special.
+
+    Tokens that the tokenizer's class in transformers adds by itself, such as `<s>`, are missing. Returns None where the
+    files cannot be read.
+    """
     try:
         added = from_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
         others = [from_json(file.read_bytes()) for name in _OTHERS if (file := folder / name).is_file()]
@@ -89,7 +99,7 @@ def special_tokens(folder: Path) -> frozenset[str] | None:
 
 
 def _texts(part: Any) -> Iterator[str]:
-    """All texts in a part of JSON."""
+    """Yield all texts in a JSON value."""
     if isinstance(part, str):
         yield part
     elif isinstance(part, list | dict):

@@ -1,7 +1,8 @@
-"""Model folders in the Hugging Face format: checked before anything starts, loaded with errors that say what to do.
+"""Model folders in the Hugging Face format: checks before anything starts, and loading.
 
-Weights are read from safetensors only (no pickle) and no code of the folder is run. Quantised ones are read as what
-they stand for (see `cairn.engines.models.quantized`): nothing that reads a folder through this module knows of them.
+Errors say what to do. Weights are read from safetensors only (no pickle), and no code of the folder is run. Quantised
+weights are dequantised while they are read (see `cairn.engines.models.quantized`), so callers of this module never see
+them quantised.
 """
 
 import json
@@ -35,34 +36,34 @@ from cairn.engines.models.quantized import Slice, open_tensors, quantization_of
 from cairn.engines.types.errors import BadModel
 from cairn.storage.store.canonical import from_json
 
-# Code and kernels that a model's config.json may name, at whatever depth: refused by a sentence.
+# Code and kernels that a model's config.json may name, at any depth, and that are rejected with an error.
 #
-# | key | refused |
+# | key | rejected |
 # |---|---|
-# | `auto_map` | where the library has no class of its own for the `model_type` beside it, and would run the folder's |
-# | `…_implementation`, of attention and experts | all but PyTorch's: the library fetches others |
+# | `auto_map` | where the library has no class for the `model_type` next to it, and would run the folder's code |
+# | `…_implementation`, of attention and experts | all but PyTorch's: the library downloads others |
 # | `quantization_config` | elsewhere than in the config itself and in `text_config` |
-# | `use_pretrained_backbone`, `use_timm_backbone`, `use_kernels` | where set: the library fetches what is named |
+# | `use_pretrained_backbone`, `use_timm_backbone`, `use_kernels` | where set: the library downloads what they name |
 #
-# An adapter beside the weights (`adapter_config.json`) names another model, which the library would load in their
-# place.
+# An adapter next to the weights (`adapter_config.json`) names another model, which the library would load in place of
+# the weights.
 
 
 _IMPLEMENTATION = re.compile(r"_?\w*_implementation(_internal)?")
 _OWN = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
-"""What the library computes with PyTorch alone. FlashAttention it fetches where it is not installed."""
+"""Implementations that use PyTorch alone. The library downloads FlashAttention where it is not installed."""
 _FETCHING = frozenset({"use_pretrained_backbone", "use_timm_backbone", "use_kernels"})
 _ADAPTER = "adapter_config.json"
 
 
 def require_no_code(stored: Mapping[str, Any], file: str | Path, known: Collection[str]) -> None:
-    """Raise BadModel where a config names code. `known`: model types that need none of a folder's."""
+    """Raise BadModel where a config names code. `known`: model types that need no code of a folder."""
     for problem in _problems(dict(stored), known, ""):
         raise BadModel(f"{file} {problem}: take it out, no code is fetched or run that a model names.")
 
 
 def require_no_adapter(folder: Path) -> None:
-    """Raise BadModel where an adapter lies beside the weights."""
+    """Raise BadModel where the folder holds an adapter next to the weights."""
     if (folder / _ADAPTER).exists():
         raise BadModel(
             f"Model folder {folder} holds an adapter ({_ADAPTER}) of another model: merge it into the weights, or take "
@@ -96,18 +97,20 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 ARCHITECTURE_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-"""Published model types that the library has no class for, and the one whose architecture they have; what they hold
-beside it, such as layers that predict several tokens ahead, is not read."""
+"""Published model types without a class in the library, each with the type whose architecture it has.
+
+Further parts of these models, such as layers that predict several tokens ahead, are not read.
+"""
 
 KNOWN_TYPES = frozenset({*CONFIG_MAPPING, *ARCHITECTURE_OF})
-"""Model types of which no code of a folder is needed."""
+"""Model types that need no code of a folder."""
 
 SEES_IMAGES = frozenset({"qwen2_5_vl"})
-"""Model types that read images beside text; see `cairn.engines.models.vision`."""
+"""Model types that read images as well as text; see `cairn.engines.models.vision`."""
 
 
 def check_model_folder(path: str | Path) -> PretrainedConfig:
-    """Read a model folder's config and the headers of its weight files; no weights are loaded.
+    """Read a model folder's config and the headers of its weight files, without loading weights.
 
     Raises:
         BadModel: the folder or a file in it is missing, broken, or not of a causal language model.
@@ -121,10 +124,12 @@ def check_model_folder(path: str | Path) -> PretrainedConfig:
 
 
 def check_reward_model_folder(path: str | Path) -> PretrainedConfig:
-    """The same of a reward model: a sequence classifier with one label, whose value is the score.
+    """Check the folder of a reward model as `check_model_folder` does, and return its config.
+
+    A reward model is a sequence classifier with one label, whose value is the score.
 
     Raises:
-        BadModel: as `check_model_folder`, or it is no classifier, or has more labels.
+        BadModel: as `check_model_folder`, or the model is no classifier, or it has more than one label.
     """
 
     def require_one_label(config: PretrainedConfig) -> None:
@@ -164,22 +169,22 @@ def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> 
 
 
 def sees_images(config: PretrainedConfig) -> bool:
-    """Whether a model reads images beside text."""
+    """Whether a model reads images as well as text."""
     return config.model_type in SEES_IMAGES
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """The library's class that makes a causal language model of a config, one of images and text too."""
+    """Return the library's class that makes the language model of a config, with or without images."""
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def load_causal_lm(
     path: str | Path, dtype: torch.dtype, device: str = "cpu", *, needs_head: bool = True
 ) -> PreTrainedModel:
-    """Load a causal language model in evaluation mode, its weights cast to `dtype`.
+    """Load a causal language model in evaluation mode and cast its weights to `dtype`.
 
     Args:
-        needs_head: False for a caller that puts its own in the place of `lm_head`, which may then be missing.
+        needs_head: False where the caller replaces `lm_head`, which may then be missing.
 
     Raises:
         BadModel: as `check_model_folder`, or the weights do not fit the config.
@@ -189,7 +194,7 @@ def load_causal_lm(
 
 
 def load_reward_model(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """Load a sequence classifier with one label in evaluation mode, its weights cast to `dtype`.
+    """Load a sequence classifier with one label in evaluation mode and cast its weights to `dtype`.
 
     Raises:
         BadModel: as `check_reward_model_folder`, or the weights do not fit the config.
@@ -233,7 +238,7 @@ def _load(
 
 
 def _from_tensors(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """The same of weights that are dequantised one by one, as the library asks for them."""
+    """Load a model with quantised weights. Each weight is dequantised when the library reads it."""
     loaded = kind._model_mapping[type(options["config"])].from_pretrained(
         None, state_dict=open_weights(folder), **options
     )
@@ -243,7 +248,7 @@ def _from_tensors(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _restore_exact(model: PreTrainedModel, folder: Path) -> None:
-    """Read again what the library has rounded and should not have (see `published.is_exact`)."""
+    """Reload the buffers that the library rounded and that must stay exact (see `published.is_exact`)."""
     rounded = [(name, buffer) for name, buffer in saved_buffers(model) if is_exact(name)]
     if all(buffer.dtype == torch.float32 for _, buffer in rounded):
         return
@@ -254,17 +259,19 @@ def _restore_exact(model: PreTrainedModel, folder: Path) -> None:
 
 
 def open_weights(folder: Path) -> dict[str, Slice]:
-    """Every weight of a folder by its name, of which parts can be read.
+    """Return every weight of a folder by its name, as a `Slice` of which parts can be read.
 
     Raises:
-        BadModel: the weights are quantised in a way that is not read, or parts of quantised ones are missing.
+        BadModel: the weights are quantised in an unsupported way, or parts of quantised weights are missing.
     """
     return open_tensors(weight_files(folder), quantization_of(folder))
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
-    """Names of a model's parameters, tied ones once, as its weight files and config.json have them; without those of
-    `cairn.engines.models.published`, which nobody trains.
+    """Return the names of a model's parameters as its weight files have them; tied parameters count once.
+
+    Layers that predict several tokens ahead (`cairn.engines.models.published.is_mtp`) are left out, because no engine
+    trains them.
 
     Raises:
         BadModel: the folder cannot be used.
@@ -277,16 +284,16 @@ def parameter_names(path: str | Path) -> frozenset[str]:
 
 
 def ties_embeddings(config: PretrainedConfig) -> bool:
-    """Whether a model's output layer has the weight of its input embedding."""
+    """Whether a model's output layer shares the weight of its input embedding."""
     of_text = getattr(config.get_text_config(), "tie_word_embeddings", None)
     return config.tie_word_embeddings if of_text is None else of_text
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Longest sequence, prompt and response, in tokens.
+    """Return the length of the longest sequence, prompt and response together, in tokens.
 
     Raises:
-        BadModel: the config names none.
+        BadModel: the config does not say it.
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
@@ -295,15 +302,15 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The model's own end tokens: those of its generation config and of its config together."""
+    """Return the model's end tokens: those of its generation config and of its config together."""
     return _end_tokens(model.generation_config, model.config.get_text_config())
 
 
 def end_tokens(folder: str | Path) -> frozenset[int]:
-    """The same of a model folder, of which no weights are loaded. Raises BadModel."""
+    """Return the end tokens of a model folder as `eos_token_ids` does, without loading weights. Raises BadModel."""
     sources: list[Any] = [check_model_folder(folder).get_text_config()]
     if (file := Path(folder) / "generation_config.json").is_file():
-        # The library reports a broken one with whatever its parser raises.
+        # The library's parser may raise any exception for a broken file.
         try:
             sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
         except Exception as error:
@@ -326,15 +333,18 @@ def _read_config(folder: Path) -> PretrainedConfig:
         config = read_config(folder)
     except BadModel:
         raise
-    # The library reports a broken config with whatever its many config classes raise.
+    # The library's many config classes may raise any exception for a broken config.
     except Exception as error:
         raise BadModel(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from error
     return config
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of a model folder as the library reads it, or as one of another type (see `ARCHITECTURE_OF`), and of
-    weights that are not quantised. Raises BadModel where it names code, and what the library raises."""
+    """Return the config of a model folder, without its quantization_config.
+
+    Types of `ARCHITECTURE_OF` are read as the type whose architecture they have. Raises BadModel where the config names
+    code, and whatever the library raises.
+    """
     stored, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
     require_no_code(stored, folder / "config.json", KNOWN_TYPES)
     known_as = ARCHITECTURE_OF.get(stored.get("model_type", ""))
@@ -348,18 +358,21 @@ def read_config(folder: Path) -> PretrainedConfig:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     if config.model_type == "minimax_m2" and (width := getattr(config, "rotary_dim", None)) is not None:
-        # As the model's own code and SGLang have it; the library rotates all of a head unless told in its own way.
+        # The model's own code and SGLang rotate this part of a head; the library by default rotates the whole head.
         config.rope_parameters.setdefault("partial_rotary_factor", width / config.head_dim)
     return config
 
 
 _OF_ITS_OWN_CLASS = ("model_type", "architectures", "auto_map")
-"""What a config says of a class that the library does not have."""
+"""Keys of a config that refer to a class that the library does not have."""
 
 
 def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
-    """Write config.json of a model that came from `source`, with what the library leaves out of that folder's own:
-    other programs look for it, as SGLang does for Qwen3-Next's `full_attention_interval`."""
+    """Write the config.json of a model that was loaded from `source`.
+
+    Keys of the config.json in `source` that the library drops are added, because other programs read them: SGLang reads
+    Qwen3-Next's `full_attention_interval`.
+    """
     config.save_pretrained(folder)
     file = folder / "config.json"
     written, published = from_json(file.read_text()), from_json((source / "config.json").read_text())
@@ -371,11 +384,11 @@ def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
 
 
 _SAID_ANEW = ("architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
-"""What the library writes in another way, or what is not so of the weights that are written."""
+"""Keys that the library writes in another way, or that are not true of the weights as written."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises BadModel."""
+    """Return the safetensors files of a model folder. Raises BadModel."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -389,7 +402,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library's progress bars and load reports out of the engines' output: errors say it in one sentence."""
+    """Silence the library's progress bars and load reports within. Errors report problems in one sentence."""
     verbosity = transformers_logging.get_verbosity()
     progress_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -1,14 +1,14 @@
-"""Weights that a model folder holds quantised, read as the numbers that they stand for, and no more of them than asked.
+"""Quantised weights of model folders, dequantised while they are read and only as far as the caller reads them.
 
-| `quantization_config` of config.json | in the files | a weight is, in float32 |
+| `quantization_config` of config.json | in the files | the weight, in float32 |
 |---|---|---|
 | `fp8`, `weight_block_size: [R, C]` | `X` in float8_e4m3fn, `X_scale_inv` | value × scale of its block of R × C |
-| `mxfp4` | `X_blocks`: two values of E2M1 a byte, `X_scales` | value × 2^(scale - 127) of its 32 neighbours |
-| `compressed-tensors` | `X_packed`: eight values an int32, `X_scale`, `X_shape` | (value - 8) × scale of its group |
+| `mxfp4` | `X_blocks`: two E2M1 values per byte, `X_scales` | value × 2^(scale - 127) of its group of 32 |
+| `compressed-tensors` | `X_packed`: eight values per int32, `X_scale`, `X_shape` | (value - 8) × scale of its group |
 
-The first is that of DeepSeek V3, Kimi K2, and of Qwen3 and MiniMax-M2 in FP8; the second gpt-oss' (OCP Microscaling
-Formats 1.0, 2023, section 5.3); the third, `pack-quantized` in symmetric groups of 4 bits, Kimi K2 Thinking's. What is
-not quantised is read as it is. Every other way of quantising is refused by its name.
+DeepSeek V3, Kimi K2, and Qwen3 and MiniMax-M2 in FP8 use the first form; gpt-oss uses the second (OCP Microscaling
+Formats 1.0, 2023, section 5.3); Kimi K2 Thinking uses the third, `pack-quantized` in symmetric 4-bit groups. Weights
+that are not quantised are read unchanged. Any other quantisation is rejected with an error that names it.
 """
 
 import operator
@@ -24,11 +24,11 @@ from cairn.engines.types.errors import BadModel
 from cairn.storage.store.canonical import from_json
 
 _E4M3 = "F8_E4M3"
-"""Float8_e4m3fn in safetensors' words."""
+"""safetensors' name for float8_e4m3fn."""
 
 
 class Slice(Protocol):
-    """A tensor of a file, of which parts can be read: by slices of its first axes, or whole by `...`."""
+    """A tensor of a file of which parts can be read: by slices of its first axes, or whole by `...`."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -39,15 +39,15 @@ class Slice(Protocol):
 
 @dataclass(frozen=True)
 class BlockFp8:
-    """Blocks with a scale each, the last ones of a tensor cut off at its end."""
+    """Blocks with one scale each. The last blocks of a tensor may be smaller."""
 
     rows: int
     columns: int
     powers_of_two: bool = False
-    """Whether all scales are."""
+    """Whether all scales are powers of two."""
 
     suffixes = ("_scale_inv",)
-    """What names of a weight's parts end with; the first part stands for all of them."""
+    """Suffixes of the names of a weight's parts. Each name with the first suffix identifies one weight."""
 
     def of(self, name: str, tensors: Mapping[str, Slice]) -> tuple[str, Slice]:
         stem = name.removesuffix("_scale_inv")
@@ -65,7 +65,7 @@ class BlockFp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Rows of 32 neighbours with a scale, in tensors of all experts, which the model holds transposed."""
+    """Groups of 32 values of a row with one scale each, in tensors of all experts, which the model holds transposed."""
 
     suffixes = ("_blocks", "_scales")
 
@@ -78,7 +78,7 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """Groups of neighbours in a row with a scale each."""
+    """Groups of consecutive values of a row with one scale each."""
 
     group: int
 
@@ -96,10 +96,10 @@ Scheme = BlockFp8 | Mxfp4 | PackedInt4
 
 
 def quantization_of(folder: Path) -> Scheme | None:
-    """How a folder's weights are quantised; None if they are not.
+    """Return the quantisation of a folder's weights; None where they are not quantised.
 
     Raises:
-        BadModel: in a way that cannot be read.
+        BadModel: the quantisation is not supported.
     """
     config = from_json((folder / "config.json").read_text())
     try:
@@ -122,7 +122,10 @@ def quantization_of(folder: Path) -> Scheme | None:
 
 
 def _scheme(said: Mapping[str, Any]) -> Scheme | None:
-    """What a quantization_config says; None for a way that is not read. Raises what Python does where it is torn."""
+    """Return the quantisation that a quantization_config describes; None where it is not supported.
+
+    Raises KeyError, TypeError, ValueError or AttributeError where the config is malformed.
+    """
     method = said.get("quant_method")
     if method == "fp8" and said.get("weight_block_size"):
         rows, columns = (operator.index(length) for length in said["weight_block_size"])
@@ -140,10 +143,10 @@ def _scheme(said: Mapping[str, Any]) -> Scheme | None:
 
 
 def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slice]:
-    """Every weight of safetensors files by its name; quantised ones as what they stand for, in float32.
+    """Return every weight of safetensors files by its name; quantised weights are dequantised to float32.
 
     Raises:
-        BadModel: a part of a quantised weight is missing, or of another shape than the others say.
+        BadModel: a part of a quantised weight is missing, or its shape does not fit the other parts.
     """
     tensors: dict[str, Slice] = {}
     for path in files:
@@ -180,7 +183,7 @@ def _dequantized(tensors: dict[str, Slice], scheme: Scheme | None) -> dict[str, 
 
 
 class Dequantized:
-    """A `Slice` of numbers that are computed as they are read."""
+    """A `Slice` whose values are computed when they are read."""
 
     def get_dtype(self) -> str:
         return "F32"
@@ -246,7 +249,7 @@ class _Int4Weight(Dequantized):
 
 
 def _ranges(key: Any, shape: list[int]) -> tuple[slice, ...]:
-    """Of a key the part of each axis."""
+    """Return the range that an index key selects on each axis."""
     keys = () if key is ... else key if isinstance(key, tuple) else (key,)
     return tuple(
         slice(*part.indices(length)[:2])

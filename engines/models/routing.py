@@ -1,10 +1,11 @@
-"""The experts that a mixture of experts of transformers chooses for each token: seen, and decided from outside.
+"""Recording and replaying of the experts that routers of transformers models choose (rollout routing replay, arXiv
+2510.11370, section 4).
 
-A mixture of experts is a module with `experts`, to which it hands the indices and weights that its router chose. Its
-router takes them from the `topk` of its scores for all experts, whatever these are made of: a softmax, a sigmoid with a
-correction bias, groups. That one call is what is answered otherwise where a choice is given: with the given experts and
-the scores that they have now. So the weights are the router's own, by its own formula and of its own parameters, and
-gradients flow through them. Rollout routing replay, arXiv 2510.11370, section 4.
+A mixture of experts is a module with `experts`. It passes them the indices and weights that its router chose. The
+router takes both from the `topk` of its scores for all experts, whether these come from a softmax, a sigmoid with a
+correction bias, or groups. Replay changes the result of this one call: it returns the recorded experts with their
+current scores. So the router computes the weights by its own formula and its own parameters, and gradients flow through
+them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,38 +25,38 @@ from cairn.engines.models.published import biases_of
 from cairn.engines.types.errors import BadModel, EngineError
 
 FREE = -1
-"""In the place of each expert where a token's choice is not given: the router chooses."""
+"""Index in place of each expert of a token without a recorded choice: the router chooses."""
 
 RouterChoice = tuple[torch.Tensor, torch.Tensor]
 
 
 def mixtures(model: torch.nn.Module) -> dict[str, Any]:
-    """The mixtures of experts of a model of transformers by their names, in the order of its layers."""
+    """Return the mixtures of experts of a transformers model by their names, in the order of its layers."""
     return {name: module for name, module in model.named_modules() if _num_experts(module) is not None}
 
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Which layers of a model are mixtures of experts."""
+    """Layers of a model that are mixtures of experts."""
 
     places: tuple[int, ...]
-    """From 0; empty where no such module of the model is known."""
+    """Layer numbers, from 0. Empty where the model has no such module that is known."""
     num_experts: int
-    """Of each."""
+    """Experts of each layer."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ExpertLayers":
-        """Of a model's config.json. No memory is taken for weights."""
+        """Return the expert layers that a model's config.json describes, without allocating weights."""
         found = mixtures(_without_memory(config))
         places = (int(next(part for part in name.split(".") if part.isdigit())) for name in found)
         return cls(tuple(places), max((_num_experts(block) or 0 for block in found.values()), default=0))
 
 
 def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on why the model of a folder has no choice of experts that could be recorded and given.
+    """Yield sentences that explain why the choice of experts of a folder's model cannot be recorded and replayed.
 
     Args:
-        megatron: Megatron's options, where it trains.
+        megatron: Megatron's options, where Megatron trains.
     """
     if megatron.get("moe_router_fusion"):
         yield (
@@ -75,7 +76,7 @@ def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
 
 
 def bias_problems(path: str, rate: float) -> Iterator[str]:
-    """Sentences on why there is no bias of a router that a step could move by a rate."""
+    """Yield sentences that explain why the model has no router bias that a step could move by `rate`."""
     try:
         config = check_model_folder(path)
         found = next(biases_of(_without_memory(config)), None)
@@ -89,20 +90,18 @@ def bias_problems(path: str, rate: float) -> Iterator[str]:
 
 
 def compact(experts: torch.Tensor | np.ndarray, num_experts: int) -> np.ndarray:
-    """Indices of experts in as few bytes as they need: uint8, or uint16 where there are more than 256."""
+    """Return indices of experts in the smallest type that holds them: uint8, or uint16 for more than 256 experts."""
     values = experts.cpu().numpy() if isinstance(experts, torch.Tensor) else experts
     return values.astype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 def with_replayed(own: RouterChoice, given: torch.Tensor, scores: torch.Tensor) -> RouterChoice:
-    """What a router chooses of `scores` [T, experts] where some choices are given.
+    """Return the values and indices [T, top-k] that a router chooses, with recorded choices in their place and order.
 
     Args:
-        own: values and indices [T, top-k] that it would choose.
-        given: [T, top-k] indices, or FREE.
-
-    Returns:
-        values and indices, the given ones in their order.
+        own: values and indices [T, top-k] that the router would choose.
+        given: [T, top-k] recorded indices, or FREE.
+        scores: [T, experts] of the router.
     """
     values, indices = own
     free = given < 0
@@ -111,19 +110,20 @@ def with_replayed(own: RouterChoice, given: torch.Tensor, scores: torch.Tensor) 
 
 
 def differing(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """How many of the given experts [T, top-k] are not among the router's `own` choice [T, top-k]: a scalar."""
+    """Return a scalar: how many of the recorded experts [T, top-k] are missing in the router's `own` choice [T,
+    top-k]."""
     there = (given.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
     return ((given >= 0) & ~there).sum()
 
 
 def chosen_experts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """[T, top-k]: of what a mixture hands to its experts, the indices that its router chose."""
+    """Return the indices [T, top-k] that a router chose, from the arguments that the mixture passes to its experts."""
     found: torch.Tensor = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
     return found
 
 
 class RouteRecorder:
-    """Sees what the mixtures of a model choose, from now on."""
+    """Records the experts that a model's routers choose, from its construction on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         blocks = [*mixtures(model).values()]
@@ -134,8 +134,10 @@ class RouteRecorder:
             block.experts.register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
 
     def take(self) -> torch.Tensor:
-        """[T, layers, top-k] of the last pass, whose T tokens lie one after the other; without layers there are
-        none."""
+        """Return the choices [T, layers, top-k] of the last forward pass over T concatenated tokens, and clear them.
+
+        Without such layers the result is empty.
+        """
         seen = [experts for experts in self._seen if experts is not None]
         self._seen = [None] * self.layers
         return torch.stack(seen, 1) if seen else torch.zeros(0, 0, 0, dtype=torch.int64)
@@ -145,7 +147,7 @@ class RouteRecorder:
 
 
 class RouteReplay:
-    """Gives the mixtures of a model choices in the place of their own, within `replaying`."""
+    """Replaces the choices of a model's routers by recorded ones within `replaying`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._given: torch.Tensor | None = None
@@ -158,11 +160,11 @@ class RouteReplay:
 
     @contextmanager
     def replaying(self, given: torch.Tensor | None) -> Iterator[None]:
-        """Passes and their gradients, layers that are computed again included, with given choices.
+        """Replay recorded choices in the forward and backward passes within, recomputed layers included.
 
         Args:
-            given: [T, layers, top-k] of the T tokens of a pass, one after the other, FREE where not given; None gives
-                none.
+            given: [T, layers, top-k] choices for the T concatenated tokens of a pass, FREE where none is recorded; None
+                replays nothing.
         """
         self._given, self._differing = given, {}
         try:
@@ -171,11 +173,11 @@ class RouteReplay:
             self._given = None
 
     def differing(self) -> torch.Tensor:
-        """Of the last pass, how many of the experts that were given the routers would not have chosen."""
+        """Return how many of the replayed experts the routers would not have chosen in the last pass."""
         return torch.stack([*self._differing.values()]).sum() if self._differing else torch.zeros(())
 
     def _begin(self, layer: int, block: Any, args: Any) -> None:
-        # Entered here and not around the model: a thread of the autograd engine may compute the layer again.
+        # Entered for each layer and not around the model: a thread of the autograd engine may recompute the layer.
         if self._given is not None:
             self._running.append(_GivenChoice(layer, self._given[:, layer], block.experts.num_experts))
             self._running[-1].__enter__()
@@ -195,7 +197,7 @@ class RouteReplay:
 
 
 class _GivenChoice(TorchFunctionMode):
-    """Answers the `topk` of a router's scores for all experts."""
+    """Replaces the result of the `topk` over a router's scores for all experts."""
 
     def __init__(self, layer: int, given: torch.Tensor, num_experts: int) -> None:
         super().__init__()
@@ -213,14 +215,14 @@ class _GivenChoice(TorchFunctionMode):
 
 
 def _num_experts(module: Any) -> int | None:
-    """Of a mixture; None of another module."""
+    """Return the number of experts of a mixture; None for another module."""
     experts = getattr(module, "experts", None)
     found = getattr(experts, "num_experts", None) if isinstance(experts, torch.nn.Module) else None
     return found if isinstance(found, int) else None
 
 
 def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
-    """A model without weights, of its config.json."""
+    """Return a model of a config.json on the meta device, without memory for weights."""
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(config)
     return model

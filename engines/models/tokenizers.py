@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and what it means, however it is written."""
+"""The tokenizer of a model folder, and a digest of its behaviour that does not depend on how it was saved."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -15,15 +15,19 @@ from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 
 _NO_MEANING = ("version", "truncation", "padding", "post_processor")
-"""Of a tokenizer's JSON: the last adds special tokens, which prompts and responses never ask for."""
+"""Fields of tokenizer.json that do not change the digest. `post_processor` adds special tokens, and prompts and
+responses are always tokenized without them."""
 
 _CLOCK = "strftime_now"
-"""What chat templates call for the time; an argument of that name goes before the library's."""
+"""Function that chat templates call for the time. An argument of this name overrides the library's function."""
 
 
 def read_tokenizer(folder: str | Path) -> Any:
-    """The Hugging Face tokenizer of a model folder, whose code is not run. It is found by the model's config, also
-    where the library has no class for that. Raises what the library raises."""
+    """Return the Hugging Face tokenizer of a model folder without running code of the folder.
+
+    The model's config selects the class, also for model types that the library does not know (`ARCHITECTURE_OF`).
+    Raises whatever the library raises.
+    """
     from transformers import AutoTokenizer  # takes seconds, and the digest needs none of it
 
     from cairn.engines.models.folders import ARCHITECTURE_OF, read_config
@@ -36,29 +40,34 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """All tokens that a Hugging Face tokenizer calls special, also those that only its tokenizer.json does, such as
+    """Return all special tokens of a Hugging Face tokenizer, also those that only its tokenizer.json declares, such as
     `<end_of_turn>` of Gemma 3."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset({*tokenizer.all_special_ids, *(id for id, token in added if token.special)})
 
 
 def after_reply(tokenizer: Any, special: Collection[int], ids: Sequence[int] | np.ndarray, written: str) -> str:
-    """What a prompt has behind a reply's tokens: `written`, which a chat template writes behind its words, without
-    the special tokens that the reply itself ends with. Those may be the end of a turn or, as in GLM-4.5, the beginning
-    of the next."""
+    """Return the text that a prompt has after a reply's tokens.
+
+    `written` is the text that the chat template writes after the reply's words. Special tokens with which the reply
+    itself ends are removed from its beginning. They may be the end of a turn or, as in GLM-4.5, the beginning of the
+    next.
+    """
     ends = list(takewhile(lambda id: id in special, map(int, reversed(ids))))[::-1]
     texts = (tokenizer.decode(ends[start:], skip_special_tokens=False) for start in range(len(ends)))
     return next((written[len(text) :] for text in texts if written.startswith(text)), written)
 
 
 def reads_clock(tokenizer: Any) -> bool:
-    """Whether the chat template tells the time."""
+    """Whether the chat template uses the current time."""
     return _CLOCK in json.dumps(getattr(tokenizer, "chat_template", None))
 
 
 def stop_clock(tokenizer: Any, now: float) -> None:
-    """Let the chat template of a Hugging Face tokenizer take `now`, in Unix seconds, for the time, in UTC: what it
-    renders is then the same whenever it is asked."""
+    """Fix the time that a Hugging Face tokenizer's chat template uses to `now`, in Unix seconds, shown in UTC.
+
+    The template then renders the same text at any time.
+    """
     if reads_clock(tokenizer):
         clock = partial(_strftime, now)
         tokenizer.apply_chat_template = partial(type(tokenizer).apply_chat_template, tokenizer, **{_CLOCK: clock})
@@ -69,9 +78,11 @@ def _strftime(now: float, format: str) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256, in hex, of all of a Hugging Face tokenizer that changes which tokens a prompt becomes or which text
-    tokens become: vocabulary, merges, normalisation, splitting, decoding, added and special tokens, chat template.
-    Equal for a tokenizer that was saved again by another version or with other padding."""
+    """Return the SHA-256, in hex, of all parts of a Hugging Face tokenizer that affect encoding or decoding:
+    vocabulary, merges, normalisation, splitting, decoding, added and special tokens, chat template.
+
+    The digest is equal for a tokenizer that another version saved again, or that has other padding.
+    """
     return canonical.digest(
         {
             "model": _model(tokenizer),
@@ -92,14 +103,14 @@ def _model(tokenizer: Any) -> Any:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer of a model folder. Raises BadModel."""
+    """Return the Hugging Face tokenizer of a model folder. Raises BadModel."""
     try:
         tokenizer = read_tokenizer(path)
-    # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
+    # The library's many tokenizer classes may raise any exception for a broken tokenizer.
     except Exception as error:
         why = str(error).partition("\n")[0].rstrip(": ")
         raise BadModel(f"{path} has no tokenizer that can be loaded ({why}): put the model's own there") from error
-    # Without files the library makes up a tokenizer without words.
+    # Without files the library creates a tokenizer with an empty vocabulary.
     if not tokenizer("0")["input_ids"]:
         raise BadModel(f"{path} has no tokenizer: put the model's own there, beside its weights")
     return tokenizer

@@ -1,12 +1,12 @@
-"""What a model of images and text reads beside token ids: patches of images, the places that they take, positions.
+"""Inputs of a model of images and text besides token ids: image patches, their placeholders, and positions.
 
-A prompt holds one placeholder token for each place that an image takes; the model puts what its vision tower makes of
-the image there. Positions are three numbers a token, time, height and width (M-RoPE, Wang et al. 2024, "Qwen2-VL",
-section 2.1): those of text are equal, those of an image's places count its rows and columns, and text after an image
-goes on after the largest of them. The library computes them (`get_rope_index`).
+A prompt holds one placeholder token for each place that an image takes. The model puts the output of its vision tower
+at these places. Each token has three position numbers: time, height and width (M-RoPE, Wang et al. 2024, "Qwen2-VL",
+section 2.1). Those of text are equal, those of an image's places count its rows and columns, and text after an image
+continues after the largest of them. The library computes them (`get_rope_index`).
 
-The library's processor classes need torchvision for videos, so images go through the PIL image processor of the model's
-folder here, and placeholders are laid by whoever makes the prompt (`cairn.tasks.data.prompts`).
+The library's processor classes need torchvision for videos. So this module uses the PIL image processor of the model's
+folder, and `cairn.tasks.data.prompts` writes the placeholders into prompts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,31 +26,34 @@ from cairn.engines.types.errors import BadModel
 from cairn.engines.types.images import BadImage, Image, decode
 
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-"""Names under which folders have it."""
+"""Names that folders use for this processor."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _KEPT_IMAGES = 256
-"""Images whose patches are kept: the samples of a group have theirs in common."""
+"""Images whose patches are cached: all samples of a group share their images."""
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Of a right-padded batch of B sequences of at most L tokens, with n images of p patches together."""
+    """Image inputs of a right-padded batch of B sequences of at most L tokens, with n images of p patches in total."""
 
     pixel_values: torch.Tensor
     """[p, values of a patch] float32, image after image."""
     image_grid_thw: torch.Tensor
-    """[n, 3] int64: pictures in time, rows and columns of patches of each image."""
+    """[n, 3] int64: frames, rows and columns of patches of each image."""
     placeholders: torch.Tensor
     """[B, L] bool: the places that images take."""
     position_ids: torch.Tensor
     """[3, B, L] int64; 0 in padding."""
     next_positions: torch.Tensor
-    """[B] int64: of the token that would follow each sequence."""
+    """[B] int64: position of the token that would follow each sequence."""
 
     @contextmanager
     def given(self, model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
-        """Arguments of a forward pass that has to be made within: images go where `placeholders` says. The library by
-        itself looks for every token of that id, and a response may hold one that was sampled."""
+        """Yield the arguments of a forward pass that must run within.
+
+        Images go to `placeholders`. The library by itself would look for every token with the placeholder's id, and a
+        response may contain such a token that was sampled.
+        """
         core: Any = model.base_model
         core.get_placeholder_mask = lambda *args, **kwargs: (self.placeholders.unsqueeze(-1), None)
         try:
@@ -64,7 +67,7 @@ class ImageInputs:
 
 
 def image_processor(folder: str) -> Qwen2VLImageProcessorPil:
-    """That of a model folder. Raises BadModel where it has none, or one of another kind."""
+    """Return the image processor of a model folder. Raises BadModel where it has none, or one of another kind."""
     return _image_processor(str(folder))
 
 
@@ -75,7 +78,7 @@ def _image_processor(folder: str) -> Qwen2VLImageProcessorPil:
     try:
         processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
         kind = Qwen2VLImageProcessorPil.get_image_processor_dict(folder, local_files_only=True)[0]
-    # The library reports a broken file with whatever it stumbles on.
+    # The library may raise any exception for a broken file.
     except Exception as error:
         why = str(error).partition("\n")[0]
         raise BadModel(f"The image processor of {folder} cannot be loaded ({why}): copy the model's own.") from error
@@ -88,8 +91,11 @@ def _image_processor(folder: str) -> Qwen2VLImageProcessorPil:
 def resized(
     processor: Qwen2VLImageProcessorPil, height: int, width: int, min_pixels: int | None, max_pixels: int | None
 ) -> tuple[int, int]:
-    """(height, width) in which a model sees a picture: multiples of the side of a place, of at least `min_pixels` and
-    at most `max_pixels` pixels, the processor's own by default. Raises ValueError where it is too narrow."""
+    """Return the (height, width) to which a picture is resized for the model.
+
+    Both are multiples of the side of a place, and their product is within `min_pixels` and `max_pixels`, by default the
+    processor's own. Raises ValueError where the picture is too narrow.
+    """
     size: Any = processor.size
     return smart_resize(
         height,
@@ -101,7 +107,7 @@ def resized(
 
 
 def trial_image(model: PreTrainedModel, rows: int, columns: int, seed: int) -> Image:
-    """Noise that takes so many rows and columns of places."""
+    """Return an image of noise that takes this many rows and columns of places."""
     from io import BytesIO
 
     from PIL.Image import fromarray
@@ -115,13 +121,14 @@ def trial_image(model: PreTrainedModel, rows: int, columns: int, seed: int) -> I
 
 
 def places_of(processor: Qwen2VLImageProcessorPil, image: Image) -> int:
-    """How many placeholders an image takes."""
+    """Return the number of placeholders that an image takes."""
     side = processor.patch_size * processor.merge_size
     return (image.height // side) * (image.width // side)
 
 
 def image_problem(model: PreTrainedModel, ids: np.ndarray, images: Sequence[Image]) -> str | None:
-    """Why a model could not go on from token ids with these images, as the end of a sentence; None if it can."""
+    """Return why a model could not generate after token ids with these images, as the end of a sentence; None if it
+    can."""
     processor = image_processor(_folder(model))
     side = processor.patch_size * processor.merge_size
     for number, image in enumerate(images, 1):
@@ -144,15 +151,15 @@ def image_inputs(
     images: Sequence[Sequence[Image]],
     width: int | None = None,
 ) -> ImageInputs | None:
-    """What the model reads beside the ids of some sequences, on its device; None where none has an image.
+    """Return the image inputs of some sequences, on the model's device; None where no sequence has an image.
 
-    The first placeholders of a sequence are those of its images: what was sampled later under the same id is a token.
+    The first placeholders of a sequence belong to its images. A later token with the same id was sampled.
 
     Args:
-        width: tokens that the sequences are padded to, those of the longest by default.
+        width: length in tokens to which the sequences are padded, by default that of the longest.
 
     Raises:
-        ValueError: the placeholders of a sequence are not those of its images.
+        ValueError: the placeholders of a sequence do not match its images.
     """
     if not any(images):
         return None
@@ -188,10 +195,10 @@ def image_inputs(
 def seeing(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], images: Sequence[Sequence[Image]]
 ) -> Iterator[dict[str, Any]]:
-    """Arguments of a forward pass over sequences with images, beside their ids; the pass has to be made within.
+    """Yield the arguments of a forward pass over sequences with images, besides their ids; the pass must run within.
 
-    Where none of the sequences has one, the pass goes through the vision tower all the same, with an image that no
-    place takes: ranks that share the model take part in it together, and its weights have a gradient, of 0.
+    Where no sequence has an image, the pass still runs through the vision tower, with an image that takes no place:
+    ranks that share the model all take part, and the tower's weights get a gradient of 0.
 
     Raises:
         ValueError: as `image_inputs`.
@@ -201,13 +208,16 @@ def seeing(
 
 
 def _folder(model: PreTrainedModel) -> str:
-    """That the model was loaded from."""
+    """Return the folder from which the model was loaded."""
     return str(model.name_or_path)
 
 
 def _places(ids: np.ndarray, token: int, counts: Sequence[int]) -> np.ndarray:
-    """Where the placeholders of images stand: as many as each takes, side by side, something else between two images,
-    which the library would take for one. Raises ValueError."""
+    """Return the indices of the images' placeholders.
+
+    Each image must have as many consecutive placeholders as it takes places, with another token between two images,
+    which the library would otherwise treat as one. Raises ValueError where that is not so.
+    """
     places = np.flatnonzero(ids == token)[: sum(counts)]
     if len(places) < sum(counts):
         raise ValueError(f"it has {len(places)} placeholders, and its images take {sum(counts)}")
@@ -233,7 +243,7 @@ def _nothing_seen(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> Im
 
 @lru_cache(maxsize=_KEPT_IMAGES)
 def _patches(folder: str, image: Image) -> tuple[np.ndarray, list[int]]:
-    """[p, values] float32 and (1, rows, columns)."""
+    """Return the patches [p, values] float32 of an image, and its grid (1, rows, columns)."""
     processor = image_processor(folder)
     pixels = processor.process_image(decode(image.data), do_convert_rgb=processor.do_convert_rgb)
     pixels = processor.resize(pixels, SizeDict(height=image.height, width=image.width), resample=processor.resample)

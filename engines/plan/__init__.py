@@ -1,1 +1,1 @@
-"""What a model needs before there is any: parameters, memory and time, as functions of its shape and of a layout."""
+"""Estimates of parameters, memory and time that a model needs, from its shape and a layout, before it is loaded."""

@@ -1,15 +1,15 @@
-"""Memory of what the forward pass keeps for the backward pass.
+"""Memory of activations that the forward pass retains for the backward pass.
 
-The count is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section
-4: the inputs of every matrix product, and what the operations between them keep. Its equation 1, for a layer of GPT
-with dropout and kept scores of attention, is s b h (34 + 5 a s / h) bytes. The layers here have no dropout, and scores
-are not kept, for kernels of flash attention do what its selective recomputation does (equation 6); but they have gated
-feed-forward parts, fewer key-value heads, norms of queries and keys, latent attention and experts. So the terms are
-added up one by one.
+The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4:
+the inputs of every matrix product, and what the operations between them retain. Its equation 1, for a layer of GPT with
+dropout and retained attention scores, is s b h (34 + 5 a s / h) bytes. The layers here have no dropout, and scores are
+not retained, because flash attention kernels do what the paper's selective recomputation does (equation 6). But they
+have gated feed-forward parts, fewer key-value heads, query and key norms, latent attention and experts. So the terms
+are added up one by one.
 
-How ranks share them: tensor parallelism divides what lies within attention and feed-forward part (equation 2), sequence
-parallelism the rest as well (equation 4), context parallelism the tokens; a pipeline's first stage keeps as many
-micro-batches as there are stages (section 4.2.3), the others fewer.
+Ranks share this memory: tensor parallelism divides the activations inside attention and the feed-forward part (equation
+2), sequence parallelism also divides the rest (equation 4), and context parallelism divides the tokens. A pipeline's
+first stage retains as many micro-batches as there are stages (section 4.2.3), the other stages fewer.
 """
 
 from dataclasses import dataclass
@@ -20,40 +20,40 @@ from cairn.engines.plan.tensors import Layer, Model
 
 @dataclass(frozen=True)
 class Kernels:
-    """What operations keep beside the inputs of matrix products."""
+    """Tensors that operations retain besides the inputs of matrix products."""
 
     norm_float32: int
-    """Tensors in float32 of a norm's size."""
+    """Float32 tensors of a norm's size."""
     norm: int
-    """Those in the number format of training."""
+    """Tensors of a norm's size in the number format of training."""
     gate: int
-    """Tensors of the width of a gated feed-forward part between its two matrix products."""
+    """Tensors of the width of a gated feed-forward part, between its two matrix products."""
     weighted: int
-    """Further ones of an expert, whose output is multiplied by the router's weight."""
+    """Further such tensors of an expert, whose output is multiplied by the router's weight."""
     rotary: int
-    """Tensors of a head's size that each layer keeps for rotary embeddings."""
+    """Tensors of a head's size that each layer retains for rotary embeddings."""
     outputs: int
-    """Copies of attention's output: as its own, and as the next product's input."""
+    """Copies of attention's output: its own, and the next product's input."""
     mixed: bool
-    """Whether a norm of keys keeps the output of one projection to queries, keys and values whole."""
+    """Whether a key norm retains the whole output of a fused projection to queries, keys and values."""
     scores: bool = False
-    """Whether scores are kept where the sizes of a key and a value differ."""
+    """Whether attention scores are retained where key and value sizes differ."""
 
 
 TORCH_CPU = Kernels(norm_float32=1, norm=1, gate=3, weighted=0, rotary=0, outputs=1, mixed=False, scores=True)
-"""The library's modules, of PyTorch's own operations."""
+"""The library's modules with PyTorch's own operations, on a CPU."""
 TORCH = Kernels(norm_float32=1, norm=1, gate=3, weighted=0, rotary=0, outputs=1, mixed=False)
-"""The same on a GPU, where other kernels of attention take sizes that differ."""
+"""The library's modules on a GPU, where other attention kernels support key and value sizes that differ."""
 MEGATRON_CPU = Kernels(norm_float32=2, norm=0, gate=4, weighted=1, rotary=4, outputs=2, mixed=True, scores=True)
 """`cairn.engines.training.megatron.cpu`."""
 MEGATRON = Kernels(norm_float32=0, norm=1, gate=4, weighted=1, rotary=0, outputs=1, mixed=True)
-"""Transformer Engine's norms and attention, Megatron's own gate."""
+"""Transformer Engine's norms and attention, and Megatron's own gate."""
 MEGATRON_FUSED = Kernels(norm_float32=0, norm=1, gate=2, weighted=0, rotary=0, outputs=1, mixed=True)
-"""The same with `bias_activation_fusion`."""
+"""`MEGATRON` with `bias_activation_fusion`."""
 
 
 def kernels_of(training: TrainingConfig) -> Kernels:
-    """Those that a training engine computes with."""
+    """Return the kernels that the training engine uses."""
     on_gpu = training.num_gpus_per_rank > 0
     if training.engine == "torch":
         return TORCH if on_gpu else TORCH_CPU
@@ -63,15 +63,15 @@ def kernels_of(training: TrainingConfig) -> Kernels:
 
 
 def bytes_of(dtype: str) -> int:
-    """Of a number."""
+    """Return the bytes of a number."""
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def layer_bytes(model: Model, layer: Layer, training: TrainingConfig, longest: int) -> float:
-    """That a layer keeps of each token on a rank, nothing recomputed.
+    """Return the bytes that a layer retains for each token on a rank, without recomputation.
 
     Args:
-        longest: tokens of the longest sequence, for kernels that keep scores.
+        longest: tokens of the longest sequence, for kernels that retain scores.
     """
     kernels, size = kernels_of(training), bytes_of(training.dtype)
     tensor = training.tensor_model_parallel_size
@@ -95,7 +95,7 @@ def layer_bytes(model: Model, layer: Layer, training: TrainingConfig, longest: i
 
 
 def _attention(model: Model, layer: Layer, kernels: Kernels, size: int, norm: int, longest: int) -> float:
-    """Bytes of a token, before any rank takes its part."""
+    """Return the bytes that attention retains for each token, before division by ranks."""
     config = model.config
     if layer.attention == "linear":
         return _delta_net(model, size)
@@ -125,7 +125,7 @@ def _attention(model: Model, layer: Layer, kernels: Kernels, size: int, norm: in
 
 
 def _norms_of_heads(model: Model) -> int:
-    """Scales that the norms of queries and keys keep for a token; 0 where there are none."""
+    """Return how many scales the query and key norms retain for a token; 0 where there are no such norms."""
     names = [tensor.name for tensor in model.tensors if tensor.layer == _first_full(model)]
     if not any(name.endswith("q_norm.weight") for name in names):
         return 0
@@ -137,20 +137,22 @@ def _first_full(model: Model) -> int:
 
 
 def _is_gated(model: Model) -> bool:
-    """Whether the projection to queries gives a gate of attention's output as well."""
+    """Whether the query projection also gives a gate of attention's output."""
     rows = next((one.shape[0] for one in model.tensors if one.name.endswith("self_attn.q_proj.weight")), 0)
     return rows == 2 * model.heads * model.key_size
 
 
 def _is_clamped(model: Model) -> bool:
-    """Whether experts bound both inputs of their gate, each of which is kept."""
+    """Whether experts clamp both inputs of their gate, each of which is retained."""
     return getattr(model.config, "swiglu_limit", None) is not None or model.sinks
 
 
 def _delta_net(model: Model, size: int) -> float:
-    """A gated delta network (Yang et al., "Gated Delta Networks", 2025): inputs and outputs of its convolution, queries
-    and keys of every value head, values, gate, output and its gated norm. An estimate: its kernels keep states of
-    chunks besides, or compute them again."""
+    """Estimate the bytes that a gated delta network retains for each token (Yang et al., "Gated Delta Networks", 2025).
+
+    Counted are inputs and outputs of its convolution, queries and keys of every value head, values, gate, output and
+    the gated norm. Not counted are states of chunks, which its kernels retain or recompute.
+    """
     config = model.config
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -160,12 +162,12 @@ def _delta_net(model: Model, size: int) -> float:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of a rank, in bytes."""
+    """Bytes of activations on a rank."""
 
     kept: float
-    """Of all micro-batches that are on their way, layers alone."""
+    """Bytes of the layers, for all micro-batches in flight."""
     again: float
-    """Of what is recomputed, while it is."""
+    """Bytes of recomputed activations while they exist."""
 
 
 def stage_activations(
@@ -177,12 +179,12 @@ def stage_activations(
     micro_batches: int,
     longest: int,
 ) -> Activations:
-    """What a pipeline stage keeps.
+    """Return the activations of a pipeline stage.
 
     Args:
-        layers: of the stage.
-        tokens: of a micro-batch on this rank.
-        micro_batches: of an optimizer step on this rank.
+        layers: layers of the stage.
+        tokens: tokens of a micro-batch on this rank.
+        micro_batches: micro-batches of an optimizer step on this rank.
         longest: tokens of the longest sequence.
     """
     size, options = bytes_of(training.dtype), training.megatron
@@ -203,9 +205,12 @@ def stage_activations(
 
 
 def micro_batches_under_way(training: TrainingConfig, stage: int, micro_batches: int) -> float:
-    """Forward passes whose backward pass is still to come, at most: p - stage in a pipeline of p stages; with v virtual
-    stages, in units of whole stages, (2 (p - stage - 1) + (v - 1) p + 1) / v (Narayanan et al., "Efficient Large-Scale
-    Language Model Training on GPU Clusters", 2021, section 2.2, in Megatron's schedule)."""
+    """Return the largest number of forward passes whose backward pass has not run yet.
+
+    In a pipeline of p stages this is p - stage. With v virtual stages it is (2 (p - stage - 1) + (v - 1) p + 1) / v, in
+    units of whole stages (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
+    section 2.2, in Megatron's schedule).
+    """
     count, parts = training.pipeline_model_parallel_size, training.megatron.get("virtual_pipeline_model_parallel_size")
     if parts is None or parts == 1:
         return min(micro_batches, count - stage)
@@ -213,11 +218,12 @@ def micro_batches_under_way(training: TrainingConfig, stage: int, micro_batches:
 
 
 def output_bytes(model: Model, training: TrainingConfig, tokens: int, trained_tokens: int, *, critic: bool) -> float:
-    """The most that the last stage holds at a time of its output layer's part: the layer's input, and logits.
+    """Return the peak bytes of the output layer's part on the last stage: the layer's input, and logits.
 
-    A logit is held in the number format of training, in float32, divided by the temperature, and while entropies are
-    taken three times more (`cairn.engines.training.megatron.engine`); by the torch engine, which has logits of the
-    trained tokens alone, five times in float32 while their gradient is made (`cairn.engines.training.log_probs`).
+    Megatron holds a logit in the number format of training, in float32, divided by the temperature, and three times
+    more while it computes entropies (`cairn.engines.training.megatron.engine`). The torch engine computes logits of the
+    trained tokens alone, and holds each five times in float32 while it computes their gradient
+    (`cairn.engines.training.log_probs`).
     """
     size, hidden = bytes_of(training.dtype), model.config.hidden_size
     tensor = training.tensor_model_parallel_size

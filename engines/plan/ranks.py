@@ -1,4 +1,4 @@
-"""Which parameters the ranks of a layout hold."""
+"""Parameters that each rank of a layout holds."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from cairn.engines.plan.tensors import Model, Part, Tensor
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of parameters on a rank; experts' apart, for fewer ranks hold the same of them."""
+    """Elements of parameters on a rank. Experts count apart, because fewer ranks hold the same experts."""
 
     dense: float
     expert: float = 0
@@ -27,7 +27,8 @@ class Held:
 
 
 def is_trained(training: TrainingConfig) -> Callable[[Tensor], bool]:
-    """Whether an optimizer changes a tensor of the actor, by the lists that freeze parameters."""
+    """Return a function that says whether the actor's optimizer changes a tensor, by the lists that freeze
+    parameters."""
     only, frozen = training.only_train_params_name_list, training.freeze_params_name_list
 
     def trained(tensor: Tensor) -> bool:
@@ -39,9 +40,12 @@ def is_trained(training: TrainingConfig) -> Callable[[Tensor], bool]:
 
 
 def stages(layers: int, training: TrainingConfig) -> list[range]:
-    """For each pipeline stage as many consecutive numbers as it has layers: evenly, but for a first and last stage
-    whose number is given, and for those that an embedding or a loss takes the place of a layer in. Those of a virtual
-    pipeline are other layers, and as many. A `pipeline_model_parallel_layout` is taken for an even one."""
+    """Return the range of layer numbers of each pipeline stage.
+
+    Layers are divided evenly, except where options set the number of layers of the first or last stage, or count the
+    embedding or the loss as a layer. In a virtual pipeline a stage has other layers than these, but as many. A
+    `pipeline_model_parallel_layout` is treated as an even division.
+    """
     options, count = training.megatron, training.pipeline_model_parallel_size
     sizes: dict[int, int] = {}
     for stage, end in ((0, "first"), (count - 1, "last")):
@@ -61,11 +65,14 @@ def stages(layers: int, training: TrainingConfig) -> list[range]:
 
 
 def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> list[Held]:
-    """What a Megatron rank of each pipeline stage holds, as `cairn.engines.training.megatron.weights` cuts it: experts
-    over EP × ETP ranks, else matrices over TP ranks; the vocabulary filled up to a multiple of these.
+    """Return what a Megatron rank of each pipeline stage holds, as `cairn.engines.training.megatron.weights` divides
+    it.
+
+    Experts are divided over EP × ETP ranks, other matrices over TP ranks. The vocabulary is padded to a multiple of the
+    TP ranks.
 
     Args:
-        critic: with a value head of hidden size + 1 in the place of the output layer, and an embedding of its own.
+        critic: count a value head of hidden size + 1 in place of the output layer, and an embedding of its own.
     """
     tensor, options = training.tensor_model_parallel_size, training.megatron
     experts = (options.get("expert_model_parallel_size") or 1) * (options.get("expert_tensor_parallel_size") or tensor)
@@ -86,7 +93,7 @@ def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = Tru
 
 
 def _of_stage(model: Model, layers: Sequence[int], *, first: bool, last: bool, critic: bool) -> Iterator[Tensor]:
-    """The tensors of a stage. An embedding that is the output layer too is on the last one as well."""
+    """Yield the tensors of a stage. An embedding that is tied to the output layer is on the last stage too."""
     for tensor in model.tensors:
         match tensor.part:
             case Part.EMBEDDING:
@@ -113,7 +120,8 @@ def _share(tensor: Tensor, ranks: int, experts: int) -> float:
 
 
 def sharded(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> Held:
-    """What the first rank holds where FSDP2 cuts the first axis of every tensor into equal parts, rounded up."""
+    """Return what the first rank holds where FSDP2 divides the first axis of every tensor into equal parts, rounded
+    up."""
     ranks, wanted = training.world_size, is_trained(training)
     tensors = [one for one in model.tensors if not (critic and one.part is Part.HEAD)]
     sizes = [(-(-one.shape[0] // ranks) * one.size // one.shape[0], one) for one in tensors]
@@ -123,8 +131,11 @@ def sharded(model: Model, training: TrainingConfig, *, trained: bool = True, cri
 
 
 def adapter_size(model: Model, lora: LoraConfig) -> int:
-    """Elements of LoRA's adapters, r × (in + out) of each matrix that gets one (Hu et al., "LoRA", 2022, section 4.1);
-    experts that are one tensor get none."""
+    """Return the elements of LoRA's adapters: r × (in + out) for each target matrix (Hu et al., "LoRA", 2022, section
+    4.1).
+
+    Experts that are merged into one tensor get no adapter.
+    """
     targets = lora.target_modules
     found = 0
     for tensor in model.tensors:

@@ -1,4 +1,4 @@
-"""Seconds of a step from what it computes and moves, and from what a machine does in a second."""
+"""Duration of a step in seconds, from its computation and data transfers and from a machine's rates."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,31 +18,31 @@ from cairn.engines.plan.tensors import Model, Part
 # Model FLOPs of an update, as model FLOPs utilization (MFU) counts them: Chowdhery et al., PaLM, 2022, appendix B.
 #
 # A token of a sequence of T tokens takes 6 N + 12 L H Q T floating-point operations, forward and backward: N parameters
-# in matrix products, L layers of H heads of size Q. In a layer whose attention is a sliding window it is the window's
-# length where that is shorter than T, and with latent attention Q is the mean of a key's size and a value's. A gated
-# delta network looks at no tokens: it reads its state twice and writes it once, as if it were 3 H K V parameters, K and
-# V the sizes of its keys and values.
+# in matrix products, L layers of H heads of size Q. For a layer with sliding-window attention, T is the window's length
+# where that is shorter; for latent attention, Q is the mean of a key's size and a value's. A gated delta network
+# attends to no tokens: it reads its state twice and writes it once, which counts as 3 H K V parameters, with K and V
+# the sizes of its keys and values.
 #
-# Of experts those that a token goes through count, and a table that embeddings are looked up in does not, nor what lies
-# in the folder and is not trained: layers that predict several tokens ahead, and an image tower. What is recomputed
-# does not count, nor what LoRA spares: it is the work of the model, not of the machine.
+# Of the experts, only those that a token is routed to count. Embedding tables do not count, and neither do untrained
+# parts of the folder: layers that predict several tokens ahead, and an image tower. Recomputation and LoRA change
+# nothing: the count is the work of the model, not of the machine.
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the FLOPs of a model follow from."""
+    """Quantities that determine the FLOPs of a model."""
 
     parameters: float
-    """N."""
+    """N: parameters in matrix products, of experts those that a token is routed to."""
     attention: float
-    """L · H · Q of the layers that look at all tokens."""
+    """L · H · Q of the layers that attend to all tokens."""
     windowed: float = 0
-    """L · H · Q of those with a sliding window."""
+    """L · H · Q of the layers with a sliding window."""
     window: int = 0
-    """Its tokens."""
+    """Tokens of the sliding window."""
 
     def training_flops(self, lengths: Sequence[int]) -> float:
-        """Of one update on sequences of these lengths, in tokens."""
+        """Return the FLOPs of one update on sequences of these lengths, in tokens."""
         seen = self.attention * sum(length**2 for length in lengths)
         seen += self.windowed * sum(length * min(length, self.window) for length in lengths)
         return 6 * self.parameters * sum(lengths) + 12 * seen
@@ -50,17 +50,18 @@ class ModelSize:
 
 @cache
 def folder_size(path: str) -> ModelSize:
-    """Of the model in a folder, read from the headers of its weight files. Raises BadModel."""
+    """Return the size of the model in a folder, from its config and the headers of its weight files. Raises
+    BadModel."""
     config, names = check_model_folder(path).get_text_config(), parameter_names(path)
     weights = open_weights(Path(path)).items()
     return size_of(config, {name: weight.get_shape() for name, weight in weights if name in names})
 
 
 def size_of(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> ModelSize:
-    """Of a model with this config.
+    """Return the size of a model with this config.
 
     Args:
-        shapes: of its parameters, tied ones once.
+        shapes: shapes of its parameters; tied parameters count once.
     """
     experts = next(
         (n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))),
@@ -94,8 +95,7 @@ def _head_size(config: Any) -> float:
     return getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
 
 
-# What GPUs can do at most, by the names that they give themselves: dense, without sparsity, from their makers' data
-# sheets.
+# Peak rates of GPUs by their device names: dense, without sparsity, from the vendors' data sheets.
 
 
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -127,42 +127,46 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("MI300X", 1307.4),
     ("MI250X", 383.0),
 )
-"""TFLOP/s in bfloat16 with float32 accumulation. The first name that is part of a device's counts."""
+"""TFLOP/s in bfloat16 with float32 accumulation. The first entry whose name is part of the device's name applies."""
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Of a device in a number format; None where it is not known, as of every CPU, and of every GPU in float32."""
+    """Return the peak TFLOP/s of a device in a number format.
+
+    Returns None where it is not known: for CPUs, and for formats other than bfloat16.
+    """
     if dtype != "bfloat16":
         return None
     return next((peak for name, peak in PEAK_TFLOPS if name in device), None)
 
 
-# Memory of a sample while it is generated: keys and values, or what a layer keeps in their place.
+# Memory of a sample during generation: keys and values, or what a layer stores in their place.
 
 
 @dataclass(frozen=True)
 class CacheNeed:
-    """Of a sample on each rank, in bytes."""
+    """Cache memory of a sample on each rank, in bytes."""
 
     per_token: float
-    """Of layers that look at all tokens."""
+    """Bytes per token in layers that attend to all tokens."""
     windowed: float
-    """Of a token, of layers with a sliding window."""
+    """Bytes per token in layers with a sliding window."""
     window: int
-    """Tokens of it."""
+    """Tokens of the sliding window."""
     fixed: float
-    """State of linear attention, whatever the length."""
+    """Bytes of the state of linear attention, independent of the length."""
 
     def of(self, tokens: float) -> float:
-        """Of a sample of so many tokens."""
+        """Return the bytes of a sample of this many tokens."""
         return self.per_token * tokens + self.windowed * min(tokens, self.window or tokens) + self.fixed
 
 
 def cache_need(model: Model, size: int, ranks: int = 1) -> CacheNeed:
-    """What a rank keeps of a sample, in SGLang's words its `cell_size`: 2 × key-value heads × head size of each layer,
-    where heads are dealt out to ranks until each has one; with latent attention the latent vector and the rotary key,
-    which every rank keeps whole (DeepSeek-V2, 2024, section 2.1); of a gated delta network the last inputs of its
-    convolution and a float32 matrix of each value head.
+    """Return the cache memory that a sample takes on a rank; SGLang calls the part per token `cell_size`.
+
+    A layer stores 2 × key-value heads × head size, and heads are divided over ranks until each rank has one. Latent
+    attention stores the latent vector and the rotary key, and every rank stores both whole (DeepSeek-V2, 2024, section
+    2.1). A gated delta network stores the last inputs of its convolution and a float32 matrix for each value head.
 
     Args:
         size: bytes of a number in the cache.
@@ -185,38 +189,39 @@ def cache_need(model: Model, size: int, ranks: int = 1) -> CacheNeed:
 
 
 def model_size(model: Model) -> ModelSize:
-    """What FLOPs follow from."""
+    """Return the quantities that determine the model's FLOPs."""
     return size_of(model.config, {tensor.name: tensor.shape for tensor in model.tensors})
 
 
 def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
-    """Time that a pipeline stands idle, as a share of its work: (p - 1) / (v m) (Narayanan et al., "Efficient
+    """Return the idle time of a pipeline stage as a share of its work: (p - 1) / (v m) (Narayanan et al., "Efficient
     Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2)."""
     return (stages - 1) / (parts * micro_batches)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """A rollout engine at work."""
+    """Speed of a rollout engine."""
 
     model: Model
     serving: Serving
     weight_bytes: float
-    """Of a weight."""
+    """Bytes of a weight element."""
     cache_bytes: int
-    """Of a number in the cache."""
+    """Bytes of a number in the cache."""
     hardware: Hardware
     flops: float
-    """That one of its GPUs does in a second at most."""
+    """Peak floating-point operations per second of one of its GPUs."""
 
     def step(self, samples: float, context: float) -> float:
-        """Seconds in which each of so many samples gets a token: each GPU reads the weights that they go through and
-        what is kept of their tokens, or computes, whichever takes longer (Pope et al., "Efficiently Scaling Transformer
-        Inference", 2022, section 2). Of a layer's experts a batch of B tokens goes through E (1 - (1 - k / E)^B), if
-        each token's k are drawn alike.
+        """Return the seconds of one decoding step, in which each sample gets one token.
+
+        Each GPU either reads the weights in use and the samples' cache, or computes, whichever takes longer (Pope et
+        al., "Efficiently Scaling Transformer Inference", 2022, section 2). A batch of B tokens uses E (1 - (1 - k /
+        E)^B) of a layer's E experts, if each token's k experts are drawn uniformly.
 
         Args:
-            context: tokens of each sample so far.
+            context: current tokens of each sample.
         """
         model, ranks = self.model, self.serving.tensor
         experts = sum(tensor.size for tensor in model.tensors if tensor.part is Part.EXPERT) / ranks
@@ -229,11 +234,13 @@ class Decoding:
         return max(read / (hardware.hbm_gb_s * 1e9 * hardware.mbu), computed / (self.flops * hardware.mfu))
 
     def seconds(self, samples: float, at_once: float, prompt: float, response: float, longest: float) -> float:
-        """To sample responses: as many steps as the longest response takes, or as all take that are sampled `at_once`,
-        the others following as soon as one ends.
+        """Return the seconds to sample responses.
+
+        The number of steps is that of the longest response, or that of all responses with `at_once` sampled
+        concurrently, whichever is larger. The next sample starts as soon as one ends.
 
         Args:
-            samples: of the engine.
+            samples: samples of the engine.
             prompt: tokens of a prompt.
             response: tokens of a response, on average.
             longest: tokens of the longest response.
@@ -243,5 +250,5 @@ class Decoding:
         return steps * self.step(batch, prompt + response / 2)
 
     def prefill(self, tokens: float) -> float:
-        """Seconds to read prompts of so many tokens in all."""
+        """Return the seconds to prefill prompts with this many tokens in total."""
         return 2 * self.model.active_parameters * tokens / (self.serving.tensor * self.flops * self.hardware.mfu)

@@ -1,4 +1,4 @@
-"""What rollout servers hold, and what SGLang's layout of them must divide."""
+"""Weights that rollout servers hold, and the sizes that SGLang's layout must divide."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,30 +15,33 @@ class Serving:
     """The layout of a server, from SGLang's options."""
 
     tensor: int
-    """Ranks of it (`tp_size`)."""
+    """Ranks of the server (`tp_size`)."""
     data: int = 1
-    """Groups of ranks with samples of their own in attention (`dp_size` with `enable_dp_attention`)."""
+    """Groups of ranks with their own samples in attention (`dp_size` with `enable_dp_attention`)."""
     dense_tensor: int = 1
-    """Ranks that feed-forward parts without experts are cut over (`moe_dense_tp_size`)."""
+    """Ranks that share each feed-forward part without experts (`moe_dense_tp_size`)."""
     expert: int = 1
-    """`ep_size`."""
+    """Expert-parallel ranks (`ep_size`)."""
 
     @property
     def attention(self) -> int:
-        """Ranks that attention is cut over."""
+        """Ranks that share attention."""
         return max(1, self.tensor // self.data)
 
     @classmethod
     def of(cls, options: Mapping[str, Any], num_gpus: float) -> "Serving":
-        """Of the options of `rollout.sglang` and the GPUs of an engine."""
+        """Return the layout from the options of `rollout.sglang` and the GPUs of an engine."""
         tensor = int(options.get("tp_size") or max(1, num_gpus))
         data = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
         return cls(tensor, data, int(options.get("moe_dense_tp_size") or tensor), int(options.get("ep_size") or 1))
 
 
 def served_parameters(model: Model, serving: Serving) -> float:
-    """Elements of weights on each rank. Attention is cut over its own ranks, experts over all, and with data-parallel
-    attention the embedding is whole."""
+    """Return the number of weight elements on each rank.
+
+    Attention is divided over its own ranks, experts over all ranks. With data-parallel attention each rank holds the
+    whole embedding.
+    """
 
     def ranks(tensor: Tensor) -> int:
         match tensor.part:
@@ -55,10 +58,11 @@ def served_parameters(model: Model, serving: Serving) -> float:
 
 
 def usual_static_fraction(memory: float, serving: Serving, options: Mapping[str, Any]) -> float:
-    """`mem_fraction_static` as SGLang 0.5.21 chooses it (`arg_groups/memory_hook.py`): what is left of a GPU's memory
-    after 1.5 MiB for each token of a chunk of prefill, 2 MiB for each sample of the largest decoding graph, and more
-    for ranks and for data-parallel attention; on GPUs above 60 GiB at least 10 GiB stay free. The graphs of prefill,
-    which it counts as well, are not.
+    """Return the `mem_fraction_static` that SGLang 0.5.21 chooses by default (`arg_groups/memory_hook.py`).
+
+    The fraction is what remains of a GPU's memory after 1.5 MiB for each token of a prefill chunk, 2 MiB for each
+    sample of the largest decoding graph, and more for ranks and for data-parallel attention. On GPUs above 60 GiB at
+    least 10 GiB stay free. SGLang also counts the graphs of prefill; this function does not.
 
     Args:
         memory: bytes of a GPU.
@@ -85,7 +89,7 @@ def usual_static_fraction(memory: float, serving: Serving, options: Mapping[str,
 
 
 def serving_problems(model: Model, serving: Serving, options: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what SGLang's ranks cannot divide."""
+    """Yield sentences on sizes of the model that SGLang's ranks cannot divide."""
     say = "rollout.sglang"
     if serving.tensor % serving.data:
         yield f"{say}.dp_size is {serving.data}, which must divide tp_size, {serving.tensor}"

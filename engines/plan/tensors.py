@@ -1,4 +1,4 @@
-"""The tensors of a model, from its config alone: the library makes it without any memory for it."""
+"""The tensors of a model from its config alone: the library makes the model without memory for its weights."""
 
 import re
 from collections import Counter
@@ -16,45 +16,46 @@ from cairn.engines.types.errors import BadModel
 
 
 class Part(Enum):
-    """How ranks share a tensor."""
+    """The way in which ranks share a tensor."""
 
     EMBEDDING = "embedding"
-    """Rows of the vocabulary, cut over tensor-parallel ranks; on the first pipeline stage."""
+    """Input embedding: rows of the vocabulary, divided over tensor-parallel ranks, on the first pipeline stage."""
     HEAD = "head"
-    """The same of the output layer, on the last."""
+    """Output layer: rows of the vocabulary, divided over tensor-parallel ranks, on the last pipeline stage."""
     CUT = "cut"
-    """In a layer: cut over tensor-parallel ranks."""
+    """In a layer: divided over tensor-parallel ranks."""
     WHOLE = "whole"
-    """In a layer: whole on each of them."""
+    """In a layer: whole on each tensor-parallel rank."""
     EXPERT = "expert"
-    """Of all experts of a layer: dealt out over expert-parallel ranks, each cut over expert-tensor-parallel ones."""
+    """Experts of a layer: distributed over expert-parallel ranks, each expert divided over expert-tensor-parallel
+    ranks."""
     END = "end"
-    """Whole, after the last layer."""
+    """After the last layer: whole."""
 
 
 _WHOLE_MATRIX = re.compile(r"\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\.weight$|\.indexer\.")
-"""Routers, and the projections of latent attention into its latent spaces, of which every rank needs all."""
+"""Routers, and the projections of latent attention into its latent spaces: every rank needs them whole."""
 _CUT_VECTOR = re.compile(
     r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+|q_b_proj|kv_b_proj)\.bias$|\.sinks$|\.(A_log|dt_bias)$"
 )
-"""Biases of layers whose outputs are cut, and what heads have one number of."""
+"""Biases of layers whose outputs are divided, and vectors with one number per head."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter by its name in the library."""
+    """A parameter, with its name in the library."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @cached_property
     def layer(self) -> int | None:
-        """The layer that it is of."""
+        """Number of the tensor's layer; None outside the layers."""
         match = re.search(r"\blayers\.(\d+)\.", self.name)
         return None if match is None else int(match[1])
 
@@ -73,16 +74,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer's activations follow from."""
+    """Quantities that determine a layer's activations."""
 
     attention: str
     """`full`, `sliding` or `linear`."""
     norms: int
-    """Over the hidden size."""
+    """Norms over the hidden size."""
     width: int
-    """Of the feed-forward part that all tokens go through, shared experts among it; 0 without one."""
+    """Width of the feed-forward part that all tokens pass, shared experts included; 0 without one."""
     expert_width: int
-    """Of one expert; 0 without experts."""
+    """Width of one expert; 0 without experts."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,21 @@ class Model:
     """A model as its config describes it."""
 
     config: PretrainedConfig
-    """Of the language model."""
+    """Config of the language model."""
     tensors: tuple[Tensor, ...]
-    """Tied ones once."""
+    """Tensors of the model; tied tensors count once."""
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return sum(tensor.size for tensor in self.tensors)
 
     @property
     def active_parameters(self) -> int:
-        """That a token goes through: of experts those that it is sent to, and of the embedding the table that it is
-        looked up in."""
+        """Parameters that a token passes.
+
+        Of the experts only those that the token is routed to count, and the embedding counts whole.
+        """
         return sum(
             tensor.size * self.experts_per_token // self.experts if tensor.part is Part.EXPERT else tensor.size
             for tensor in self.tensors
@@ -110,7 +113,7 @@ class Model:
 
     @property
     def experts(self) -> int:
-        """Of a layer that has some; 1 without."""
+        """Experts of a layer that has experts; 1 where no layer has any."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         return next((count for name in names if (count := getattr(self.config, name, None))), 1)
 
@@ -120,29 +123,29 @@ class Model:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """Whether the output layer is tied to the embedding."""
         return not any(tensor.part is Part.HEAD for tensor in self.tensors)
 
     @property
     def latent(self) -> bool:
-        """Whether keys and values are kept as latent vectors (multi-head latent attention)."""
+        """Whether keys and values are stored as latent vectors (multi-head latent attention)."""
         return bool(getattr(self.config, "kv_lora_rank", None))
 
     @cached_property
     def sinks(self) -> bool:
-        """Whether heads have a learnt offset of the softmax, which few kernels of attention know."""
+        """Whether heads have attention sinks: a learnt offset of the softmax, which few attention kernels support."""
         return any(tensor.name.endswith(".sinks") for tensor in self.tensors)
 
     @property
     def key_size(self) -> int:
-        """Of a head's key and query."""
+        """Size of a head's key and query."""
         if self.latent:
             return int(self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
 
     @property
     def value_size(self) -> int:
-        """Of a head's value."""
+        """Size of a head's value."""
         return int(self.config.v_head_dim) if self.latent else self.key_size
 
     @property
@@ -155,7 +158,7 @@ class Model:
 
     @property
     def window(self) -> int:
-        """Tokens that a layer with sliding attention sees; 0 where none has."""
+        """Tokens in the window of layers with sliding-window attention; 0 where no layer has one."""
         used = getattr(self.config, "use_sliding_window", True)
         return int(getattr(self.config, "sliding_window", None) or 0) if used else 0
 
@@ -184,8 +187,10 @@ class Model:
 
 
 def model_of(config: PretrainedConfig) -> Model:
-    """The tensors of a config's causal language model. Raises BadModel where the library cannot make it, or it reads
-    images."""
+    """Return the causal language model of a config, with its tensors.
+
+    Raises BadModel where the library cannot make it, or where it reads images.
+    """
     if sees_images(config):
         raise BadModel(f"a {config.model_type} reads images, whose part in memory and time is not planned for")
     text = config.get_text_config()
@@ -198,7 +203,7 @@ def model_of(config: PretrainedConfig) -> Model:
 
 
 def config_of(stored: dict[str, Any]) -> PretrainedConfig:
-    """What a config.json says, as the library's value. Raises BadModel."""
+    """Return the contents of a config.json as the library's config object. Raises BadModel."""
     kind = stored.get("model_type")
     if not isinstance(kind, str):
         raise BadModel("the config has no model_type, which says its architecture")

@@ -1,13 +1,13 @@
-"""Bounds on memory and number of all processes of a program together, and whether it was ended at them.
+"""Limits on memory and number of all processes of a program together, and detection that a limit ended it.
 
-| where | by |
+| cgroups | mechanism |
 |---|---|
-| cgroups of version 2 may be made: root, or a user to whom they are delegated | `memory.max`, `pids.max` |
-| those of version 1 may: root | `memory.limit_in_bytes`, `pids.max` |
-| none may | looks at its memory, every `LOOK` seconds; `RLIMIT_NPROC` within the sandbox (`bubblewrap.py`) |
+| version 2 may be created: by root, or by a user to whom they are delegated | `memory.max`, `pids.max` |
+| version 1 may be created: by root | `memory.limit_in_bytes`, `pids.max` |
+| none may be created | a memory check every `LOOK` seconds; `RLIMIT_NPROC` within the sandbox (`bubblewrap.py`) |
 
-Files in the memory of a sandbox, and what the kernel holds for its processes, count in a cgroup. Elsewhere such files
-are bounded by their sizes, and of the rest the sandbox refuses what has no bound (`system_calls.py`).
+A cgroup also counts files in the memory of a sandbox, and what the kernel allocates for its processes. Without cgroups
+the sizes of such files are bounded, and the sandbox refuses other memory that has no bound (`bubblewrap.py`).
 """
 
 import os
@@ -23,47 +23,47 @@ from typing import Protocol
 import psutil
 
 LOOK = 0.05
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _BATCH = 2**21
-"""Bytes: memory is charged to a cgroup by batches."""
+"""Bytes by which a cgroup's usage may lag: the kernel charges memory in batches."""
 _OWN = 4
-"""Processes of the sandbox itself."""
+"""Number of processes of the sandbox itself."""
 
 
 class Bounds(Protocol):
-    """Bounds on one program."""
+    """Limits on one program."""
 
     enter: str
-    """What the shell that becomes its first process does before, as root or whoever runs it."""
+    """Shell commands that the shell which becomes its first process runs before that, as the caller's user."""
 
     def exceeded(self) -> bool:
-        """Whether processes of it were ended since its memory was at the bound."""
+        """Return whether processes of the program were killed because its memory was at the limit."""
 
     def look(self, pid: int) -> None:
-        """Hold it to them, where the kernel does not: to be called every `LOOK` seconds. `pid`: its first process."""
+        """Enforce the limits where the kernel does not; to be called every `LOOK` seconds. `pid`: its first process."""
 
     def kill(self) -> None:
-        """End whatever is left of it, where that is known."""
+        """Kill what is left of the program, where that is known."""
 
     def remove(self) -> None:
-        """When all of it has ended."""
+        """Remove the limits after all processes have ended."""
 
 
 def bounds(memory: int, processes: int) -> Bounds:
-    """For a program that may hold so many bytes, and so many processes and threads."""
+    """Return limits for a program: bytes of memory, and number of processes and threads."""
     if folders := _cgroups():
         return Cgroup(folders, memory, processes + _OWN)
     return Watched(memory)
 
 
 def counted_by_the_kernel() -> bool:
-    """Whether cgroups bound programs here."""
+    """Return whether cgroups limit programs on this machine."""
     return bool(_cgroups())
 
 
 class Cgroup:
-    """By cgroups: one for both, or one each of version 1."""
+    """Limits by cgroups: one of version 2 for both, or one each of version 1."""
 
     def __init__(self, parents: Mapping[str, Path], memory: int, processes: int) -> None:
         name = f"cairn-{uuid.uuid4().hex[:12]}"
@@ -82,7 +82,8 @@ class Cgroup:
         self.enter = " && ".join(f'echo $$ > "{folder}/cgroup.procs"' for folder in self._folders)
 
     def exceeded(self) -> bool:
-        """See `Bounds`. A kill of a machine that has no memory left is none at the bound."""
+        """Return whether processes were killed at the limit; a kill because the machine was out of memory does not
+        count."""
         with suppress(OSError):
             if (events := self._memory / "memory.events").exists():
                 found = _counts(events)
@@ -92,17 +93,17 @@ class Cgroup:
         return False
 
     def look(self, pid: int) -> None:
-        """The kernel does."""
+        """Do nothing: the kernel enforces the limits."""
 
     def kill(self) -> None:
-        """See `Bounds`."""
+        """Kill all processes of the cgroup."""
         with suppress(OSError):
             for pid in (self._pids / "cgroup.procs").read_text().split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> None:
-        """What was killed takes a moment to go."""
+        """Remove the cgroups, with retries: killed processes need a moment to disappear."""
         for folder in self._folders:
             for _ in range(200):
                 try:
@@ -116,7 +117,7 @@ class Cgroup:
 
 
 class Watched:
-    """By looks at it: what its processes hold, with what several share counted once."""
+    """Limits by regular checks of the memory of its processes; shared memory counts once."""
 
     enter = ":"
 
@@ -125,11 +126,11 @@ class Watched:
         self._exceeded = False
 
     def exceeded(self) -> bool:
-        """See `Bounds`."""
+        """Return whether the program was killed because its memory was over the limit."""
         return self._exceeded
 
     def look(self, pid: int) -> None:
-        """See `Bounds`."""
+        """Kill the program if its memory is over the limit."""
         with suppress(psutil.Error):
             head = psutil.Process(pid)
             processes = [head, *head.children(recursive=True)]
@@ -138,14 +139,14 @@ class Watched:
                 os.killpg(pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Its namespace of processes ends with its first one."""
+        """Do nothing: its PID namespace ends with its first process."""
 
     def remove(self) -> None:
-        """There is nothing."""
+        """Do nothing: there is nothing to remove."""
 
 
 def _held(processes: list[psutil.Process], kind: str) -> int:
-    """Bytes that processes hold: `rss` is quick, and counts what is shared for each of them."""
+    """Return the bytes of memory of processes: `rss` is fast, but counts shared memory for each of them."""
     held = 0
     for process in processes:
         with suppress(psutil.Error, OSError):
@@ -159,14 +160,14 @@ def _counts(file: Path) -> dict[str, int]:
 
 @cache
 def _cgroups() -> dict[str, Path]:
-    """Where cgroups of each kind may be made; empty where not all may."""
+    """Return the parent folders of new cgroups by controller; empty where one of them cannot be created."""
     kinds = ("memory", "pids")
     candidates = dict.fromkeys(kinds, _delegated()), {kind: _CGROUPS / kind for kind in kinds}
     return next((found for found in candidates if all(_may_make(folder, kind) for kind, folder in found.items())), {})
 
 
 def _delegated() -> Path:
-    """The cgroup of version 2 beside this process's own, in which others may be made."""
+    """Return the parent of this process's cgroup of version 2, in which others may be created."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::/"):

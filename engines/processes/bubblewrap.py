@@ -1,8 +1,8 @@
-"""The command that runs a program in a sandbox of bubblewrap, and whether this machine has sandboxes at all.
+"""The command that runs a program in a sandbox of bubblewrap, and the check that this machine has sandboxes.
 
-Where the caller is root the sandbox is started as `NOBODY`: many files of the kernel ask for root by its number alone,
-and whatever a program finds a way to it does as nobody. What nobody cannot reach of the interpreter (one that lies
-below /root) root mounts for it first, in a namespace of mounts that only the sandbox sees, in the place of /sys.
+Where the caller is root, the sandbox runs as `NOBODY`: many kernel files grant access to root by its user id alone, so
+a program that reaches such a file does so as nobody. Parts of the interpreter that nobody cannot read, such as those
+below /root, are first mounted by root at /sys, in a mount namespace that only the sandbox sees.
 """
 
 import os
@@ -21,15 +21,15 @@ from pathlib import Path
 from cairn.configs.plugins import BadPlugin
 from cairn.engines.processes.bounds import Bounds, counted_by_the_kernel
 
-# A seccomp filter for programs that are not trusted: what of the kernel no namespace separates, they may not ask for.
+# A seccomp filter for untrusted programs: it refuses the kernel interfaces that no namespace isolates.
 #
-# | refused | since |
+# | refused | reason |
 # |---|---|
-# | keys | a program has the session keyring of whoever starts it |
-# | sockets but of UNIX, IPv4, IPv6 and netlink | `AF_VSOCK` reaches a virtual machine's host from any namespace |
-# | io_uring | its operations pass no filter |
-# | memory that no process holds (`memfd_create`, System V) | it would be bounded by nothing where there is no cgroup |
-# | tracing, bpf, perf events, userfaultfd | a program needs none, and holes of the kernel were found there |
+# | keys | a program has the session keyring of the user who starts it |
+# | sockets other than UNIX, IPv4, IPv6 and netlink | `AF_VSOCK` reaches a virtual machine's host from any namespace |
+# | io_uring | its operations bypass filters |
+# | memory that no process holds (`memfd_create`, System V) | without a cgroup nothing would limit it |
+# | tracing, bpf, perf events, userfaultfd | a program needs none of them, and they had kernel vulnerabilities |
 # | calls of another instruction set | their numbers mean something else; the process is killed |
 
 
@@ -54,7 +54,7 @@ _AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 @cache
 def seccomp_filter() -> bytes:
-    """The filter as `bwrap --seccomp` takes it. Raises BadPlugin for a machine whose calls it does not know."""
+    """Return the filter in the format of `bwrap --seccomp`. Raises BadPlugin where it does not support the machine."""
     machine = platform.machine()
     if machine not in _REFUSED:
         raise BadPlugin(
@@ -81,45 +81,45 @@ def seccomp_filter() -> bytes:
 
 SCRATCH = "/scratch"
 NOBODY = 65534
-"""User and group of a program, within the sandbox, and outside where the caller is root."""
+"""User and group id of a program within the sandbox, and also outside where the caller is root."""
 _STAGE = "/sys"
-"""Nobody else in that namespace has a use for it."""
+"""Mount point for the interpreter; nothing else in that namespace uses it."""
 _DESCRIPTORS = 256
-"""Files that a process may have open."""
+"""Maximum number of open files of a process."""
 _PROBE = 120.0
-"""Seconds that a look at the sandbox may take."""
+"""Maximum seconds of the test that the sandbox works."""
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""Version of Linux from which `RLIMIT_NPROC` counts the processes of a user in their namespace alone."""
+"""Version of Linux from which `RLIMIT_NPROC` counts only the processes of a user in their namespace."""
 _HIDDEN = ("/proc/keys",)
 _WORKS = "print('works')"
 
 
 @dataclass(frozen=True)
 class Confined:
-    """What a program may have, and who runs it."""
+    """Limits of a program, and its owner."""
 
     user: str
-    """For people: `the grader 'code'`."""
+    """Owner, for error messages: `the grader 'code'`."""
     bwrap_option: str
-    """Where `bwrap` is configured."""
+    """Name of the option that configures `bwrap`."""
     bwrap: str
-    """Name or path of bubblewrap's program."""
+    """Name or path of the bubblewrap executable."""
     python: str | None
-    """Path of the interpreter; None: this process's own."""
+    """Path of the interpreter; None uses this process's own."""
     seconds: float
-    """On the wall clock."""
+    """Maximum wall-clock seconds."""
     cpu_time: int
-    """Seconds."""
+    """Maximum seconds of CPU time."""
     memory: int
-    """Bytes of address space of each process, and of memory of all of them."""
+    """Maximum bytes of address space of each process, and of memory of all processes."""
     processes: int
-    """And threads."""
+    """Maximum number of processes and threads."""
     file_size: int
-    """Bytes of one file, of the scratch folder, of /dev/shm, and of what is read of each of its outputs."""
+    """Maximum bytes of one file, of the scratch folder, of /dev/shm, and of each output stream that is read."""
 
     @property
     def memory_of_all(self) -> int:
-        """Bytes of all its processes and of its files together, and of the sandbox itself."""
+        """Maximum bytes of all its processes, its files and the sandbox itself together."""
         return self.memory + 2 * self.file_size + 2**25
 
     @property
@@ -129,7 +129,7 @@ class Confined:
 
 
 class Bubblewrap:
-    """Makes commands. Raises BadPlugin where this machine has no such sandboxes."""
+    """Builder of sandbox commands. Raises BadPlugin where this machine has no such sandboxes."""
 
     def __init__(self, config: Confined) -> None:
         bwrap = shutil.which(config.bwrap)
@@ -139,16 +139,16 @@ class Bubblewrap:
                 f"install bubblewrap, or set {config.bwrap_option} to its path"
             )
         self.filter = seccomp_filter()
-        """To be read by bwrap from a descriptor."""
+        """The seccomp filter, which bwrap reads from a file descriptor."""
         self._config = config
         self._prlimit = shutil.which("prlimit") or "prlimit"
         self._stage: list[str] = []
-        """Paths that are mounted for the sandbox."""
+        """Paths that root mounts for the sandbox."""
         self._sandbox = self._command(os.path.realpath(bwrap))
         self._probe()
 
     def command(self, bounds: Bounds | None, descriptors: list[str], command: list[str]) -> list[str]:
-        """The whole of it. `descriptors`: options of bwrap that name open files."""
+        """Return the complete command. `descriptors`: options of bwrap that name open files."""
         config = self._config
         limits = [
             f"--as={config.memory}",
@@ -157,14 +157,14 @@ class Bubblewrap:
             f"--nofile={_DESCRIPTORS}",
             "--core=0",
         ]
-        # Where memory runs out it is the sandbox that goes first, and not who started it.
+        # When memory runs out, the OOM killer takes the sandbox first, and not the process that started it.
         enter = f"echo 1000 > /proc/self/oom_score_adj && {bounds.enter if bounds else ':'}"
         count = [] if counted_by_the_kernel() or _linux() < _COUNTS_BY_NAMESPACE else [f"--nproc={config.processes}"]
         within = [self._prlimit, *count, "--"] if count else []
         return [*_shell(enter), self._prlimit, *limits, "--", *self._sandbox, *descriptors, "--", *within, *command]
 
     def works(self) -> str:
-        """Run a program of ours; returns why that does not work, nothing where it does."""
+        """Run a test program; return the reason why that fails, an empty string where it succeeds."""
         read, write = os.pipe()
         try:
             with os.fdopen(write, "wb") as pipe:
@@ -213,7 +213,7 @@ class Bubblewrap:
     def _as_nobody(self, bwrap: str, folders: list[str]) -> list[str]:
         self._stage += [path for path in (bwrap, *folders) if not _is_open_to_all(path)]
         setpriv = [shutil.which("setpriv") or "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        # So that a program may open /dev/stdout, which is its own.
+        # Lets a program open its own /dev/stdout.
         pipes = f"for n in 0 1 2; do [ ! -p /proc/self/fd/$n ] || chown {NOBODY} /proc/self/fd/$n; done"
         start = [*_shell(pipes), *setpriv, "--"]
         if not self._stage:
@@ -227,7 +227,7 @@ class Bubblewrap:
         return [shutil.which("unshare") or "unshare", "--mount", "--", *mounts, *start]
 
     def _seen(self, path: str) -> str:
-        """Where the sandbox is begun with it."""
+        """Return the path under which the sandbox's start sees `path`."""
         return f"{_STAGE}/{self._stage.index(path)}" if path in self._stage else path
 
     def _probe(self) -> None:
@@ -246,7 +246,7 @@ class Bubblewrap:
 
 
 def _shell(script: str) -> list[str]:
-    """What runs a script, and then the command behind it in the same process."""
+    """Return a command that runs a script, and then the command behind it in the same process."""
     return ["/bin/sh", "-c", f'{script} && exec "$@"', "sh"]
 
 
@@ -255,7 +255,7 @@ def _link(target: str, name: str) -> tuple[str, str, str]:
 
 
 def _interpreter_folders(config: Confined) -> list[str]:
-    """What of the interpreter lies elsewhere than below /usr."""
+    """Return the folders of the interpreter outside /usr."""
     if config.python is not None:
         found = {str(Path(config.python).resolve().parent.parent)}
     else:
@@ -266,7 +266,7 @@ def _interpreter_folders(config: Confined) -> list[str]:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Whether every user may read it, by its mode and those of the folders around it."""
+    """Return whether every user may read a path, by its mode and those of its parent folders."""
     wanted = stat.S_IXOTH | (stat.S_IROTH if os.path.isdir(path) else 0)
     around = all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).parents)
     return around and os.stat(path).st_mode & wanted == wanted

@@ -1,5 +1,5 @@
-"""Python processes that run somebody else's code: each fresh, with one connection, and ended with all that it
-started."""
+"""Python processes that run foreign code: each is a fresh interpreter with one connection, and is killed with its
+descendants."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ import psutil
 FROM_OUTSIDE = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS, signal.SIGPWR}
 )
-"""Signals that end a process, and are not of its own making."""
+"""Signals that a process does not cause itself: it was killed from outside."""
 
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1
@@ -33,11 +33,16 @@ def launch(
     search: Sequence[str] | None = None,
     files: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
-    """A process that calls `main` of a module with the number of a connection's file, that of this process, and
-    `arguments`, which are to have a `repr`. `search`: its `sys.path`, by default that of this process. `files`: others
-    that it has.
+    """Start a process that calls `main` of a module.
 
-    The kernel ties it to the thread that starts it, where the module calls `die_with`."""
+    The arguments of `main` are the file descriptor of a connection, the id of this process, and `arguments`. The kernel
+    kills the process with the thread that starts it, where the module calls `die_with`.
+
+    Args:
+        arguments: values that `repr` can reproduce.
+        search: the `sys.path` of the process, by default that of this process.
+        files: other file descriptors that it inherits.
+    """
     given = (connection.fileno(), os.getpid(), *arguments)
     path = list(sys.path if search is None else search)
     code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{given!r})"
@@ -52,7 +57,7 @@ def launch(
 
 
 def has_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether it has, without waiting for it: then its group could not be killed any more."""
+    """Return whether a process has ended, without reaping it: afterwards its group could not be killed any more."""
     if not hasattr(os, "waitid"):  # macOS
         try:
             return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
@@ -65,7 +70,7 @@ def has_ended(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def ends_within(seconds: float, process: "subprocess.Popen[bytes]") -> bool:
-    """Whether one that is about to end has done so, in so many seconds. It is still to be waited for."""
+    """Return whether a process ends within so many seconds. The caller still has to reap it."""
     late = time.monotonic() + seconds
     while not has_ended(process):
         if time.monotonic() > late:
@@ -75,8 +80,8 @@ def ends_within(seconds: float, process: "subprocess.Popen[bytes]") -> bool:
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """End it, and what it started and did not leave its group. It is still to be waited for."""
-    # Until it is waited for, the process keeps its number, dead or alive.
+    """Kill a process and its descendants that did not leave its process group. The caller still has to reap it."""
+    # A process keeps its id, dead or alive, until it is reaped.
     if process.returncode is None:
         # PermissionError: macOS, where all of the group has ended. ProcessLookupError: a Ctrl-C ended the process
         # before it had a group of its own.
@@ -85,8 +90,8 @@ def kill_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def kill_family(process: "subprocess.Popen[bytes]") -> None:
-    """End it, and all that it started and that started, in whatever group, where it calls `adopt_orphans`. It is still
-    to be waited for."""
+    """Kill a process and all its descendants, of whatever process group, where it calls `adopt_orphans`. The caller
+    still has to reap it."""
     if process.returncode is None:
         with suppress(psutil.NoSuchProcess, PermissionError):
             head = psutil.Process(process.pid)
@@ -102,9 +107,9 @@ def kill_family(process: "subprocess.Popen[bytes]") -> None:
 
 
 def die_with(parent: int) -> None:
-    """In the process: have the kernel kill it when its parent ends, even if it is busy and whatever way that ends.
+    """Let the kernel kill this process when its parent ends in any way, even while it is busy.
 
-    Elsewhere than on Linux it ends when it next looks for work.
+    On other systems than Linux it ends when it next waits for work.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -113,6 +118,6 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """In the process: what is started below it stays below it when the process between them ends."""
+    """Make this process the new parent of descendants whose own parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,8 +1,8 @@
-"""What a process does not need while it starts: PyTorch's compiler, and looking for garbage.
+"""Deferral of what a process does not need while it starts: PyTorch's compiler, and garbage collection.
 
-The compiler is imported by who uses it, which no process of most runs ever does.
-`transformers` takes one small class from it wherever it is asked for a model or a tokenizer, and it and PyTorch mark
-functions for it: 1.3 s of CPU time in every process, a third of what an engine needs to start.
+`transformers` imports one small class of the compiler with every model or tokenizer, and both it and PyTorch mark
+functions for the compiler. Importing all of it costs 1.3 s of CPU time in every process, a third of an engine's start,
+although the processes of most runs never compile. The compiler is therefore imported on first use.
 """
 
 import gc
@@ -19,24 +19,28 @@ from typing import Any
 COMPILER = "torch._dynamo"
 
 TAKEN = f"{COMPILER}._trace_wrapped_higher_order_op"
-"""The module in it that `transformers` takes its class from; it needs none of the others."""
+"""The only module of the compiler that `transformers` imports a class from."""
 
 MARKS = ("allow_in_graph", "assume_constant_result")
-"""What modules call while they are imported, to tell the compiler how to take a function, which they get back."""
+"""Functions that modules call at import to mark a function for the compiler; each returns the function."""
 
 
 def defer_compiler() -> None:
-    """Leave the package `torch._dynamo` for its first use: whoever imports a module of it, or asks it for more than
-    what it makes of functions that are not compiled, gets the package itself. Called before `transformers` is
-    imported; too late, it changes nothing."""
+    """Defer the import of the package `torch._dynamo` to its first use.
+
+    The package is imported when code imports one of its modules, or uses more of it than the marks of functions that
+    are not compiled. Call this before `transformers` is imported; afterwards it has no effect.
+    """
     if COMPILER not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Look for no garbage while modules are imported, which make none: a sixth of the time that they take. What is
-    there at the end is not looked through again."""
+    """Disable garbage collection while modules are imported: it takes a sixth of the time and finds nothing.
+
+    Objects that exist at the end are excluded from later collections.
+    """
     gc.disable()
     try:
         yield
@@ -46,7 +50,7 @@ def collecting_later() -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the stand-in, until the compiler itself is asked for."""
+    """Import hook that finds the stand-in until the compiler itself is needed."""
 
     def __init__(self) -> None:
         self.marked: list[tuple[str, Callable[..., Any]]] = []
@@ -71,14 +75,14 @@ class _Finder(MetaPathFinder, Loader):
         return _StandIn(spec.name, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """All there is, is there."""
+        """Do nothing: the stand-in is complete."""
 
     def waits(self) -> bool:
-        """Whether nobody needed the compiler yet."""
+        """Return whether the compiler has not been needed yet."""
         return self in sys.meta_path
 
     def give_way(self) -> None:
-        """Import the compiler, and tell it what it was to be told."""
+        """Import the compiler, and mark the functions that were marked meanwhile."""
         sys.meta_path.remove(self)
         del sys.modules[COMPILER]
         parent, _, name = COMPILER.rpartition(".")
@@ -90,7 +94,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """What there is of the package without importing it."""
+    """The part of the package that works without importing it."""
 
     def __init__(self, name: str, finder: _Finder) -> None:
         super().__init__(name)
@@ -114,7 +118,7 @@ class _StandIn(ModuleType):
         return function
 
     def _disable(self, function: Callable[..., Any] | None = None, *given: Any, **options: Any) -> Callable[..., Any]:
-        """The function as it is for as long as there is no compiler that could meet it."""
+        """Return a function that calls the original until the compiler is imported, and then its disabled version."""
         if function is None:
             return lambda function: self._disable(function, *given, **options)
         found: Callable[..., Any] | None = None
@@ -131,7 +135,7 @@ class _StandIn(ModuleType):
 
 
 class _Loaded(Loader):
-    """Of a module that was imported while it was looked for."""
+    """Loader of a module that was imported while it was searched."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         self._module = sys.modules[spec.name]
@@ -143,4 +147,4 @@ class _Loaded(Loader):
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """There is nothing to tell yet."""
+    """Do nothing: the compiler is not imported yet."""

@@ -1,4 +1,4 @@
-"""What a process computes on, as far as it changes bits: asked of the process itself, and put into every commit."""
+"""The environment of a process, as far as it changes bits: measured in the process, and part of every commit."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 TORCH = ("torch", "numpy", "transformers", "peft", "triton")
-"""Packages that every engine in PyTorch rests on."""
+"""Packages of every engine in PyTorch."""
 
 MEGATRON = (*TORCH, "megatron-core", "transformer-engine", "flash-attn", "apex")
 
@@ -22,7 +22,7 @@ SGLANG = ("sglang", "sgl-kernel", "flashinfer-python", "torch", "numpy", "transf
 
 
 def engine_environment(device: "torch.device | str", packages: Iterable[str]) -> Environment:
-    """Of an engine in this process."""
+    """Return the environment of an engine in this process."""
     import torch  # here and below: a driver asks for no more than its versions, and does without
 
     on_gpu = torch.device(device).type == "cuda"
@@ -35,7 +35,10 @@ def engine_environment(device: "torch.device | str", packages: Iterable[str]) ->
 
 
 def server_environment(on_cpu: bool, threads: int, versions: Mapping[str, str]) -> Environment:
-    """Of a server that this process started on its machine, with the versions of its own interpreter."""
+    """Return the environment of a server that this process started on its machine.
+
+    `versions`: package versions of the server's interpreter.
+    """
     return Environment(
         device=f"{cpu_model()} ({_instructions()})" if on_cpu else _first_gpu(),
         threads=threads,
@@ -45,7 +48,7 @@ def server_environment(on_cpu: bool, threads: int, versions: Mapping[str, str]) 
 
 
 def combined(environments: Sequence[Environment]) -> Environment:
-    """Of several processes that computed one thing together: where they differ, all of what they say."""
+    """Return the environment of processes that computed together: where they differ, all their values."""
     first = environments[0]
     packages = sorted({package for one in environments for package in one.versions})
     return Environment(
@@ -57,7 +60,7 @@ def combined(environments: Sequence[Environment]) -> Environment:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those of the packages that this interpreter has, of Python and of Cairn."""
+    """Return the versions of Python, Cairn and those of the packages that are installed."""
     versions = {}
     for package in packages:
         try:
@@ -68,7 +71,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """As the kernel names it; the architecture where it names none."""
+    """Return the CPU's name from the kernel; the architecture where it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -83,7 +86,7 @@ def _ours() -> dict[str, str]:
 
 
 def _instructions() -> str:
-    """Which vector instructions PyTorch's kernels use: a virtual machine may hide some of its processor's."""
+    """Return the vector instructions that PyTorch's kernels use: a virtual machine may hide some of its processor's."""
     import torch
 
     return torch.backends.cpu.get_cpu_capability()
@@ -96,7 +99,7 @@ def _first_gpu() -> str:
 
 
 def _cpu_libraries() -> dict[str, str]:
-    """How MKL chooses its kernels."""
+    """Return the setting with which MKL selects its kernels."""
     choice = os.environ.get("MKL_CBWR")
     return {"MKL_CBWR": choice} if choice else {}
 

@@ -1,4 +1,4 @@
-"""Ports for servers."""
+"""Selection of ports for servers, and proxy settings for loopback."""
 
 import os
 import secrets
@@ -9,14 +9,17 @@ from pathlib import Path
 from cairn.engines.types.errors import EngineError
 
 PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The lowest and the highest port of outgoing connections, and"""
+"""File with the lowest and the highest port of outgoing connections."""
 LOWEST_GIVEN_AWAY = 32768
-"""the lowest where nobody has changed it."""
+"""Lowest port of outgoing connections by default."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine's address that nobody listens on at the moment, and that no outgoing connection gets until
-    somebody does: one below those that the kernel gives away. Raises EngineError where there is none."""
+    """Return a free port of this machine's address.
+
+    The port is below those of outgoing connections, so that none of these takes it before a server listens on it.
+    Raises EngineError where there is none.
+    """
     highest = LOWEST_GIVEN_AWAY
     with suppress(OSError):  # some sandboxes show nothing of the kernel
         highest = min(int(PORTS_GIVEN_AWAY.read_text().split()[0]), highest)
@@ -28,15 +31,18 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise EngineError(f"no port of {host} is free: end what listens there")
 
 
-# Services of our own on this machine are asked by this machine alone.
+# Only this machine itself calls Cairn's services on it.
 
 
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def spare_loopback() -> None:
-    """Keep proxies of the environment from loopback, in this process and those that it starts: clients of Prefect's
-    server, of captures and of rollout servers would ask a proxy for them. Other hosts are asked as before."""
+    """Exclude loopback addresses from the proxies of the environment, in this process and its children.
+
+    Otherwise clients of Prefect's server, of captures and of rollout servers would connect through a proxy. Other hosts
+    are not affected.
+    """
     given = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy"))
     hosts = dict.fromkeys([*filter(None, map(str.strip, given.split(","))), *_HOSTS])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(hosts)

@@ -1,26 +1,26 @@
-"""A program that is not trusted, in a sandbox of bubblewrap: one run of it, with nothing of this machine.
+"""Execution of an untrusted program in a sandbox of bubblewrap, isolated from this machine.
 
-| what a program may not | is held by |
+| a program cannot | because of |
 |---|---|
-| reach a network | `--unshare-all`: a network of its own, with no way out; no sockets that lead around it |
-| see the environment or the processes of this machine | `--clearenv`; a namespace of processes of its own |
-| see its files or devices | there are `/usr`, the interpreter and five devices that hold nothing |
+| reach a network | `--unshare-all`: a network namespace without a way out; no sockets that bypass it |
+| see the environment or the processes of this machine | `--clearenv`; a PID namespace |
+| see its files or devices | it has `/usr`, the interpreter and five devices that hold nothing |
 | change the kernel's settings | `/proc` is read-only, and the program is never root outside (`bubblewrap.py`) |
-| write anywhere but in its scratch folder and /dev/shm | which are memory, of bounded size, and go with it |
-| gain rights | `--cap-drop ALL`, nobody's user, `--disable-userns`, no new privileges |
-| have keys, or what else no namespace separates | a filter (`system_calls.py`) |
-| compute, or wait, without end | `RLIMIT_CPU`, and a deadline on the wall clock, which ends all of its processes |
-| take the memory, or start processes without end | `RLIMIT_AS` for each process, and bounds for all (`bounds.py`) |
-| write without end | `RLIMIT_FSIZE`, the size of its folders, a bound on what is read of its output |
-| outlive this process, or end it | `--die-with-parent`; it sees no process but its own |
+| write anywhere but in its scratch folder and /dev/shm | both are memory of bounded size, and are deleted with it |
+| gain privileges | `--cap-drop ALL`, user nobody, `--disable-userns`, no new privileges |
+| have keys, or what else no namespace isolates | a seccomp filter (`bubblewrap.py`) |
+| compute, or wait, without end | `RLIMIT_CPU`, and a wall-clock timeout that kills all of its processes |
+| take all memory, or start processes without end | `RLIMIT_AS` for each process, and limits for all (`bounds.py`) |
+| write without end | `RLIMIT_FSIZE`, the size of its folders, a limit on the output that is read |
+| outlive this process, or kill it | `--die-with-parent`; it sees no process but its own |
 
-What it does not hold: a hole in the kernel. A driver that is killed leaves empty cgroups.
+Kernel vulnerabilities are out of scope. A driver that is killed leaves empty cgroups.
 
-| how a program ends | what that is |
+| how a program ends | result |
 |---|---|
-| by itself, at a deadline, at the bound of its output or of its memory | its result |
-| its sandbox ends without a status, `LOST` times, and a program of ours runs then | its result, too: `lost` |
-| neither runs | the machine's failure: SandboxFailed |
+| by itself, at a timeout, at the limit of its output or of its memory | `Ran` |
+| its sandbox ends without a status, `LOST` times, although a test program runs | `Ran` with `lost` |
+| the test program does not run either | a failure of the machine: SandboxFailed |
 """
 
 import asyncio
@@ -37,52 +37,55 @@ from cairn.engines.processes.bubblewrap import SCRATCH, Bubblewrap, Confined
 __all__ = ["LOST", "Confined", "Ran", "Sandbox", "SandboxFailed"]
 
 LOST = 3
-"""Sandboxes that may end over a program without a status."""
+"""Number of sandboxes in a row that may end without a status."""
 
 
 class SandboxFailed(Exception):
-    """The sandbox did not start, though sandboxes do here: the machine has no room."""
+    """The sandbox did not start, although this machine has sandboxes: it lacks resources."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended."""
+    """Result of a program."""
 
     output: bytes
-    """What it printed, cut off at the bound."""
+    """Standard output, cut at the limit."""
     code: int
     """Exit code; negative for a signal."""
     late: bool
-    """It was ended at the deadline."""
+    """Whether the program was killed at its timeout."""
     flooded: bool
-    """It printed more than the bound."""
+    """Whether the program printed more than the limit."""
     errors: bytes
-    """What it wrote to stderr, likewise."""
+    """Standard error, cut at the limit."""
     out_of_memory: bool = False
-    """It was ended at the bound of its memory."""
+    """Whether the program was killed at its memory limit."""
     lost: bool = False
-    """Its sandbox was ended from outside, or did not start, each time, where those of other programs do."""
+    """Whether its sandbox was killed from outside, or did not start, each time, while those of other programs work."""
 
 
 class Sandbox:
-    """Runs programs, each in a sandbox of its own. Raises BadPlugin where this machine makes none."""
+    """Runs programs, each in a sandbox of its own. Raises BadPlugin where this machine has no sandboxes."""
 
     def __init__(self, config: Confined) -> None:
         self._config = config
         self._bubblewrap = Bubblewrap(config)
         self.bounds_all = counted_by_the_kernel()
-        """Whether the kernel counts processes and memory of all processes of a program."""
+        """Whether the kernel limits processes and memory of all processes of a program together."""
 
     async def run(self, program: bytes, stdin: bytes) -> Ran:
-        """Run a Python program. Raises as `execute` does."""
+        """Run a Python program. Raises the errors of `execute`."""
         path = f"{SCRATCH}/program.py"
         return await self.execute([self._config.interpreter, "-I", "-S", path], stdin, program, path)
 
     async def execute(
         self, command: Sequence[str], stdin: bytes, file: bytes = b"", path: str = f"{SCRATCH}/.file"
     ) -> Ran:
-        """Run a command; there is a file at `path`. Where its sandbox is ended from outside it is run again: it has
-        changed nothing. Raises SandboxFailed, and OSError where the machine has no room."""
+        """Run a command, with a `file` at `path`.
+
+        Where its sandbox is killed from outside, the command runs again: it has changed nothing. Raises SandboxFailed,
+        and OSError where the machine lacks resources.
+        """
         for _ in range(LOST):
             ran, began = await self._once(command, stdin, file, path)
             if began or ran.late or ran.flooded or ran.out_of_memory:
@@ -92,7 +95,7 @@ class Sandbox:
         return replace(ran, lost=True)
 
     async def _once(self, command: Sequence[str], stdin: bytes, file: bytes, path: str) -> tuple[Ran, bool]:
-        """How it ended, and whether bwrap says so."""
+        """Run a command once; return the result, and whether bwrap reported an exit status."""
         config, end = self._config, asyncio.get_running_loop().time() + self._config.seconds
         within = bounds(config.memory_of_all, config.processes)
         pipes = [os.pipe() for _ in range(3)]
@@ -184,8 +187,11 @@ async def _take(
 
 
 async def _clear(process: asyncio.subprocess.Process, within: Bounds) -> None:
-    """End what outlives the sandbox: killed while it begins, it leaves a process that does not yet die with it, waits
-    for it for ever, and holds its pipes (for which `process.wait` would wait)."""
+    """Kill what outlives the sandbox.
+
+    A sandbox that is killed while it starts leaves a process that is not yet tied to it, waits for it forever, and
+    holds its pipes, for which `process.wait` would wait.
+    """
     with suppress(ProcessLookupError), os.fdopen(os.pidfd_open(process.pid)) as ended:
         gone = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -200,13 +206,13 @@ async def _clear(process: asyncio.subprocess.Process, within: Bounds) -> None:
 
 
 def _kill(process: asyncio.subprocess.Process, within: Bounds) -> None:
-    """Its first process, and all of its bounds."""
+    """Kill the first process of the sandbox, and all processes under its limits."""
     _end(process)
     within.kill()
 
 
 def _end(process: asyncio.subprocess.Process) -> None:
-    """Its first process: all others of its namespace go with it."""
+    """Kill the first process; all others of its namespace end with it."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,14 +1,14 @@
-"""Python sources as trees."""
+"""Parsing of Python sources into syntax trees."""
 
 import ast
 import gc
 
 
 def parsed(source: str | bytes, name: str = "<unknown>") -> ast.Module:
-    """What `ast.parse` returns, also where another thread parses, or the garbage collector runs what does.
+    """Return `ast.parse(source, name)`, safe against other threads that parse and against the garbage collector.
 
-    Python before 3.11.8 and 3.12.2 counts the depth of a tree in one place of the process, and raises SystemError where
-    a collection amid the parse lets another one begin (https://github.com/python/cpython/issues/106905).
+    Before 3.11.8 and 3.12.2, Python counts the depth of a tree in one variable of the process. It raises SystemError
+    where a garbage collection during parsing starts another parse (https://github.com/python/cpython/issues/106905).
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What every training engine offers."""
+"""Interface of every training engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +13,25 @@ from cairn.storage.store.store import Store, StoredFile
 
 
 class TrainingEngine(Protocol):
-    """One rank of the worker that holds the trained weights, the optimizer and, where the algorithm needs them, the
-    critic with its own optimizer, the reference and the teacher. Actor and critic are one state: one weight version,
-    one digest, one checkpoint, and the weights that are exported are the actor's.
+    """One rank of the worker that holds the trained weights and their optimizer.
 
-    It is built as `Engine(model, training, algorithm, *, temperature, total_steps, rank, world_size, device)` and
-    raises BadModel where the model's folder cannot be used. Where there is more than one rank, every method is called
-    on all of them with the same arguments and takes part in collective communication; each rank gets the whole batch
-    and takes its own part of it, and all return the same unless said otherwise.
+    Where the algorithm needs them, the worker also holds the critic with its own optimizer, the reference and the
+    teacher. Actor and critic are one state: one weight version, one digest, one checkpoint. Exported weights are the
+    actor's.
 
-    An update happens exactly once: the engine knows the weight version it stands at and the input it was last trained
-    on, and refuses an update that expects another version. Weights change in `train` and `load` alone; if one of them
-    is interrupted between the first change and the last, every method but `load` and `health` raises EngineError until
+    The constructor is `Engine(model, training, algorithm, *, temperature, total_steps, rank, world_size, device)`. It
+    raises BadModel where the model's folder cannot be used. With more than one rank, every method is called on all
+    ranks with the same arguments and takes part in collective communication. Each rank receives the whole batch and
+    takes its own part of it. All ranks return the same unless stated otherwise.
+
+    An update happens exactly once: the engine knows its current weight version and the input it was last trained on,
+    and rejects an update that expects another version. Only `train` and `load` change weights. If one of them is
+    interrupted between the first change and the last, every method except `load` and `health` raises EngineError until
     a checkpoint is loaded.
     """
 
     def position(self) -> Position:
-        """Where the engine stands."""
+        """Return the engine's weight version, state digest, last input digest and last result."""
 
     def train(
         self,
@@ -41,64 +43,67 @@ class TrainingEngine(Protocol):
         train_actor: bool = True,
         update_reference: bool = False,
     ) -> TrainResult:
-        """Cut the batch into `num_steps` equal contiguous parts, in order, and take one optimizer step on each, with
-        the actor and with the critic where there is one. `train_actor=False` leaves the actor as it is;
-        `update_reference=True` makes the reference the actor as it is then.
+        """Cut the batch into `num_steps` equal contiguous parts, in order, and take one optimizer step on each.
 
-        Without `old_log_probs` the current policy stands in for the old one, which one step alone allows. Afterwards
-        `position()` carries `input_digest` and the result.
+        Each step trains the actor and, where there is one, the critic. `train_actor=False` leaves the actor unchanged.
+        `update_reference=True` then copies the actor's weights into the reference.
+
+        Without `old_log_probs` the current policy replaces the old one, which is allowed only with a single step.
+        Afterwards `position()` holds `input_digest` and the result.
 
         Raises:
-            WrongVersion: the engine does not stand at `expected_version`; nothing was changed.
-            ValueError: the batch cannot be trained on (a field missing or of the wrong length, a part without a
+            WrongVersion: the engine is not at `expected_version`; nothing was changed.
+            ValueError: the batch cannot be trained on (a field is missing or has the wrong length, or a part has no
                 trained token); nothing was changed.
-            NotFinite: the loss or gradient of a part is infinite or not a number; that step was not taken, and if it
-                was not the first, a checkpoint must be loaded.
+            NotFinite: the loss or gradient of a part is infinite or not a number. That step was not taken. If it was
+                not the first, a checkpoint must be loaded.
         """
 
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
-        """[R_i] float32 for each sample: its response tokens' log-probs under the actor, the reference or the teacher,
-        at the rollout's temperature; of the critic, the value of each token's state, that is of what stands before the
-        token. Of a teacher whose most probable tokens the loss reads, [R_i, 1 + 2k]: see
-        `cairn.engines.training.log_probs`.
+        """Return [R_i] float32 for each sample: one score per response token.
+
+        For the actor, the reference or the teacher, the scores are the response tokens' log-probs at the rollout's
+        temperature. For the critic, they are the values of each token's state, that is of the tokens before it. For a
+        teacher whose most probable tokens the loss reads, the shape is [R_i, 1 + 2k]: see
+        `cairn.engines.training.log_probs.top_rows`.
 
         Raises:
-            ValueError: the configuration does not ask for a model of that role.
+            ValueError: the configuration requires no model of that role.
         """
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The weights in the training's number format, by the names of weight files, tied ones once, on the CPU, in
-        buckets of at most `bucket_bytes` (a larger tensor is a bucket by itself).
+        """Yield the weights in the training's number format, on the CPU, in buckets of at most `bucket_bytes`.
 
-        Rank 0 yields them; the other ranks yield nothing but must be iterated to the end too.
+        Keys are the names used in weight files; tied weights appear once. A tensor larger than `bucket_bytes` is a
+        bucket by itself. Rank 0 yields the buckets. The other ranks yield nothing but must also be iterated to the end.
         """
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
-        """`weights_checksum` (see cairn.engines.weights.checksum) of the exported weights, after an engine that holds
-        them in `dtype` has received them."""
+        """Return `weights_checksum` (see cairn.engines.weights.checksum) of the exported weights, as an engine holds
+        them that stores the received weights in `dtype`."""
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights, config and generation config as a model folder in Hugging Face format, on rank 0."""
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
-        """Write the whole state below `folder`; returns all files on rank 0, none elsewhere. Raises what the store
-        raises."""
+        """Write the whole state below `folder`. Return all files on rank 0 and none elsewhere. Raises the store's
+        errors."""
 
     def load(self, store: Store, folder: str) -> None:
         """Replace the whole state by a saved one, of any layout of ranks.
 
         Raises:
-            Damaged: something is missing or altered, or the state's digest is not the one that was saved.
+            Damaged: a file is missing or altered, or the state's digest differs from the saved one.
         """
 
     def state_digest(self) -> str:
-        """Digest of parameters, optimizer state and weight version, equal on every layout of ranks."""
+        """Return the digest of parameters, optimizer state and weight version, equal on every layout of ranks."""
 
     def environment(self) -> Environment:
-        """What this rank computes on."""
+        """Return the software and hardware that this rank computes on."""
 
     def health(self) -> dict[str, Any]:
-        """Rank, device, weight version and whether the state is intact; answers at once."""
+        """Return rank, device, weight version and whether the state is intact; responds at once."""
 
 
 @runtime_checkable
@@ -106,11 +111,13 @@ class Sharing(Protocol):
     """A training engine that can share its GPUs with rollout engines, in turn."""
 
     def offload(self) -> None:
-        """Move the state to the host's memory; without effect where it is there already. Position, digest and the
-        export of weights are still to be had, everything else raises EngineError."""
+        """Move the state to host memory; no effect if it is there already.
+
+        Position, digest and the export of weights remain available. Everything else raises EngineError.
+        """
 
     def onload(self) -> None:
-        """Move the state back, the same bit for bit; without effect where it is there already."""
+        """Move the state back to the device, bit for bit; no effect if it is there already."""
 
     def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        """What `export_weights` gives out, on every rank and left on its device, offloaded or not."""
+        """Yield the buckets of `export_weights` on every rank, on its device, whether offloaded or not."""

@@ -1,4 +1,7 @@
-"""Cutting a step's samples into micro-batches: of similar lengths where they are padded, equally full where packed."""
+"""Checks of a batch, and its division into optimizer steps and micro-batches.
+
+Micro-batches that are padded hold samples of similar lengths; packed micro-batches are equally full.
+"""
 
 import heapq
 from bisect import bisect_left
@@ -11,9 +14,6 @@ import numpy as np
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.needs import loss_needs, stands_in
 from cairn.engines.types.types import TrainBatch
-
-# What a batch must hold before a training engine touches its weights.
-
 
 PER_TOKEN = (
     "loss_mask",
@@ -33,7 +33,7 @@ PER_TOKEN = (
 
 
 def check_batch(batch: TrainBatch) -> None:
-    """Make sure that the fields of a batch fit each other.
+    """Check that the fields of a batch are consistent with each other.
 
     Raises:
         ValueError: names the field and the sample.
@@ -78,8 +78,8 @@ def check_batch(batch: TrainBatch) -> None:
 
 
 def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: AlgorithmConfig) -> None:
-    """Make sure that a batch that passed `check_batch` holds what its loss reads, and every optimizer step something to
-    train on.
+    """Check that a batch that passed `check_batch` holds what its loss reads, and that every optimizer step has a
+    trained token.
 
     Raises:
         ValueError: names the field or the step.
@@ -108,24 +108,24 @@ class MicroBatch:
     samples: tuple[int, ...]
     """Indices into the batch, longest sample first."""
     counted: bool = True
-    """False for a repetition that only keeps a rank company: its results are dropped."""
+    """False for a repeated sample that only fills up a rank's number of micro-batches; its results are dropped."""
 
 
 def plan_micro_batches(
     lengths: dict[int, int], max_tokens: int | None, world_size: int = 1, *, most_samples: int | None = None
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of every rank, whose samples are padded to the longest of them: equally many for each rank,
-    every sample in exactly one that counts.
+    """Return the micro-batches of every rank, whose samples are padded to the longest of them.
 
-    Samples are sorted by length, so little is padded, and the micro-batches that the ranks run at the same time are
-    neighbours in that order. A function of its arguments alone.
+    All ranks get equally many micro-batches, and every sample is in exactly one that counts. Samples are sorted by
+    length, so there is little padding. The micro-batches that the ranks run at the same time are neighbours in that
+    order. The result depends on the arguments alone.
 
     Args:
         lengths: tokens of every sample, by its index in the batch; not empty.
-        max_tokens: most tokens of a micro-batch, padding included; a longer sample is one by itself. None makes one
-            micro-batch a rank, unless `most_samples` is given.
-        world_size: ranks.
-        most_samples: of a micro-batch.
+        max_tokens: most tokens of a micro-batch, padding included; a longer sample is a micro-batch by itself. None
+            makes one micro-batch per rank, unless `most_samples` is set.
+        world_size: number of ranks.
+        most_samples: most samples of a micro-batch.
     """
     order = sorted(lengths, key=lambda sample: (-lengths[sample], sample))
     if most_samples is not None:
@@ -145,20 +145,21 @@ def plan_micro_batches(
 def pack_micro_batches(
     lengths: dict[int, int], max_tokens: int | None, ranks: int, multiple: int = 1, *, most_samples: int | None = None
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of every rank, whose samples are packed one behind the other: equally many for each rank, every
-    sample in exactly one that counts.
+    """Return the micro-batches of every rank, whose samples are packed one after the other.
 
-    The longest sample that is left goes to the micro-batch with the fewest tokens; if it has no room there, more
-    micro-batches are made. Those that the ranks run at the same time are neighbours by the work that attention makes,
-    the squares of the lengths; of these the most goes to the rank that has had the least. A function of its arguments
+    All ranks get equally many micro-batches, and every sample is in exactly one that counts. The longest remaining
+    sample goes to the micro-batch with the fewest tokens. If that has no room, more micro-batches are made. The
+    micro-batches that the ranks run at the same time are neighbours in attention cost, the sum of the squared lengths.
+    Among these, the most expensive one goes to the rank with the least work so far. The result depends on the arguments
     alone.
 
     Args:
-        lengths: tokens of every sample, those it is padded with included, by its index in the batch; not empty.
-        max_tokens: most tokens of a micro-batch; a longer sample is one by itself. None makes as few as there can be.
-        ranks: with samples of their own.
-        multiple: each rank's micro-batches are a multiple of it.
-        most_samples: of a micro-batch.
+        lengths: tokens of every sample, padding included, by its index in the batch; not empty.
+        max_tokens: most tokens of a micro-batch; a longer sample is a micro-batch by itself. None makes as few
+            micro-batches as possible.
+        ranks: number of ranks with samples of their own.
+        multiple: the number of each rank's micro-batches is a multiple of it.
+        most_samples: most samples of a micro-batch.
     """
     order = sorted(lengths, key=lambda sample: (-lengths[sample], sample))
     limit = max_tokens or sum(lengths.values())
@@ -187,8 +188,10 @@ def pack_micro_batches(
 def _spread(
     order: list[int], lengths: dict[int, int], limit: int, count: int, most_samples: int | None
 ) -> list[list[int]] | None:
-    """Samples in `count` groups, each into the one that is least full of those that may have another; None where one
-    has no room."""
+    """Distribute samples over `count` groups, each to the emptiest group that may take another sample.
+
+    Returns None where a sample has no room.
+    """
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [(0, index) for index in range(count)]
     for sample in order:
@@ -214,7 +217,10 @@ def _fill(order: list[int], lengths: dict[int, int], max_tokens: int) -> list[li
 
 
 def _split_to_multiple(groups: list[list[int]], lengths: dict[int, int], world_size: int) -> None:
-    """Halve the largest micro-batches, in place, until their number is a multiple of `world_size` or all are single."""
+    """Halve the largest micro-batches in place.
+
+    Stop when their number is a multiple of `world_size` or all hold a single sample.
+    """
 
     def size(group: list[int]) -> int:
         return len(group) * lengths[group[0]] if len(group) > 1 else 0
@@ -226,13 +232,14 @@ def _split_to_multiple(groups: list[list[int]], lengths: dict[int, int], world_s
 
 
 def split_steps(samples: Sequence[int], num_steps: int) -> list[range]:
-    """The sequences of each optimizer step: contiguous parts, in order, of equally many samples.
+    """Return the sequences of each optimizer step: contiguous parts, in order, with equally many samples.
 
     Args:
-        samples: which sample each sequence is of, from 0, in order: those of one are trained on in one step.
+        samples: the sample that each sequence belongs to, from 0, in order. All sequences of a sample are trained on in
+            the same step.
 
     Raises:
-        ValueError: the samples are not divisible by `num_steps`.
+        ValueError: the number of samples is not divisible by `num_steps`.
     """
     count = samples[-1] + 1 if samples else 0
     if num_steps < 1 or count == 0 or count % num_steps:

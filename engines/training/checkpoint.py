@@ -1,4 +1,4 @@
-"""A training state in a store: parameters and moments as safetensors, whole tensors whatever the layout of ranks.
+"""Storage of a training state: parameters and moments as safetensors, whole tensors whatever the layout of ranks.
 
 <folder>/<kind>-00000.safetensors …   of each kind (parameters, exp_avg, exp_avg_sq; reference, where the reference
                                       changes): whole tensors by their Hugging Face names, in files of at most 256 MiB
@@ -27,7 +27,7 @@ FORMAT = 1
 STATE = "training_state.json"
 FILE_BYTES = 256 << 20
 REFERENCE = "reference"
-"""The kind of the reference's parameters, where the reference becomes the policy at an interval."""
+"""Kind of the reference's parameters, where the actor's weights are copied to the reference at an interval."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -43,22 +43,22 @@ class CheckpointFile(BaseModel):
 
 
 class Described(BaseModel):
-    """What a checkpoint's description holds, in every format."""
+    """Fields of a checkpoint's description in every format."""
 
     format: int
     weight_version: int
-    """Also the position of the learning-rate schedule, and the optimizer's count of steps."""
+    """Weight version; also the position of the learning-rate schedule and the optimizer's step count."""
     state_digest: str
 
 
 class TrainingState(Described):
-    """What `training_state.json` holds."""
+    """Content of `training_state.json`."""
 
     files: list[CheckpointFile]
 
 
 _TRAINED = ("parameters", "exp_avg", "exp_avg_sq")
-"""What there is of every parameter, and what of those alone that are trained."""
+"""Kinds of tensors in a state: every parameter has the first, only trained parameters have the moments."""
 
 Description = TypeVar("Description", bound=Described)
 
@@ -80,10 +80,10 @@ def in_buckets(
 
 
 def gather_files(kinds: dict[str, NamedTensors], *, keep: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The kind and the whole tensors, on the CPU, of one file after the other.
+    """Yield the kind and the whole tensors, on the CPU, of one file after the other.
 
-    All ranks take part and go on to the end, since every tensor is gathered from all; only a rank that is to `keep`
-    them gets any, and holds no more than one file's at a time.
+    All ranks take part and must iterate to the end, since every tensor is gathered from all. Only a rank with `keep`
+    yields tensors; it holds those of one file at a time.
     """
 
     def gathered(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +105,7 @@ def write_state(
     weight_version: int,
     state_digest: str,
 ) -> list[StoredFile]:
-    """Write the files of a state and then its description; returns all of them. Raises what the store raises."""
+    """Write the files of a state and then its description. Return all of them. Raises the store's errors."""
     written: list[CheckpointFile] = []
     for kind, tensors in files:
         data = save_safetensors(tensors)
@@ -125,22 +125,22 @@ def write_state(
 
 
 def write_sealed(store: Store, path: str, state: Described) -> StoredFile:
-    """Write the description of a checkpoint, which makes it one. Raises what the store raises."""
+    """Write the description of a checkpoint, which commits it. Raises the store's errors."""
     data = seal(state.model_dump())
     store.write(path, data)
     return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
 def read_description(store: Store, folder: str) -> TrainingState:
-    """What a folder says it holds. Raises Damaged."""
+    """Return the description of the checkpoint in a folder. Raises Damaged."""
     return read_sealed(store, folder, STATE, TrainingState, FORMAT)
 
 
 def read_sealed(store: Store, folder: str, name: str, kind: type[Description], format: int) -> Description:
-    """The description of a checkpoint, as `name` has it.
+    """Return the description of a checkpoint, read from the file `name`.
 
     Raises:
-        Damaged: it is missing, altered, or of another format.
+        Damaged: the file is missing, altered, or of another format.
     """
     path = f"{folder}/{name}"
     try:
@@ -155,7 +155,7 @@ def read_sealed(store: Store, folder: str, name: str, kind: type[Description], f
 
 
 def check_reference(folder: str, holds: bool, wants: bool) -> None:
-    """Raise EngineError where only one of a checkpoint and an engine has a reference that changes."""
+    """Raise EngineError where only one of checkpoint and engine has a reference that changes."""
     if holds != wants:
         said = ("a reference that changes", "none") if holds else ("no reference that changes", "one")
         raise EngineError(
@@ -165,13 +165,13 @@ def check_reference(folder: str, holds: bool, wants: bool) -> None:
 
 
 def frozen_in(state: TrainingState) -> set[str]:
-    """The parameters of a checkpoint that have no moments at all."""
+    """Return the names of a checkpoint's parameters without moments."""
     names = {kind: {name for file in state.files if file.kind == kind for name in file.tensors} for kind in _TRAINED}
     return names["parameters"] - names["exp_avg"] - names["exp_avg_sq"]
 
 
 def check_trained(folder: str, differing: Set[str]) -> None:
-    """Raise EngineError if there are parameters that only one of a checkpoint and an engine has frozen."""
+    """Raise EngineError if some parameters are frozen in only one of checkpoint and engine."""
     if differing:
         raise EngineError(
             f"checkpoint {folder} differs in whether {min(differing)} is trained: a fork keeps "
@@ -180,7 +180,7 @@ def check_trained(folder: str, differing: Set[str]) -> None:
 
 
 def actors_parameters(kind: str, name: str) -> bool:
-    """Whether a tensor of a state is a parameter of the actor: all that a model folder or an adapter needs of it."""
+    """Return whether a tensor of a state is a parameter of the actor; a model folder or an adapter needs only these."""
     return kind == "parameters" and not name.startswith("critic.")
 
 
@@ -191,11 +191,14 @@ def read_state(
     kinds: dict[str, NamedTensors],
     wanted: Callable[[str, str], bool] = lambda kind, name: True,
 ) -> None:
-    """Fill tensors, or this rank's parts of them, from the files; each file is checked before a value of it is used.
-    Tensors whose kind and name are not `wanted` are passed over, and files that hold no other one are not read.
+    """Fill tensors, or this rank's parts of them, from the files.
+
+    Each file is verified before any of its values is used. Tensors whose kind and name are not `wanted` are skipped,
+    and files with only such tensors are not read.
 
     Raises:
-        Damaged: a file is missing or altered, or tensors are missing, unknown, or of another shape: it names them.
+        Damaged: a file is missing or altered, or tensors are missing, unknown, or of another shape. The message names
+            them.
     """
     targets = {kind: dict(named_tensors) for kind, named_tensors in kinds.items()}
     for file in state.files:

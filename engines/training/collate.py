@@ -1,4 +1,4 @@
-"""From samples to the tensors of a micro-batch."""
+"""Conversion of samples to the tensors of a micro-batch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,13 @@ from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.log_probs import Kept
 from cairn.engines.types.types import TrainBatch
 
-# How far the experts of the rollout are from those that the trained model would choose.
-
-
 MISMATCH = "routing_mismatch"
-"""Metric: the share of the rollout's choices, of an expert by a mixture for a token, that the router of the model that
-is trained would not have made where they were given to it."""
+"""Metric: the share of the rollout's expert choices, where they were replayed, that the trained model's router would
+not have made. A choice is one expert of one mixture layer for one token."""
 
 
 def routed_choices(batch: TrainBatch, samples: Iterable[int]) -> int:
-    """How many choices the rollout gives for some samples of a batch."""
+    """Return the number of expert choices that the rollout recorded for some samples of a batch."""
     routed = batch.routed_experts or [None] * len(batch)
     return sum(experts.size for sample in samples if (experts := routed[sample]) is not None)
 
@@ -33,89 +30,92 @@ class Tokens:
     input_ids: torch.Tensor
     """[B, L] int64."""
     positions: torch.Tensor
-    """[N] int64 into the flattened [B * L]: where each chosen token is predicted, one before its own place."""
+    """[N] int64 into the flattened [B * L]: the position that predicts each chosen token, one before its own."""
     targets: torch.Tensor
     """[N] int64: the chosen tokens."""
     weights: torch.Tensor
     """[N] float32: each token's weight in the policy's loss of the optimizer step."""
     shares: torch.Tensor
-    """[N] float32: its weight in metrics, which are means over the trained tokens of the optimizer step."""
+    """[N] float32: each token's weight in metrics, which are means over the trained tokens of the optimizer step."""
     samples: torch.Tensor
-    """[N] int64: which of the B samples each token is of."""
+    """[N] int64: each token's sample, as an index into the B samples."""
     groups: torch.Tensor
     """[B] int64: the group of each sample, the same number in every micro-batch and on every rank."""
     counts: torch.Tensor
-    """[B] float32: chosen tokens of each sample, those that other ranks hold among them."""
+    """[B] float32: chosen tokens of each sample, including those that other ranks hold."""
     advantages: torch.Tensor | None = None
     """[N] float32, like the fields below."""
     old_log_probs: torch.Tensor | None = None
-    """Proximal: the trainer's at the start of the update, or with `use_rollout_logprobs` the rollout engine's."""
+    """Proximal policy: the trainer's log-probs at the start of the update, or with `use_rollout_logprobs` the rollout
+    engine's."""
     rollout_log_probs: torch.Tensor | None = None
-    """Behaviour: what sampled the tokens, as the rollout engine returned them."""
+    """Behaviour policy, which sampled the tokens: the log-probs that the rollout engine returned."""
     ref_log_probs: torch.Tensor | None = None
     teacher_log_probs: torch.Tensor | None = None
     teacher_top_log_probs: torch.Tensor | None = None
-    """[N, k] float32: of the teacher's most probable tokens (`cairn.engines.training.log_probs`)."""
+    """[N, k] float32: log-probs of the teacher's most probable tokens (`cairn.engines.training.log_probs.top_rows`)."""
     teacher_top_ids: torch.Tensor | None = None
-    """[N, k] int64: which they are."""
+    """[N, k] int64: ids of these tokens."""
     top_log_probs: torch.Tensor | None = None
-    """[N, k] float32, to be differentiated: the current policy's of the same tokens."""
+    """[N, k] float32, differentiable: the current policy's log-probs of the same tokens."""
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     picked: torch.Tensor | None = None
-    """1 at the tokens that the loss treats apart, 0 at the others; None for a loss that picks none."""
+    """1 at the tokens that the loss treats differently, 0 at the others; None for a loss that picks none."""
     kept: Kept | None = None
-    """What the tokens were drawn from; None where that is the whole vocabulary."""
+    """Sampling support of the tokens; None where it is the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
-    """[B, L, layers, top-k] int16: the experts that each token is to be given, `cairn.engines.models.routing.FREE`
-    where the model chooses; None where it chooses for all."""
+    """[B, L, layers, top-k] int16: the experts to use for each token, `cairn.engines.models.routing.FREE` where the
+    model chooses; None where it chooses for all tokens."""
     mean_correction: float | None = None
-    """By which the weights that correct for off-policy tokens are divided, if by anything."""
+    """Divisor of the off-policy correction weights; None for no division."""
     value_weights: torch.Tensor | None = None
-    """[N] float32: its weight in the critic's loss; None where that is `shares`."""
+    """[N] float32: each token's weight in the critic's loss; None where it equals `shares`."""
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Adds up a tensor over the ranks that hold parts of the same samples, differentiably; None where this one holds
+    """Differentiable sum of a tensor over the ranks that hold parts of the same samples; None where this rank holds
     all of them."""
 
     @property
     def behaviour(self) -> torch.Tensor:
-        """[N] float32: log-probs of the policy that sampled the tokens, as its engine returned them. Raises ValueError
-        where the batch lacks them."""
+        """[N] float32: log-probs of the policy that sampled the tokens, as its engine returned them.
+
+        Raises ValueError where the batch lacks them.
+        """
         return given(self.rollout_log_probs)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] of tokens → [B]: their sums over each sample, its tokens on other ranks included."""
+        """Return [B] sums over each sample, from [N] values of tokens, including its tokens on other ranks."""
         own = torch.zeros_like(self.counts).index_add(0, self.samples, values.to(self.counts.dtype))
         return own if self.over_ranks is None else self.over_ranks(own)
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] of tokens → [B]: their means over each sample; 0 where it has no chosen token."""
+        """Return [B] means over each sample, from [N] values of tokens; 0 for a sample without a chosen token."""
         return self.sums(values) / self.counts.clamp(min=1)
 
     def of_tokens(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """[B] of samples → [N]: every token has its sample's."""
+        """Return [N] values of tokens, from [B] values of samples: every token gets its sample's value."""
         return per_sample[self.samples]
 
     def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Scalar: this micro-batch's share of the policy's loss."""
+        """Return a scalar: this micro-batch's share of the policy's loss."""
         return (self.weights * values).sum()
 
     def value_loss(self, values: torch.Tensor) -> torch.Tensor:
-        """Scalar: this micro-batch's share of the critic's loss."""
+        """Return a scalar: this micro-batch's share of the critic's loss."""
         return ((self.shares if self.value_weights is None else self.value_weights) * values).sum()
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Scalar: this micro-batch's share of a mean over the optimizer step."""
+        """Return a scalar: this micro-batch's share of a mean over the optimizer step."""
         return (self.shares * values).sum()
 
 
 def collate_trained(
     batch: TrainBatch, samples: Sequence[int], weights: Sequence[Weight], device: torch.device
 ) -> Tokens:
-    """The trained tokens of some samples.
+    """Return the trained tokens of some samples.
 
     Args:
-        weights: of each sample's tokens.
+        weights: weights of each sample's tokens.
     """
     chosen = [batch.loss_mask[sample].astype(bool) for sample in samples]
 
@@ -153,7 +153,7 @@ def collate_trained(
 
 
 def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.device) -> Tokens:
-    """All response tokens of some samples, without weights or the fields of a loss."""
+    """Return all response tokens of some samples, without weights or loss fields."""
     chosen = [np.arange(batch.response_lengths[sample]) for sample in samples]
     input_ids, positions, targets = _collate(batch, samples, chosen, device)
     nothing = torch.zeros(len(targets), device=device)
@@ -166,7 +166,7 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
 
 
 def given(values: torch.Tensor | None) -> torch.Tensor:
-    """A field that must be there. Raises ValueError."""
+    """Return a required field. Raises ValueError where it is None."""
     if values is None:
         raise ValueError("the batch lacks a field that its loss reads")
     return values
@@ -175,7 +175,11 @@ def given(values: torch.Tensor | None) -> torch.Tensor:
 def _membership(
     batch: TrainBatch, samples: Sequence[int], counts: Sequence[int], device: torch.device
 ) -> dict[str, Any]:
-    """`counts`: of each sample's chosen tokens."""
+    """Return the fields `samples`, `groups` and `counts` of `Tokens`.
+
+    Args:
+        counts: number of chosen tokens of each sample.
+    """
     groups = np.arange(len(batch)) if batch.groups is None else np.asarray(batch.groups)
     return {
         "samples": torch.from_numpy(np.repeat(np.arange(len(samples)), counts)).to(device),
@@ -185,7 +189,11 @@ def _membership(
 
 
 def _kept(batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray], device: torch.device) -> Kept | None:
-    """`chosen`: of each sample, the response tokens, counted from the response's start."""
+    """Return the sampling support of the chosen tokens.
+
+    Args:
+        chosen: each sample's chosen response tokens, counted from the start of the response.
+    """
     if batch.kept is None:
         return None
     return Kept.of([batch.kept[sample].at(picked) for sample, picked in zip(samples, chosen, strict=True)], device)
@@ -207,7 +215,11 @@ def _routed(batch: TrainBatch, samples: Sequence[int], device: torch.device) -> 
 def _collate(
     batch: TrainBatch, samples: Sequence[int], chosen: list[np.ndarray], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`chosen`: of each sample, the response tokens, counted from the response's start."""
+    """Return `input_ids`, `positions` and `targets` of `Tokens`.
+
+    Args:
+        chosen: each sample's chosen response tokens, counted from the start of the response.
+    """
     rows = [batch.input_ids[sample] for sample in samples]
     input_ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
     positions, targets = [], []

@@ -1,4 +1,4 @@
-"""What every training engine does alike: updates that happen exactly once, and the state machine that sees to it."""
+"""Common part of all training engines: exactly-once updates and the state machine that guarantees them."""
 
 import math
 import time
@@ -28,18 +28,18 @@ from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResu
 from cairn.storage.records import Environment
 from cairn.storage.store.errors import Damaged
 
-# The tokens that a loss treats apart in an optimizer step: what it picks of all of the step's trained tokens.
-#
-# Every rank has the advantages and the log-probs of the policy before the update of all samples, before anything is
-# cut: so all pick the same tokens, however the step is then cut into micro-batches and spread over ranks.
-
 
 def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
-    """The batch with the tokens that the loss picks; itself where the loss picks none. Raises BadPlugin where what it
-    picks is no bool for each token.
+    """Return the batch with the tokens that the loss picks, to treat them differently in an optimizer step.
+
+    Returns the batch itself where the loss picks none. The loss picks from all trained tokens of the step, by their
+    advantages and log-probs before the update. Every rank has these of all samples, so all ranks pick the same tokens,
+    however the step is then cut into micro-batches and spread over ranks.
+
+    Raises BadPlugin where the loss does not pick by one bool for each token.
 
     Args:
-        sequences: those of the optimizer step that have a trained token.
+        sequences: sequences of the optimizer step that have a trained token.
     """
     picks = declared(LOSS.load(algorithm.loss)).picks
     if picks is None:
@@ -63,19 +63,16 @@ def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: Algorith
     return replace(batch, picked=picked)
 
 
-# The mean of the weights of an optimizer step, by which they are divided with `tis_batch_normalize`.
-#
-# The weights follow from the log-probs of the old policy and of the rollout engine alone, which every rank has of all
-# samples before anything is cut: so the mean is taken on each of them, over the whole step, and is the same number on
-# all of them however the step is then cut into micro-batches and spread over ranks.
-
-
 def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> float:
-    """Over the tokens of some sequences, or where the weights are those of whole responses over the sequences; those of
-    weight 0 do not count, and 1 where there are no others.
+    """Return the mean correction weight of an optimizer step, the divisor for `tis_batch_normalize`.
+
+    The mean is over tokens, or over sequences where the weights are those of whole responses. Weights of 0 do not
+    count; if there are no others, the mean is 1. It depends only on log-probs of the old policy and of the rollout
+    engine. Every rank has these of all samples, so every rank computes the same number, however the step is then cut
+    into micro-batches and spread over ranks.
 
     Args:
-        sequences: those of the optimizer step that have a trained token.
+        sequences: sequences of the optimizer step that have a trained token.
     """
     tokens = collate_trained(batch, sequences, [NO_WEIGHT] * len(sequences), torch.device("cpu"))
     weights, _ = correction_weights(tokens, algorithm)
@@ -89,7 +86,7 @@ def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: Algorith
 
 Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
 """(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,
-the same on all ranks; of a teacher perhaps [sum of R_i, 1 + 2k]."""
+the same on all ranks. A teacher may return [sum of R_i, 1 + 2k]."""
 
 HOW_TO_HAVE = {
     "ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it",
@@ -99,52 +96,52 @@ HOW_TO_HAVE = {
 }
 
 _FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
-"""Metrics without which no step is taken."""
+"""Metrics that must be finite before a step is taken."""
 
 
 def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[ModelRole, str]:
-    """The folders of the models that an algorithm scores samples with and that no optimizer changes."""
+    """Return the folders of the models that an algorithm scores samples with and that no optimizer changes."""
     folders: dict[ModelRole, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
     roles = scores_needed(algorithm).values()
     return {role: folder for role, folder in folders.items() if role in roles and folder is not None}
 
 
 class Learner(Protocol):
-    """The actor or the critic: a model that is trained, with its optimizer. All ranks call its methods together."""
+    """The actor or the critic: a trained model with its optimizer. All ranks call its methods together."""
 
     def accumulate_gradients(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
     ) -> dict[str, float]:
-        """Make the gradients those of the optimizer step's loss; returns its metrics, the same on all ranks.
+        """Set the gradients to those of the optimizer step's loss. Return its metrics, the same on all ranks.
 
         Args:
-            micro_batches: this rank's.
-            weights: of each sample's trained tokens in the loss.
+            micro_batches: this rank's micro-batches.
+            weights: weights of each sample's trained tokens in the loss.
         """
 
     def grad_norm(self) -> float:
-        """Norm of all gradients, over all ranks, before they are clipped; infinite where they overflowed."""
+        """Return the norm of all gradients over all ranks, before clipping; infinite where they overflowed."""
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Clip the gradients by the norm that `grad_norm` found, and change the weights."""
+        """Clip the gradients by the norm that `grad_norm` computed, and change the weights."""
 
     def forget_moments(self) -> None:
-        """Make the optimizer's moments zero."""
+        """Set the optimizer's moments to zero."""
 
     def set_steps(self, steps: int) -> None:
-        """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
+        """Set the optimizer's step count, which determines the bias correction of its moments."""
 
 
 class ExactlyOnceEngine(ABC):
     """The part of a `TrainingEngine` (see cairn.engines.training.base for the contract of every method) that does not
     depend on where models and optimizers live.
 
-    An engine names its learners and scorers by their roles, cuts samples into micro-batches and computes the digest of
-    its state. Its own methods ask `_require_ready` or `_require_intact` first.
+    A subclass names its learners and scorers by their roles, cuts samples into micro-batches and computes the digest of
+    its state. Its own methods call `_require_ready` or `_require_intact` first.
     """
 
     _packages: Sequence[str] = TORCH
-    """What it computes with."""
+    """Packages that the engine computes with."""
     _learners: Mapping[str, Learner]
     _scorers: Mapping[str, Scorer]
 
@@ -161,7 +158,7 @@ class ExactlyOnceEngine(ABC):
         """
         Args:
             total_steps: optimizer steps of the whole run, over which the learning rate decays by default.
-            world_size: ranks; a process group of as many must exist if there is more than one.
+            world_size: number of ranks; with more than one, a process group of that size must exist.
         """
         self._training, self._algorithm, self._total_steps = training, algorithm, total_steps
         self._rank, self._world_size = rank, world_size
@@ -175,7 +172,7 @@ class ExactlyOnceEngine(ABC):
 
     @abstractmethod
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
-        """This rank's micro-batches, as many as all others'.
+        """Return this rank's micro-batches, as many as every other rank's.
 
         Args:
             lengths: tokens of every sample, by its index in the batch.
@@ -183,12 +180,14 @@ class ExactlyOnceEngine(ABC):
 
     @abstractmethod
     def _compute_digest(self) -> str:
-        """Digest of parameters and optimizer state of all learners and `_version`; all ranks take part."""
+        """Return the digest of parameters and optimizer state of all learners and `_version`; all ranks take part."""
 
     @abstractmethod
     def _update_reference(self) -> None:
-        """Make the reference the actor as it is, which then is part of the state. Only asked for with
-        `ref_update_interval`."""
+        """Copy the actor's current weights into the reference, which is then part of the state.
+
+        Called only with `ref_update_interval`.
+        """
 
     def position(self) -> Position:
         self._require_intact()
@@ -219,7 +218,7 @@ class ExactlyOnceEngine(ABC):
         roles = [role for role in self._learners if train_actor or role != "actor"]
         if not roles:
             raise ValueError(HOW_TO_HAVE["critic"] + ", or train the actor")
-        # A failure of one rank alone leaves the others inside a collective: with several ranks any may be that.
+        # If one rank fails alone, the others stay blocked in a collective. With several ranks any failure may be so.
         self._interrupted = "train" if self._world_size > 1 else None
         try:
             metrics = [self._update(batch, samples, roles) for samples in steps]
@@ -272,8 +271,10 @@ class ExactlyOnceEngine(ABC):
         }
 
     def _update(self, batch: TrainBatch, samples: range, roles: Sequence[str]) -> dict[str, float]:
-        """One optimizer step of some learners; returns its metrics. No weight changes before all gradients are there
-        and finite."""
+        """Take one optimizer step with some learners. Return its metrics.
+
+        No weight changes before all gradients are computed and finite.
+        """
         trained, divisors = (
             [int(mask[i].sum()) for i in samples] for mask in (batch.loss_mask, batch.divisor_mask or batch.loss_mask)
         )
@@ -301,29 +302,32 @@ class ExactlyOnceEngine(ABC):
         return metrics
 
     def _untrained(self, role: str) -> int:
-        """Optimizer steps from the run's first in which a role is not trained."""
+        """Return the number of optimizer steps at the start of the run in which a role is not trained."""
         waits = role == "actor" and has_critic(self._algorithm)
         return self._algorithm.num_critic_only_steps * self._training.num_steps_per_rollout if waits else 0
 
     def _steps_taken(self, role: str) -> int:
-        """Optimizer steps of a role until now: a function of the weight version, as everything else of the state is."""
+        """Return a role's optimizer steps so far.
+
+        They depend on the weight version alone, like the rest of the state.
+        """
         return max(0, self._version - self._untrained(role))
 
     def _moments_seen(self, role: str) -> int:
-        """Optimizer steps of a role that its moments are made of."""
+        """Return the number of optimizer steps that a role's moments have accumulated."""
         return self._version - self._began_at if self._training.reset_optimizer_states else self._steps_taken(role)
 
     def _rates(self, role: str) -> tuple[float, float]:
-        """Learning rate and weight decay of a role's next step."""
+        """Return learning rate and weight decay of a role's next step."""
         training = self._training.of_critic if role == "critic" else self._training
         steps, total = self._steps_taken(role), self._total_steps - self._untrained(role)
         return learning_rate(training, steps, total), weight_decay(training, steps, total)
 
     def _end_load(self, folder: str, *, weight_version: int, state_digest: str) -> None:
-        """Stand at what was loaded from a folder, once all of its tensors are in place.
+        """Set the position to that of a loaded folder, once all of its tensors are in place.
 
         Raises:
-            Damaged: the state's digest is not the one that was saved.
+            Damaged: the state's digest differs from the saved one.
         """
         self._move_to(weight_version)
         for role, learner in self._learners.items():
@@ -364,5 +368,5 @@ class ExactlyOnceEngine(ABC):
 
 
 def _of(role: str, metric: str) -> str:
-    """The name of a metric that every role has: the actor's is the plain one."""
+    """Return a role's name of a metric that every role has: the actor's has no prefix."""
     return metric if role == "actor" else f"{role}_{metric}"

@@ -1,4 +1,4 @@
-"""The training engine that a configuration asks for."""
+"""Construction of the training engine that a configuration selects."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,12 +13,9 @@ from cairn.configs.view import view
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.megatron.options import PERMITTED
 
-# What a training engine says of the options that are its own, before there is one. Nothing here loads PyTorch, but for
-# an engine that is asked about a model.
-
 
 def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
-    """Sentences on what the engine that `training.engine` names cannot do with a model."""
+    """Yield messages on what the engine that `training.engine` names cannot do with a model; creates no engine."""
     if training.engine == "megatron":
         from cairn.engines.training.megatron.options import problems as megatron_problems
 
@@ -26,15 +23,17 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
 
 
 def permitted() -> Mapping[str, frozenset[str]]:
-    """What a store may set of options that are mappings of an engine's own, by their names."""
+    """Return the options that a store may set in mappings of an engine's own, by the mapping's name."""
     return {"training.megatron": PERMITTED}
 
 
 def make_engine(
     model: ModelConfig, training: TrainingConfig, algorithm: AlgorithmConfig, *, device: str = "cpu", **options: Any
 ) -> TrainingEngine:
-    """Make one rank of it in this process; arguments as in `cairn.engines.training.base.TrainingEngine`. Raises
-    BadModel."""
+    """Create one rank of the engine in this process.
+
+    Arguments are those of `cairn.engines.training.base.TrainingEngine`. Raises BadModel.
+    """
     reader = reader_of("training", algorithm=algorithm)
     training, algorithm = view(training, reader, "training"), view(algorithm, reader, "algorithm")
     if training.engine == "megatron":

@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face model that stay as they are."""
+"""Frozen parameters of a Hugging Face model."""
 
 import re
 from collections.abc import Collection
@@ -11,18 +11,16 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder, model_class
 from cairn.engines.types.errors import BadModel
 
-# Which parameters of the actor are trained: those that `only_train_params_name_list` matches, or all but those that
-# `freeze_params_name_list` does. Names are Hugging Face's.
-#
-# The others are frozen: they have no gradient, no moments and no part in the gradient norm, and no weight decay touches
-# them. They are part of the state all the same, and of the weights that others get.
-
 
 def frozen_names(names: Collection[str], training: TrainingConfig) -> frozenset[str]:
-    """Those of a whole model's parameters, by their names, that stay as they are.
+    """Return the Hugging Face names of the frozen parameters, among all names of a whole model.
+
+    The actor's trained parameters are those that `only_train_params_name_list` matches, or all except those that
+    `freeze_params_name_list` matches. The others are frozen: they have no gradient, no moments, no part in the gradient
+    norm and no weight decay. They are still part of the state and of the exported weights.
 
     Raises:
-        BadModel: a pattern is in no name, or nothing is left to train.
+        BadModel: a pattern matches no name, or no parameter is left to train.
     """
     only, freeze = training.only_train_params_name_list, training.freeze_params_name_list
     option = "training.only_train_params_name_list" if only else "training.freeze_params_name_list"
@@ -43,7 +41,7 @@ def frozen_names(names: Collection[str], training: TrainingConfig) -> frozenset[
 
 
 def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
-    """Sentences on names that the model in a folder does not have; loads no weights."""
+    """Return messages on names that the model in a folder does not have; loads no weights."""
     try:
         config = check_model_folder(path)
         with torch.device("meta"):
@@ -54,7 +52,9 @@ def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
 
 
 def freeze(model: PreTrainedModel, training: TrainingConfig) -> None:
-    """Freeze in place, before the model is sharded, what the two lists of names say. Tied parameters have one name.
+    """Freeze parameters in place according to the two lists of names. Call this before the model is sharded.
+
+    Tied parameters have one name.
 
     Raises:
         BadModel: see `cairn.engines.training.freezing.frozen_names`.

@@ -1,5 +1,4 @@
-"""Layers that are not trained (see `cairn.engines.models.published`), in the model folders that a training engine
-writes."""
+"""Untrained layers (see `cairn.engines.models.published`) in the model folders that a training engine writes."""
 
 import json
 from pathlib import Path
@@ -17,8 +16,10 @@ FILE_BYTES = 4 << 30
 
 
 def keep_mtp(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Put the layers of one model folder into another, in files of their own, byte for byte; quantised ones as what
-    they stand for, in `dtype`."""
+    """Copy these layers from one model folder to another, byte for byte, into separate files.
+
+    Quantised weights are dequantised to `dtype`.
+    """
     layers = read_config(source).get_text_config().num_hidden_layers
     kept = {name: weight for name, weight in open_weights(source).items() if is_mtp(name, layers)}
     if not kept:

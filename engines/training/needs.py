@@ -1,8 +1,7 @@
-"""What an algorithm needs: from this one answer follow the models that there are, the steps that run and the columns
-that are read.
+"""Requirements of an algorithm, from which the models to load, the steps to run and the columns to read follow.
 
-It is what the functions that a configuration names declare (`cairn.configs.kinds`), and what its options ask for
-besides.
+They are what the functions named in a configuration declare (`cairn.configs.kinds`), and what its options require in
+addition.
 """
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
@@ -16,14 +15,14 @@ SCORES: dict[str, ModelRole] = {
     "teacher_top_log_probs": "teacher",
     "values": "critic",
 }
-"""Columns of which a model is asked, and which."""
+"""Columns that a model computes, and the role of that model."""
 
 Needs = dict[str, str]
-"""Columns, and the option of `algorithm` that asks for each, for messages."""
+"""Required columns, each with the option of `algorithm` that requires it, for messages."""
 
 
 def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
-    """What the advantage step reads of the scores."""
+    """Return the scores that the advantage step reads."""
     needs: Needs = {}
     if algorithm.kl_coef > 0:
         needs |= dict.fromkeys(("old_log_probs", "ref_log_probs"), "kl_coef")
@@ -35,12 +34,12 @@ def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
 
 
 def needs_components(algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantage step reads what graders said beside the reward."""
+    """Return whether the advantage step reads the graders' components as well as the reward."""
     return "components" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
 
 
 def loss_needs(algorithm: AlgorithmConfig) -> Needs:
-    """What the losses of the actor and, where there is one, the critic read of a batch."""
+    """Return the columns of a batch that the losses of the actor and, where there is one, the critic read."""
     name = algorithm.loss
     needs: Needs = dict.fromkeys(declared(LOSS.load(name)).needs, f"loss_type={name}")
     if has_critic(algorithm):
@@ -66,35 +65,38 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
 
 
 def teacher_top_k(algorithm: AlgorithmConfig) -> int:
-    """How many of the teacher's most probable tokens the loss reads at each response token; 0: none."""
+    """Return how many of the teacher's most probable tokens the loss reads at each response token; 0: none."""
     return algorithm.distillation_topk if "teacher_top_log_probs" in loss_needs(algorithm) else 0
 
 
 def stands_in(algorithm: AlgorithmConfig, num_steps: int) -> bool:
-    """Whether the policy that is trained stands in for the old one in the loss: in the only optimizer step of a batch
-    they are the same. What follows from the whole step is to be known before, so that it asks for scores."""
+    """Return whether the loss may use the current policy as the old one, without old log-probs.
+
+    The two are the same in the only optimizer step of a batch. Where the loss depends on values of the whole step, the
+    old log-probs must be known before it, so they are scored.
+    """
     if num_steps > 1 or algorithm.use_rollout_logprobs or algorithm.tis_batch_normalize:
         return False
     return declared(LOSS.load(algorithm.loss)).picks is None
 
 
 def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss follows advantages: then entropies, divergences and corrections have a meaning."""
+    """Return whether the loss uses advantages; only then do entropies, divergences and corrections have a meaning."""
     return "advantages" in declared(LOSS.load(algorithm.loss)).needs
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether a critic is trained beside the actor: whether the advantages, or the loss, are made from its values."""
+    """Return whether a critic is trained as well as the actor: whether the advantages or the loss use its values."""
     functions = (ESTIMATOR.load(algorithm.advantage_estimator), LOSS.load(algorithm.loss))
     return any("values" in declared(function).needs for function in functions)
 
 
 def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, ModelRole]:
-    """The columns that are scored, and the model that each is asked of.
+    """Return the columns to score, each with the role of the model that computes it.
 
     Args:
-        num_steps: optimizer steps of a batch. With one, the old policy is the one that is trained, which the loss
-            knows; advantages do not.
+        num_steps: optimizer steps of a batch. With one, the old policy is the trained one, which the loss can compute
+            itself; advantages cannot.
     """
     of_loss = loss_needs(algorithm).keys() - ({"old_log_probs"} if stands_in(algorithm, num_steps) else set())
     needs = advantage_needs(algorithm).keys() | of_loss

@@ -8,13 +8,13 @@ import torch
 from cairn.configs.schema.training import TrainingConfig, warmup_steps
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of a parameter: running means of its gradient and of the gradient's square."""
+"""Optimizer state of a parameter: running means of its gradient and of the gradient's square."""
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) whose state exists from the start.
+    """Return AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), its state already created.
 
-    Only matrices decay: vectors are norms and biases. Both rates are those of `set_rates`.
+    Only matrices decay: vectors are norms and biases. `set_rates` sets both rates.
     """
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(
@@ -34,22 +34,24 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: TrainingCo
 
 
 def set_position(optimizer: torch.optim.AdamW, steps: int) -> None:
-    """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
+    """Set the optimizer's step count, which determines the bias correction of its moments."""
     for state in optimizer.state.values():
         state["step"].fill_(steps)
 
 
 def set_rates(optimizer: torch.optim.AdamW, lr: float, weight_decay: float) -> None:
-    """Learning rate and weight decay of the next step."""
+    """Set learning rate and weight decay of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
 def learning_rate(config: TrainingConfig, steps_taken: int, total_steps: int) -> float:
-    """Learning rate of the optimizer step after `steps_taken` others, as Megatron-core's `OptimizerParamScheduler` has
-    it, but that of a warm-up, which is one step ahead of Megatron's: its first step takes
-    lr_warmup_init + (lr - lr_warmup_init) / w, where Megatron's takes lr_warmup_init, mostly 0; its last one lr.
+    """Return the learning rate of the optimizer step after `steps_taken` others.
+
+    The schedules are those of Megatron-core's `OptimizerParamScheduler`, except that the warm-up is one step ahead of
+    Megatron's. Its first step takes lr_warmup_init + (lr - lr_warmup_init) / w, where Megatron's takes lr_warmup_init,
+    mostly 0. Its last step takes lr.
 
     With n steps taken, w of warm-up and d = lr_decay_iters (`total_steps` by default) in all, done = (n - w) / (d - w):
 
@@ -59,9 +61,10 @@ def learning_rate(config: TrainingConfig, steps_taken: int, total_steps: int) ->
     | linear, cosine, WSD | min_lr + (lr - min_lr) · remaining |
     | inverse-square-root | max(min_lr, lr · √w / √n), with at least 1 for w and n, until d; min_lr after |
 
-    remaining is 1 - done, (1 + cos(π · done)) / 2 (Loshchilov and Hutter, "SGDR", 2017, equation 5), or of WSD (Hu et
-    al., "MiniCPM", 2024, section 4.2) 1 until the last lr_wsd_decay_iters steps and in these, of which a part r is
-    done, 2 · 0.5^r - 1 (exponential), 1 - r (linear), (1 + cos(π · r)) / 2 (cosine) or 1 - √r (minus_sqrt).
+    remaining is 1 - done (linear) or (1 + cos(π · done)) / 2 (cosine: Loshchilov and Hutter, "SGDR", 2017, equation 5).
+    For WSD (Hu et al., "MiniCPM", 2024, section 4.2) remaining is 1 until the last lr_wsd_decay_iters steps. In these,
+    of which a part r is done, it is 2 · 0.5^r - 1 (exponential), 1 - r (linear), (1 + cos(π · r)) / 2 (cosine) or
+    1 - √r (minus_sqrt).
     """
     warmup = warmup_steps(config, total_steps)
     if steps_taken + 1 <= warmup:
@@ -79,9 +82,11 @@ def learning_rate(config: TrainingConfig, steps_taken: int, total_steps: int) ->
 
 
 def weight_decay(config: TrainingConfig, steps_taken: int, total_steps: int) -> float:
-    """Weight decay of the optimizer step after `steps_taken` others, as Megatron-core's `OptimizerParamScheduler` has
-    it: weight_decay, or from start_weight_decay to end_weight_decay over `total_steps`, along a line or half a
-    cosine."""
+    """Return the weight decay of the optimizer step after `steps_taken` others.
+
+    As in Megatron-core's `OptimizerParamScheduler`, this is weight_decay, or goes from start_weight_decay to
+    end_weight_decay over `total_steps`, along a line or half a cosine.
+    """
     style, start, end = config.weight_decay_incr_style, config.start_weight_decay, config.end_weight_decay
     if style == "constant" or start is None or end is None:
         return config.weight_decay
@@ -90,7 +95,7 @@ def weight_decay(config: TrainingConfig, steps_taken: int, total_steps: int) -> 
 
 
 def _remaining(config: TrainingConfig, done: float, steps_taken: int, last: int) -> float:
-    """The part of the way from `lr` down to `min_lr` that is left."""
+    """Return the remaining part of the way from `lr` down to `min_lr`."""
     style: str = config.lr_decay_style
     if style == "WSD":
         fall = config.lr_wsd_decay_iters

@@ -1,4 +1,4 @@
-"""What a rank of any training engine does with its process before it computes."""
+"""Preparation of a training rank's process before it computes, the same for any engine."""
 
 import os
 
@@ -7,17 +7,17 @@ import torch.distributed as dist
 
 from cairn.configs.schema.training import TrainingConfig
 
-# What makes a GPU give the same bits twice: kernels, collectives and attention that do.
+# Environment variables for bit-identical results on a GPU. They are not needed on a CPU.
 #
-# | variable | who reads it | what it does |
+# | variable | read by | effect |
 # |---|---|---|
 # | `CUBLAS_WORKSPACE_CONFIG` | cuBLAS | a workspace of fixed size, so that the same kernels are chosen |
-# | `NCCL_ALGO` | NCCL, and Megatron's `deterministic_mode`, which asks for it | sums in the order of a ring |
+# | `NCCL_ALGO` | NCCL, and Megatron's `deterministic_mode`, which requires it | sums in the order of a ring |
 # | `NVTE_ALLOW_NONDETERMINISTIC_ALGO` | Transformer Engine | backward passes of attention without atomic sums |
 # | `FLASH_ATTENTION_DETERMINISTIC` | FlashAttention as transformers calls it | the same |
 #
-# Beside them PyTorch is asked for deterministic algorithms, and megatron-core for its `deterministic_mode`. Nothing of
-# it is needed on a CPU. Whether it suffices on a machine, `cairn.tasks.trainer.self_test` tries.
+# In addition, PyTorch runs with deterministic algorithms, and megatron-core with its `deterministic_mode`.
+# `cairn.tasks.trainer.self_test` tests whether this suffices on a machine.
 
 
 ENVIRONMENT = {
@@ -29,20 +29,20 @@ ENVIRONMENT = {
 
 
 def prepare_environment(training: TrainingConfig, device: torch.device | str) -> None:
-    """Set the variables of this process, before it makes a process group or its first kernel runs."""
+    """Set the environment variables of this process, before it creates a process group or runs its first kernel."""
     if training.deterministic_mode and torch.device(device).type != "cpu":
         os.environ.update(ENVIRONMENT)
 
 
 def prepare_kernels(training: TrainingConfig, device: torch.device) -> None:
-    """Choose PyTorch's kernels."""
+    """Configure PyTorch's kernels."""
     if training.deterministic_mode and device.type != "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def prepare_process(training: TrainingConfig, device: torch.device) -> None:
-    """Threads on the CPU; on a GPU what `training.deterministic_mode` asks for."""
+    """Set the number of threads on the CPU; apply `training.deterministic_mode` on a GPU."""
     if device.type == "cpu":
         torch.set_num_threads(training.num_threads)
     prepare_environment(training, device)
@@ -50,7 +50,7 @@ def prepare_process(training: TrainingConfig, device: torch.device) -> None:
 
 
 def join_process_group(world_size: int) -> None:
-    """Make a group of this process alone where one rank is all there is; otherwise there must be one already.
+    """Create a process group of this process alone where `world_size` is 1; otherwise check that one exists.
 
     Raises:
         ValueError: no process group of `world_size` ranks exists.

@@ -1,6 +1,6 @@
-"""A rank of the training engine in a process of its own: how ranks find each other, and what is asked of them.
+"""A rank of the training engine in its own process: how ranks find each other, and the calls they serve.
 
-Nothing here loads PyTorch before the process is prepared for it. What a rank does not do itself is its engine's.
+Nothing here loads PyTorch before the process is prepared for it. A rank passes on all other calls to its engine.
 """
 
 import os
@@ -33,11 +33,11 @@ class TrainingRank(WeightSource):
         self._rank = 0
 
     def __getattr__(self, name: str) -> Any:
-        """What else there is of `cairn.engines.training.base.TrainingEngine`."""
+        """Return any other attribute of `cairn.engines.training.base.TrainingEngine`."""
         return getattr(self._started, name)
 
     def listen(self) -> tuple[str, int]:
-        """On rank 0: open the store over which the ranks find each other. Returns its host and port."""
+        """On rank 0: open the store over which the ranks find each other. Return its host and port."""
         from torch.distributed import TCPStore
 
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -54,8 +54,11 @@ class TrainingRank(WeightSource):
         store_address: tuple[str, int] | None,
         sends_as_stored: bool = False,
     ) -> None:
-        """Make the engine; with several ranks, once all have met at rank 0's store. `sends_as_stored`: whether rollout
-        engines hold weights as the model folder does, and are to get them so. Raises BadModel."""
+        """Create the engine; with several ranks, once all have met at rank 0's store.
+
+        `sends_as_stored`: whether rollout engines hold weights as the model folder does and receive them in that form.
+        Raises BadModel.
+        """
         from cairn.engines.training.factory import make_engine
         from cairn.engines.training.process import prepare_environment
 
@@ -98,7 +101,7 @@ class TrainingRank(WeightSource):
         )
 
     def score(self, batch: TrainBatch, role: ModelRole) -> "list[np.ndarray] | None":
-        """The scores on rank 0, None elsewhere: all ranks have the same."""
+        """Return the scores on rank 0 and None elsewhere; all ranks have the same."""
         scores = self._started.score(batch, role)
         return scores if self._rank == 0 else None
 
@@ -120,7 +123,7 @@ class TrainingRank(WeightSource):
         timeout = timedelta(seconds=training.timeout)
         host, port = store_address
         store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
-        # On GPUs too: Megatron makes groups over gloo beside those over NCCL.
+        # On GPUs too: Megatron creates groups over gloo as well as over NCCL.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(self._address))
         distributed.init_process_group(
             "gloo" if device == "cpu" else "nccl",
@@ -138,7 +141,7 @@ class TrainingRank(WeightSource):
 
 
 def _interface_of(ip: str) -> str:
-    """Name of the network interface that has the address; gloo would look its host name up instead."""
+    """Return the name of the network interface with this address; gloo would look up its host name instead."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == ip for address in addresses):
             return name

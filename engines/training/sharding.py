@@ -1,4 +1,4 @@
-"""One model over several ranks: FSDP2, and the tensors of its shards as parts of whole tensors."""
+"""Sharding of one model over several ranks: FSDP2, and the tensors of its shards as parts of whole tensors."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -17,9 +17,9 @@ from cairn.engines.weights.checksum import digest, fingerprint
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, device: torch.device) -> None:
-    """Shard a model over all ranks, in place, layer by layer; parameters keep their names and number format.
+    """Shard a model over all ranks, in place, layer by layer. Parameters keep their names and number format.
 
-    Forward and backward run in `dtype`. The gradients of the ranks are added up, not averaged, in float32: each rank's
+    Forward and backward run in `dtype`. The gradients of the ranks are summed, not averaged, in float32: each rank's
     loss is its share of the whole loss.
 
     Raises:
@@ -35,19 +35,21 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, dev
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep only each layer's input for the backward pass. Unlike the library's own switch this needs no training mode,
-    which would turn dropout on."""
+    """Store only each layer's input for the backward pass.
+
+    Unlike the library's own switch this needs no training mode, which would turn dropout on.
+    """
     for layer in _layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor that `tensor` is this rank's shard of; all ranks take part."""
+    """Return the whole tensor of which `tensor` is this rank's shard; all ranks take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's part of a tensor, and how many elements of the flattened whole come before it."""
+    """Return this rank's part of a tensor, and its offset in elements of the flattened whole."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     local = tensor.to_local()
@@ -55,7 +57,7 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def copy_part(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Fill this rank's part of a tensor from the whole."""
+    """Fill this rank's part of a tensor from the whole tensor."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         local.copy_(source.narrow(0, _first_row(tensor), local.shape[0]))
@@ -64,7 +66,7 @@ def copy_part(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def add_to_part(tensor: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor, of which this rank may hold a part, and a whole one: sharded as `tensor` is."""
+    """Return the sum of a tensor, of which this rank may hold a part, and a whole one, sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return tensor + addend
     local = tensor.to_local()
@@ -74,7 +76,7 @@ def add_to_part(tensor: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
 
 
 def raise_together(error: Exception | None, world_size: int, device: torch.device) -> None:
-    """Raise on every rank if any rank has an error, so that none waits in a collective for one that gave up.
+    """Raise on every rank if any rank has an error, so that no rank waits in a collective for one that failed.
 
     Raises:
         Exception: this rank's own error, or EngineError where only another rank failed.
@@ -89,25 +91,27 @@ def raise_together(error: Exception | None, world_size: int, device: torch.devic
 
 
 def _first_row(tensor: DTensor) -> int:
-    """FSDP2 cuts the first dimension into equal chunks, the last ones shorter or empty."""
+    """Return the first row of this rank's shard.
+
+    FSDP2 cuts the first dimension into equal chunks, the last ones shorter or empty.
+    """
     mesh = tensor.device_mesh
     rows = tensor.shape[0]
     return min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The blocks that the library itself never splits over devices: a model's layers."""
+    """Return a model's layers: the blocks that the library itself never splits over devices."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-# Digests of a training state and of its weights: equal for equal bits on every layout of ranks.
-#
-# All ranks take part; each reads its own parts where they are, once, and only two numbers a tensor travel.
+# Digests of a training state and of its weights: equal for equal bits on every layout of ranks. All ranks take part.
+# Each reads its own parts in place, once, and only two numbers per tensor are communicated.
 
 
 def state_digest(named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int, world_size: int) -> str:
-    """SHA-256 over the version and every tensor's name, shape, dtype and fingerprint of its bits."""
+    """Return SHA-256 over the version and every tensor's name, shape, dtype and fingerprint of its bits."""
     entries, fingerprints = [], []
     for name, tensor in named_tensors:
         local, offset = local_part(tensor)
@@ -119,12 +123,12 @@ def state_digest(named_tensors: Iterable[tuple[str, torch.Tensor]], weight_versi
 
 
 Piece = tuple[str, torch.Size, torch.Tensor, int]
-"""Name and shape of a whole tensor, this rank's part of it when it is flattened, float32, and how many elements come
-before that."""
+"""Name and shape of a whole tensor, this rank's part of the flattened tensor in float32, and the number of elements
+before that part."""
 
 
 def sharded_weights_checksum(pieces: Iterable[Piece], world_size: int) -> str:
-    """`weights_checksum` of whole tensors, of each of which every rank has one piece, in the same order."""
+    """Return `weights_checksum` of whole tensors. Every rank has one piece of each, in the same order."""
     entries, fingerprints = [], []
     for name, shape, values, offset in pieces:
         entries.append((name, shape, "float32"))

@@ -1,4 +1,4 @@
-"""The critic: a causal language model with a value head, linear from the hidden size to 1, in place of its lm_head."""
+"""Critic: a causal language model with a value head, linear from the hidden size to 1, in place of its lm_head."""
 
 from pathlib import Path
 
@@ -9,18 +9,20 @@ from cairn.engines.models.folders import load_causal_lm, open_weights
 from cairn.engines.types.errors import BadModel
 
 WEIGHT, BIAS = "score.weight", "score.bias"
-"""A value head in a model folder: as transformers names the head of a token classifier."""
+"""Names of the value head in a model folder, as transformers names the head of a token classifier."""
 
 _STD = 0.02
 _SEED = 1234
 
 
 def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[1, hidden_size] weight and [1] bias, float32: the folder's own, or a normal draw of standard deviation 0.02 and
-    a bias of 0, the same for every layout of ranks and for every run.
+    """Return [1, hidden_size] weight and [1] bias, float32.
+
+    These are the folder's own, or else a normal draw of standard deviation 0.02 and a bias of 0, the same for every
+    layout of ranks and for every run.
 
     Raises:
-        BadModel: the folder's head is of another shape.
+        BadModel: the folder's head has another shape.
     """
     weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(_SEED)) * _STD
     head = {WEIGHT: weight, BIAS: torch.zeros(1)}
@@ -37,10 +39,10 @@ def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torc
 
 
 def load_value_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a critic on the CPU, in evaluation mode; its `logits` are values, one a token.
+    """Load a critic on the CPU, in evaluation mode; its `logits` are values, one per token.
 
     Raises:
-        BadModel: as `cairn.engines.models.folders.load_causal_lm`.
+        BadModel: see `cairn.engines.models.folders.load_causal_lm`.
     """
     model = load_causal_lm(folder, dtype, needs_head=False)
     config = model.config.get_text_config()

@@ -1,4 +1,4 @@
-"""What a training rank does to give its weights out: as buckets, as broadcasts, as a model folder."""
+"""Export of weights from a training rank: as buckets, as broadcasts, as a model folder."""
 
 import shutil
 import time
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     from cairn.engines.weights.fp8 import Fp8Weights
 
 
-# The sender's end of a process group with the servers that take its weights. The sender is rank 0.
+# The sender's end of a process group with the servers that receive the weights. The sender is rank 0.
 
 
 LOOK_INTERVAL = 0.0005
-"""Seconds between two looks at a broadcast that is under way."""
+"""Seconds between two checks of a running broadcast."""
 
 PATIENCE = 600.0
-"""Seconds by which PyTorch's own watch over NCCL waits longer than we do: it would end the whole process, where we end
-the broadcast. Over gloo nothing but its deadline ends one."""
+"""Seconds that PyTorch's own NCCL watchdog waits longer than we do. The watchdog would end the whole process; we end
+only the broadcast. Over gloo only its own timeout ends a broadcast."""
 
 
 class SendingGroup:
-    """One group, from the address at which its members meet to its end.
+    """One process group for weights, from opening the address where its members meet to its end.
 
     Args:
-        name: of no other group of these members.
-        host: address of this machine that the receivers reach.
-        timeout: seconds that the meeting, and each broadcast, may take.
+        name: unique among the groups of these members.
+        host: address of this machine that the receivers can reach.
+        timeout: deadline in seconds of the meeting and of each broadcast.
     """
 
     def __init__(self, name: str, host: str, timeout: float) -> None:
         self.name = name
         self.size = 0
-        """Members, the sender included; 0 until all have met."""
+        """Number of members, the sender included; 0 until all have met."""
         self._host, self._timeout = host, timeout
         self._meeting: distributed.TCPStore | None = distributed.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
@@ -61,12 +61,12 @@ class SendingGroup:
         self._group: Any = None
 
     def join(self, size: int, backend: str) -> None:
-        """Wait for all members. Raises EngineError where one of them stays away or the group is released."""
+        """Wait for all members. Raises EngineError where a member does not join or the group is released."""
         timeout = timedelta(seconds=self._timeout)
         try:
             store = distributed.TCPStore(self._host, self.port, is_master=False, timeout=timeout)
-            # PyTorch's public function makes groups inside of a default group, which the servers do not share with us;
-            # they join by this one, and its keys in the store must be the same.
+            # PyTorch's public function creates groups inside a default group, which the servers do not share with us.
+            # They join with this function, and its keys in the store must be the same.
             self._group, _ = _new_process_group_helper(
                 size,
                 0,
@@ -84,7 +84,10 @@ class SendingGroup:
         self.size = size
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Broadcast a tensor. Raises EngineError where a receiver is gone, EngineTimeout where one does not take it."""
+        """Broadcast a tensor.
+
+        Raises EngineError where a receiver is gone, and EngineTimeout where one does not receive it in time.
+        """
         deadline = time.monotonic() + self._timeout
         try:
             work = self._group.broadcast([tensor], distributed.BroadcastOptions())
@@ -97,11 +100,11 @@ class SendingGroup:
             raise EngineError(f"a receiver of the weights is gone: {error}") from error
 
     def release(self) -> None:
-        """Free all who wait for others to join, in this process and elsewhere. Called from any thread."""
+        """Release all members that wait for others to join, in this process and elsewhere. Safe from any thread."""
         self._meeting = None
 
     def leave(self) -> None:
-        """Close the connections: who waits for a broadcast at another end is freed by that."""
+        """Close the connections. This also releases receivers that wait for a broadcast."""
         self.release()
         if self._group is not None:
             self._group.abort()
@@ -110,9 +113,9 @@ class SendingGroup:
 
 
 def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
-    """One tensor of bytes, and what it holds: as SGLang's servers take a bucket, without gaps.
+    """Return the layout and one tensor of bytes, without gaps, in the form of a bucket for SGLang's servers.
 
-    Wider numbers come first, so that every tensor begins at a multiple of its numbers' width.
+    Wider number formats come first, so that every tensor begins at a multiple of its element size.
     """
     ordered = sorted(named_tensors.items(), key=lambda item: -item[1].element_size())
     layout = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in ordered]
@@ -120,52 +123,55 @@ def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tenso
 
 
 class WeightSource:
-    """The part of a training rank (`cairn.engines.training.rank`) that rollout engines are served by.
+    """The part of a training rank (`cairn.engines.training.rank`) that serves weights to rollout engines.
 
-    Rank 0 gives the weights out. The other ranks take part in gathering them: for each export they call `end_export`
-    at the same time.
+    Rank 0 exports the weights. The other ranks take part in gathering them: for each export they call `end_export` at
+    the same time.
     """
 
     _address: str
-    """Of its machine, within the cluster."""
+    """Address of the rank's machine within the cluster."""
     _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
     _staged: "torch.Tensor | None" = None
     _copy: "torch.Tensor | None" = None
-    """Of a bucket that was given out before, ready to be broadcast while the engine works."""
+    """Copy of a bucket that was exported before, ready to be broadcast while the engine works."""
     _shared: "dict[str, torch.Tensor] | None" = None
     _groups: "Mapping[str, SendingGroup]" = MappingProxyType({})
-    """By the engine that receives."""
+    """Process groups by the receiving engine."""
     _fp8: "Fp8Weights | None" = None
-    """What the rollout engines hold in FP8."""
+    """Weights that the rollout engines hold in FP8."""
 
     def checksum_at(self, version: int, dtype: Literal["float32", "bfloat16"]) -> str:
-        """`TrainingEngine.weights_checksum` of `version`.
+        """Return `TrainingEngine.weights_checksum` of `version`.
 
         Raises:
-            WrongVersion: the engine stands elsewhere.
+            WrongVersion: the engine is at another version.
         """
         self._require_version(version)
         return self._started.weights_checksum(dtype)
 
     def begin_export(self, version: int, bucket_bytes: int) -> None:
-        """Begin to give out the weights of `version`; an export that did not end is dropped.
+        """Begin to export the weights of `version`; an unfinished export is dropped.
 
         Raises:
-            WrongVersion: the engine stands elsewhere.
+            WrongVersion: the engine is at another version.
         """
         self._require_version(version)
         self._export = self._packed(self._started.export_weights(bucket_bytes))
 
     def next_bucket(self) -> "tuple[Bucket | None, bool]":
-        """On rank 0: the next bucket of weights, and whether there was one."""
+        """On rank 0: return the next bucket of weights, and whether there was one."""
         from cairn.engines.weights.buckets import Bucket
 
         named_tensors = next(self._export, None)
         return (None, False) if named_tensors is None else (Bucket(named_tensors), True)
 
     def end_export(self) -> None:
-        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on. What it
-        took of GPU memory is for others, who may share the GPU."""
+        """Run the export to its end without returning anything.
+
+        All ranks except 0 call this so that rank 0 can proceed. The export's GPU memory is released for other processes
+        that may share the GPU.
+        """
         import torch
 
         self._staged = self._shared = None
@@ -175,7 +181,7 @@ class WeightSource:
         torch.cuda.empty_cache()  # nothing where CUDA was never used
 
     def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
-        """On rank 0: open the address at which an engine, the target, meets this rank. Returns its host and port."""
+        """On rank 0: open the address at which an engine, the target, meets this rank. Return its host and port."""
 
         self.leave_group(target)
         group = SendingGroup(name, self._address, timeout)
@@ -187,12 +193,12 @@ class WeightSource:
         self._groups[target].join(size, backend)
 
     def group(self, target: str) -> tuple[str, int] | None:
-        """On rank 0: name and size of the group in which it can broadcast to the target."""
+        """On rank 0: return name and size of the group for broadcasts to the target; None before all have met."""
         group = self._groups.get(target)
         return (group.name, group.size) if group is not None and group.size else None
 
     def stage_bucket(self, backend: str) -> Layout | None:
-        """On rank 0: make the next bucket ready to be broadcast; None if there is none."""
+        """On rank 0: prepare the next bucket for the broadcast. Return its layout, or None if there is no bucket."""
 
         named_tensors = next(self._export, None)
         if named_tensors is None:
@@ -202,18 +208,18 @@ class WeightSource:
         return layout
 
     def broadcast_bucket(self, target: str) -> None:
-        """On rank 0: broadcast the bucket that was made ready. Raises EngineError and EngineTimeout."""
+        """On rank 0: broadcast the prepared bucket. Raises EngineError and EngineTimeout."""
         self._broadcast(self._staged, target)
 
     def stage_copy(self, bucket: "Bucket", backend: str) -> Layout:
-        """On rank 0: make a bucket that was given out before ready to be broadcast."""
+        """On rank 0: prepare a bucket that was exported before for the broadcast. Return its layout."""
 
         layout, flat = flatten(bucket)
         self._copy = flat.cuda() if backend == "nccl" else flat
         return layout
 
     def broadcast_copy(self, target: str) -> None:
-        """On rank 0: broadcast that bucket, and forget it. Raises EngineError and EngineTimeout."""
+        """On rank 0: broadcast that bucket and drop it. Raises EngineError and EngineTimeout."""
         copy, self._copy = self._copy, None
         self._broadcast(copy, target)
 
@@ -223,21 +229,21 @@ class WeightSource:
         self._groups[target].send(tensor)
 
     def release_group(self, target: str) -> None:
-        """Free those who wait for the group to be complete; answered while the actor waits for it itself."""
+        """Release all members that wait for the group to be complete; callable while the actor itself waits for it."""
         if target in self._groups:
             self._groups[target].release()
 
     def leave_group(self, target: str) -> None:
-        """Leave the group: what still waits for a broadcast of it ends with an error."""
+        """Leave the group; receivers that still wait for one of its broadcasts fail with an error."""
         if target in self._groups:
             self._groups[target].leave()
             self._groups = {other: group for other, group in self._groups.items() if other != target}
 
     def export_hf(self, version: int, folder: Path) -> None:
-        """On all ranks: write a model folder with the weights of `version`, in place of one that may be there.
+        """On all ranks: write a model folder with the weights of `version`, replacing an existing one.
 
         Raises:
-            WrongVersion: the engine stands elsewhere.
+            WrongVersion: the engine is at another version.
             NoSpace: the disk of the folder is full.
         """
         self._require_version(version)
@@ -245,13 +251,15 @@ class WeightSource:
             self._started.export_hf(folder)
 
     def begin_export_on_device(self, version: int, bucket_bytes: int) -> None:
-        """On all ranks: begin to give out the weights of `version` from GPU memory. Raises WrongVersion."""
+        """On all ranks: begin to export the weights of `version` from GPU memory. Raises WrongVersion."""
         self._require_version(version)
         self._export = self._packed(self._sharing.export_on_device(bucket_bytes))
 
     def share_bucket(self) -> tuple[list[str], bytes] | None:
-        """On all ranks: names of the next bucket's weights and a handle on this rank's copy, which lives until the next
-        call; None if there is none."""
+        """On all ranks: return the names of the next bucket's weights and a handle on this rank's copy.
+
+        The copy lives until the next call. Returns None if there is no bucket.
+        """
         from cairn.engines.weights.buckets import in_one_storage, share
 
         self._shared = None
@@ -263,8 +271,10 @@ class WeightSource:
         return list(self._shared), share(self._shared)
 
     def keep_folders(self, parent: Path, names: Collection[str]) -> None:
-        """On rank 0: of the model folders that it wrote, or began to write, remove all but these, and their folder
-        where none is left."""
+        """On rank 0: delete all model folders that it wrote, complete or not, except `names`.
+
+        Delete `parent` too if none is left.
+        """
         for folder in parent.glob("*"):
             if folder.name not in names:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""The words that engines and tasks exchange."""
+"""Types that engines and tasks exchange."""

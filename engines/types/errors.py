@@ -1,11 +1,11 @@
-"""What can go wrong in training that no restart mends."""
+"""Errors of engines, graders and training; each class says whether a retry can help."""
 
 
-# What can go wrong in an engine, told apart by what helps.
+# Errors of engines, by remedy.
 
 
 class EngineError(Exception):
-    """A failure of an engine that a new try, on a restarted engine where needed, can mend."""
+    """A failure of an engine that a retry can fix, on a restarted engine where needed."""
 
 
 class EngineDied(EngineError):
@@ -13,21 +13,21 @@ class EngineDied(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """A call did not return within its deadline."""
+    """A call did not return within its timeout."""
 
 
 class ClusterLost(EngineError):
-    """The cluster that the driver started is gone, and every engine with it; or the one that it joined is out of reach.
-    A new driver has to start another, or to join it again."""
+    """The cluster that the driver started is gone, with every engine, or the cluster that it joined is unreachable. A
+    new driver has to start another one, or to join it again."""
 
 
 class GenerationFailed(EngineError):
-    """The engine lives and holds the right weights, and failed on what it was given to generate: other prompts may fare
-    better. No death, deadline or lost connection is one."""
+    """The engine is alive with the right weights, but failed to generate from its input: other prompts may succeed. A
+    dead engine, a timeout or a lost connection raises another error."""
 
 
 class Superseded(Exception):
-    """The engine belongs to a later driver of the run and refused a call of this one, which has to stop: no new try can
+    """The engine belongs to a later driver of the run and refused a call of this one, which has to stop: no retry can
     help."""
 
 
@@ -36,7 +36,7 @@ class WrongVersion(EngineError):
 
 
 class PublicationGone(EngineError):
-    """No engine can be brought to a weight version: it is not published, or not any more."""
+    """A weight version is not published, or not any more, so that no engine can load it."""
 
 
 class WeightsDiffer(EngineError):
@@ -44,10 +44,10 @@ class WeightsDiffer(EngineError):
 
 
 class RequestRefused(ValueError):
-    """Requests that the engine cannot serve, however often it is asked; nothing was generated."""
+    """Requests that the engine cannot serve, with any number of retries; nothing was generated."""
 
     def __init__(self, refused: dict[tuple[int, ...], str]) -> None:
-        """`refused`: why, by the request's id."""
+        """Store the reasons of refusal, by request id."""
         self.refused = refused
         super().__init__(refused)
 
@@ -58,21 +58,21 @@ class RequestRefused(ValueError):
 
 
 class TeacherUnusable(Exception):
-    """The server of a teacher refuses what it is asked, or answers something else; a new try will not help."""
+    """A teacher's server refuses a request, or its response is invalid; a retry will not help."""
 
 
 class BadModel(Exception):
-    """The model folder cannot be used; a new try will not help. The message says why and what to do."""
+    """The model folder cannot be used; a retry will not help. The message gives the reason and the remedy."""
 
 
 class NotFinite(Exception):
-    """The loss or the gradient of an optimizer step is infinite or not a number; that step was not taken. The same
-    weights and samples give the same result, so a new try will not help: the message says what to look at."""
+    """The loss or the gradient of an optimizer step is infinite or NaN; the step was not applied. The same weights and
+    samples give the same result, so a retry will not help: the message says what to check."""
 
 
 class GraderFailed(Exception):
-    """No grader process runs: its import failed, its code is not what the run recorded, or the pool is closed."""
+    """No grader process runs: its import failed, its code differs from what the run recorded, or the pool is closed."""
 
 
 class GraderUnavailable(GraderFailed):
-    """The machine does not let the grader work, or what it asks does not answer: a new try may help."""
+    """The machine prevents the grader from working, or a service that it calls does not respond: a retry may help."""

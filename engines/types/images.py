@@ -1,6 +1,6 @@
-"""Images of prompts: their bytes as the data hold them, and the size in which a model sees them.
+"""Images of prompts: their bytes as in the data, and the size at which a model sees them.
 
-PIL reads them, in the formats below and no other; it is imported where there are some. Nothing here loads PyTorch.
+PIL decodes them, only in the formats below; it is imported on first use. Nothing here imports PyTorch.
 """
 
 import hashlib
@@ -14,57 +14,57 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Of an animated one, the first picture is read."""
+"""Supported formats. Of an animated image the first frame is used."""
 
 MAX_PIXELS = 64 * 1024 * 1024
-"""Pixels of a picture as it is stored: 192 MiB as colours. One with more is not decoded."""
+"""Maximum pixels of an image as it is stored: 192 MiB in RGB. An image with more is not decoded."""
 
 _COLOURS = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"})
-"""Modes of PIL with eight bits a channel, which become RGB without loss of meaning."""
+"""Modes of PIL with eight bits per channel, which convert to RGB without loss of meaning."""
 
 
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-"""Exif's tag of how a picture was taken, and its values that swap height and width."""
+"""Exif's orientation tag, and its values that swap height and width."""
 
 
 class BadImage(Exception):
-    """Bytes that give no picture. The message says what of them is wrong, as the end of a sentence."""
+    """Bytes that are not a valid image. The message gives the reason, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One image of a prompt."""
+    """An image of a prompt."""
 
     data: bytes
-    """As the data hold it, encoded."""
+    """The encoded image, as in the data."""
     height: int
-    """In pixels, as the model sees it: the picture is resized to this."""
+    """Height in pixels as the model sees it: the image is resized to this."""
     width: int
 
     @cached_property
     def sha256(self) -> str:
-        """Of the bytes, in hex: what names the image in a ledger."""
+        """SHA-256 of the bytes in hex, which identifies the image in a ledger."""
         return hashlib.sha256(self.data).hexdigest()
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Images with equal ones are the same to a model."""
+        """Identity of the image for a model: images with equal keys look the same."""
         return self.sha256, self.height, self.width
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """(height, width) in pixels, read off the header, upright. Raises BadImage."""
+    """Return (height, width) in pixels of the upright image, from its header. Raises BadImage."""
     from PIL import Image
 
     with _opened(data) as picture:
         height, width = picture.height, picture.width
-        # PIL turns TIFF's by itself; the method of PNG's own class decodes the whole picture.
+        # PIL rotates TIFF images itself; the method of PNG's own class would decode the whole image.
         turned = picture.format != "TIFF" and Image.Image.getexif(picture).get(_ORIENTATION, 1) in _ON_ITS_SIDE
     return (width, height) if turned else (height, width)
 
 
 def decode(data: bytes) -> "Picture":
-    """The whole picture, upright, in RGB, as `transformers.image_utils.load_image` gives it. Raises BadImage."""
+    """Return the whole upright image in RGB, like `transformers.image_utils.load_image`. Raises BadImage."""
     from PIL import ImageOps
 
     with _opened(data) as picture:

@@ -1,10 +1,12 @@
-"""What a sample goes through: the words of `async def generate(ctx, sample)`. Plain values: numpy arrays and numbers.
+"""Requests, results and records of samples, as `async def generate(ctx, sample)` uses them.
 
-A trajectory begins after the sample's prompt, or after one of its own, and is made of segments, in order: tokens that
-the policy sampled, and tokens that the world gave (the result of a tool, the next question), which nothing is learnt
-from. Token ids go in and come out: text is never tokenised again. A sample may go through several, as where an agent
-goes on with a part of its context, or hands work to another: they are graded as one, and trained on as sequences of
-their own.
+All are plain values: numpy arrays and numbers.
+
+A trajectory begins after the sample's prompt, or after a prompt of its own. Its segments, in order, are tokens that the
+policy sampled and tokens of the environment (the result of a tool, the next question), which are never trained on.
+Input and output are token ids: text is never tokenized again. A sample may have several trajectories, for example where
+an agent continues with a part of its context, or delegates work to another. They are graded together, and trained on as
+separate sequences.
 """
 
 import hashlib
@@ -26,48 +28,49 @@ SampleKey = tuple[int, int]
 
 
 class BadTrajectory(Exception):
-    """What `generate` returned is no trajectory of its sample: the code is to be corrected, a new try does not help."""
+    """`generate` returned no valid trajectory of its sample: the code needs a correction, a retry does not help."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """T tokens that came at once."""
+    """T consecutive tokens of one source."""
 
     ids: np.ndarray
-    """[T] int32."""
+    """[T] int32: the tokens."""
     loss_mask: np.ndarray
-    """[T] uint8: 1 where the token may be trained on. Of what was sampled all are 1, unless user code says less."""
+    """[T] uint8: 1 where the token may be trained on. All sampled tokens have 1, unless user code sets 0."""
     call: str | None = None
-    """Id of the call of `ctx.sample` that sampled it; None: the world gave it, and all that follows is empty."""
+    """Id of the call of `ctx.sample` that sampled it; None for tokens of the environment, whose fields below are
+    empty."""
     log_probs: np.ndarray | None = None
     """[T] float32, see `cairn.engines.types.types.Completion`."""
     weight_versions: np.ndarray | None = None
-    """[T] int32: of the weights that each token was sampled from."""
+    """[T] int32: version of the weights that each token was sampled from."""
     seed: int | None = None
-    """Of all draws of the call."""
+    """Seed of all random draws of the call."""
     finish_reason: FinishReason | None = None
-    """Why it ended."""
+    """Why the segment ended."""
     kept: KeptTokens | None = None
-    """What its tokens were drawn from, where that is recorded and was less than the whole vocabulary."""
+    """Sampling support of its tokens, where it is recorded and smaller than the whole vocabulary."""
     routed_experts: np.ndarray | None = None
-    """[S + T - 1, layers, top-k], where that is recorded: the experts of the S tokens before it, prompt included, and
-    of its own but the last, see `cairn.engines.types.types.Completion`."""
+    """[S + T - 1, layers, top-k], where recorded: experts of the S tokens before the segment, prompt included, and of
+    its own tokens but the last, see `cairn.engines.types.types.Completion`."""
     seconds: float = 0.0
-    """From the call's admission to its end."""
+    """Seconds from the engine's acceptance of the call to its end."""
     cached_tokens: int = 0
-    """Of the tokens before it, those that the engine had in its prefix cache."""
+    """Number of tokens before it that the engine had in its prefix cache."""
     reward: float | None = None
-    """Of this turn, where user code knows one: `dataclasses.replace(segment, reward=0.5)`. Not of what the world
-    gave: what the world says of a turn is a reward of the segment that was sampled before."""
+    """Reward of this turn, where user code sets one: `dataclasses.replace(segment, reward=0.5)`. Only sampled segments
+    have one: the environment's reward of a turn goes to the segment that was sampled before."""
 
     @classmethod
     def given(cls, ids: Sequence[int] | np.ndarray) -> "Segment":
-        """Tokens that the world gave."""
+        """Return a segment of environment tokens."""
         return cls(np.asarray(ids, np.int32), np.zeros(len(ids), np.uint8))
 
     @classmethod
     def sampled(cls, completion: Completion, call: str, seed: int) -> "Segment":
-        """What a call of `ctx.sample` sampled with a seed."""
+        """Return the segment that a call of `ctx.sample` sampled with a seed."""
         return cls(
             completion.response_ids,
             np.ones(len(completion.response_ids), np.uint8),
@@ -86,7 +89,7 @@ class Segment:
         return len(self.ids)
 
     def then(self, rest: "Segment") -> "Segment":
-        """This part of a call's tokens and the rest of them, sampled later."""
+        """Return this part of a call's tokens joined with the rest, which was sampled later."""
         return replace(
             rest,
             ids=np.concatenate([self.ids, rest.ids]),
@@ -95,7 +98,7 @@ class Segment:
         )
 
     def until(self, tokens: int) -> "Segment":
-        """What it would be if its call had been aborted after so many tokens, fewer than it has."""
+        """Return the segment as if its call had been aborted after `tokens` tokens, fewer than it has."""
         assert self.log_probs is not None
         assert self.weight_versions is not None
         routes = self.routed_experts
@@ -113,40 +116,41 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The response to a prompt: T tokens of its segments, one after the other."""
+    """The response to a prompt: the T tokens of its segments in order."""
 
     segments: Sequence[Segment]
     prompt_ids: Sequence[int] | np.ndarray | None = None
-    """Its own prompt, where an agent puts the question in words of its own; None: the sample's."""
+    """Its own prompt, where an agent writes one; None: the sample's."""
     retold: int = 0
-    """Of its tokens that the policy sampled, those that a later prompt of the sample tells in other tokens."""
+    """Number of its sampled tokens that a later prompt of the sample repeats as other tokens."""
     reward: float | None = None
-    """Of all of it, where user code knows one; None: the sum of those of its segments, or nothing where they have
-    none."""
+    """Reward of the whole trajectory, where user code sets one; None: the sum of its segments' rewards, or no reward
+    where they have none."""
     role: str | None = None
-    """Who acted, where several do: its reward is compared with those of the same role."""
+    """Role of the agent, where several act: rewards are compared within the same role."""
     truncated: bool = False
-    """It was cut off before its end: the sample then counts as truncated, however its last answer ended."""
+    """Whether it was cut off before its end: the sample then counts as truncated, however its last reply ended."""
 
     @property
     def response_ids(self) -> np.ndarray:
-        """[T] int32."""
+        """[T] int32: its tokens."""
         return _joined([segment.ids for segment in self.segments], np.int32)
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """[T] uint8."""
+        """[T] uint8: 1 where the token may be trained on."""
         return _joined([segment.loss_mask for segment in self.segments], np.uint8)
 
     @property
     def log_probs(self) -> np.ndarray:
-        """[T] float32: 0 where the world gave the token."""
+        """[T] float32: 0 for environment tokens."""
         parts = [np.zeros(len(s), np.float32) if s.log_probs is None else s.log_probs for s in self.segments]
         return _joined(parts, np.float32)
 
     @property
     def weight_versions(self) -> np.ndarray:
-        """[T] int32: of a token that the world gave, the version of the sampled token before it, or else after it."""
+        """[T] int32: weight versions; an environment token has that of the sampled token before it, or else after
+        it."""
         parts: list[np.ndarray] = []
         last = next((int(s.weight_versions[0]) for s in self.segments if s.weight_versions is not None and len(s)), 0)
         for segment in self.segments:
@@ -157,16 +161,19 @@ class Trajectory:
 
     @property
     def kept(self) -> KeptTokens:
-        """Of all T tokens."""
+        """Sampling support of all T tokens."""
         return sum((KeptTokens.or_whole(one.kept, len(one)) for one in self.segments), KeptTokens.whole(0))
 
     def routed_experts(self, prompt: int) -> np.ndarray | None:
-        """[prompt + T - 1, layers, top-k] of all tokens but the last; None where they are not recorded. Each token has
-        those with which it was read first, under the weights that sampled what follows it. Of tokens that the world
-        gave last, and nothing was sampled after, nobody has read any: theirs repeat the last ones.
+        """Return the experts of all tokens but the last, [prompt + T - 1, layers, top-k]; None where they are not
+        recorded.
+
+        Each token has the experts of its first forward pass, under the weights that sampled the tokens after it.
+        Environment tokens at the end, after which nothing was sampled, have had no forward pass: the last known experts
+        are repeated.
 
         Args:
-            prompt: tokens of the prompt.
+            prompt: number of prompt tokens.
         """
         known = first_read([segment.routed_experts for segment in self.segments])
         if known is None:
@@ -176,98 +183,98 @@ class Trajectory:
 
     @property
     def seconds(self) -> float:
-        """That engines took for it."""
+        """Seconds that engines took for it."""
         return sum(segment.seconds for segment in self.segments)
 
     @property
     def cached_tokens(self) -> int:
-        """Of all its calls."""
+        """Cached tokens of all its calls."""
         return sum(segment.cached_tokens for segment in self.segments)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who wants a sample."""
+    """The owner of a sample."""
 
     run: str
-    """A name of the run that no other run has, nor had."""
+    """Name of the run, unique among all runs, past ones included."""
     iteration: int
     scope: str = ""
-    """What tells the sample from others of the run with its key: those of an evaluation."""
+    """Scope that separates samples of the run with equal keys: those of an evaluation."""
     attempt: str = ""
-    """At the step that it is of."""
+    """Attempt at the sample's step."""
     created_at: float = 0.0
-    """When the run was created, in Unix seconds."""
+    """Creation time of the run in Unix seconds."""
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample that is wanted."""
+    """Request for one sample."""
 
     group_id: int
     index: int
-    """Among the samples of its group, from 0."""
+    """Index within its group, from 0."""
     prompt_ids: Sequence[int]
     seed: int
-    """64 bits: every random draw of it comes from them."""
+    """64-bit seed of every random draw of the sample."""
     begun: Segment | None = None
-    """What its first call had sampled after the prompt when it was aborted: it goes on after that."""
+    """Tokens that its first call had sampled after the prompt when it was aborted; the call resumes after them."""
     cut_at: int | None = None
-    """Response tokens of its first call, more than it has begun with, after which it is cut off unless it has ended: it
-    is given back as if it had been aborted there. None has no such bound."""
+    """Maximum response tokens of its first call, more than `begun` has: at this length an unfinished sample is returned
+    as if it had been aborted there. None is unlimited."""
     prompt: str = ""
-    """As text, chat template and special tokens included."""
+    """The prompt as text, with chat template and special tokens."""
     label: str | None = None
-    """The expected answer, as the data row has it."""
+    """The expected answer, from the data row."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of the data row; empty where it has none."""
+    """Metadata of the data row; empty where it has none."""
     images: tuple[Image, ...] = ()
-    """Of the prompt, in the order of their placeholders."""
+    """Images of the prompt, in the order of their placeholders."""
     recorded: "tuple[CallRecord, ...]" = ()
-    """What its code was given before, here or in another process: it is given that again."""
+    """Records of earlier attempts, here or in another process, which are replayed to its code."""
     resampled: frozenset[str] = frozenset()
-    """Of it, the calls of the policy that are made again, as where they are to be held against what comes out now."""
+    """Recorded calls of the policy that are made again, for example to compare them with new results."""
     origin: Origin | None = None
-    """None where nobody else can come to generate it."""
+    """Owner of the sample; None where only one process can generate it."""
 
     @property
     def key(self) -> SampleKey:
-        """Names it in its run."""
+        """Identity of the sample in its run."""
         return self.group_id, self.index
 
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """What became of a sample."""
+    """Result of a sample."""
 
     group_id: int
     index: int
     trajectory: Trajectory
-    """Where it has several, the segments of all, one trajectory after the other."""
+    """Its trajectory; of several trajectories all segments, one trajectory after the other."""
     finish_reason: FinishReason
-    """Of the last segment that was sampled. ABORT: the sample was given up, and the trajectory holds what its first
-    call has; ERROR: it failed."""
+    """Reason of the last sampled segment. ABORT: the sample was aborted, and the trajectory holds the tokens of its
+    first call; ERROR: it failed."""
     error: str | None = None
     """Why it failed; None where it did not."""
     lengths: tuple[int, ...] | None = None
-    """Where it has several trajectories, or one with a prompt of its own, how many of the tokens each has."""
+    """Number of tokens of each trajectory, where there are several or one with a prompt of its own."""
     prompts: tuple[np.ndarray | None, ...] | None = None
-    """Where a trajectory has a prompt of its own, that of each, [P] int32; None for those after the sample's."""
+    """[P] int32: prompt of each trajectory, where one has its own; None for those after the sample's."""
     rewards: tuple[float | None, ...] | None = None
-    """Where user code gave a trajectory a reward, or a segment of it, that of each."""
+    """Reward of each trajectory, where user code set one for a trajectory or a segment."""
     roles: tuple[str | None, ...] | None = None
-    """Where a trajectory has a role, that of each."""
+    """Role of each trajectory, where one has a role."""
     retold: int = 0
-    """Of its sampled tokens, those that a later prompt tells in other tokens."""
+    """Number of its sampled tokens that a later prompt repeats as other tokens."""
 
     @property
     def key(self) -> SampleKey:
-        """Names it in its run."""
+        """Identity of the sample in its run."""
         return self.group_id, self.index
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """In order, each without segments of no token where it is one of several."""
+        """Its trajectories in order; where there are several, without empty segments."""
         none = (None,) * len(self.lengths or (0,))
         rewards, roles = self.rewards or none, self.roles or none
         if self.lengths is None:
@@ -283,18 +290,18 @@ class GeneratedSample:
 
     @classmethod
     def failed(cls, request: SampleRequest, error: str) -> "GeneratedSample":
-        """One without a token."""
+        """Return a failed sample without tokens."""
         return cls(*request.key, Trajectory(()), FinishReason.ERROR, error)
 
     @classmethod
     def aborted(cls, request: SampleRequest) -> "GeneratedSample":
-        """One that got no further than it had."""
+        """Return an aborted sample with the tokens that the request had."""
         begun = () if request.begun is None else (request.begun,)
         return cls(*request.key, Trajectory(begun), FinishReason.ABORT)
 
 
 def call_seed(seed: int, call: str) -> int:
-    """64-bit seed of a call of a sample that has this seed: the first call has the sample's own."""
+    """Return the 64-bit seed of a call, from the seed of its sample; the first call has the sample's own."""
     if call == FIRST_CALL:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{call}".encode(), digest_size=8).digest(), "little")
@@ -304,68 +311,68 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
 
 
-# What a sample's code was given: one record for each of its calls, which is given again where the code runs again.
+# Records of the calls of a sample's code, which are replayed when the code runs again.
 #
-# Plain values, as they go from the process of user code to whoever makes them durable.
+# Plain values, since they go from the process of user code to the one that makes them durable.
 
 
 class CallKind(StrEnum):
-    """What was asked."""
+    """Kind of a call."""
 
     SAMPLE = "sample"
-    """The policy, for a continuation: `ctx.sample`."""
+    """The policy continues tokens: `ctx.sample`."""
     TOOL = "tool"
-    """The world: `ctx.call`."""
+    """A tool runs: `ctx.call`."""
     JUDGE = "judge"
-    """A grader: `ctx.judge`."""
+    """A grader runs: `ctx.judge`."""
     NOW = "now"
-    """The clock: `ctx.now`."""
+    """The clock is read: `ctx.now`."""
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A call of a sample's code, and its answer; or the intent to make one that has effects."""
+    """A call of a sample's code with its response, or the intent to make a call with effects."""
 
     group_id: int
     index: int
-    """Of the sample in its group."""
+    """Index of the sample in its group."""
     call: str
-    """Its id within the sample: see `cairn.engines.agents.episodes.recorder`."""
+    """Id of the call within the sample, see `cairn.engines.agents.episodes.recorder`."""
     kind: CallKind
     name: str
-    """Of the tool or the grader; empty of the policy and the clock."""
+    """Name of the tool or the grader; empty for the policy and the clock."""
     arguments_digest: str
-    """Of what was asked: another digest is another call."""
+    """Digest of the arguments: a call with another digest is a different call."""
     order: int | None = None
-    """Which answer of the sample it was, from 0, as its code was given them one after the other; None of an intent,
-    which has no answer yet."""
+    """Position, from 0, in the order in which the sample's code received responses; None for an intent, which has no
+    response yet."""
     turn: int = 0
-    """Answers of the policy that the code had before it made the call."""
+    """Number of replies of the policy that the code had before the call."""
     arguments: str | None = None
-    """As JSON; None of the policy and the clock."""
+    """Arguments as JSON; None for the policy and the clock."""
     result: str | None = None
-    """As JSON; None where it failed, and of the policy, whose answer is `segment`."""
+    """Result as JSON; None where the call failed, and for the policy, whose response is `segment`."""
     error: str | None = None
     """Why it failed; None where it did not."""
     reason: str | None = None
-    """The same of a tool, in a word: `cairn.engines.agents.tools.errors.Reason`."""
+    """Reason of a tool's failure: a value of `cairn.engines.agents.tools.errors.Reason`."""
     segment: Segment | None = None
-    """What the policy sampled."""
+    """Segment that the policy sampled."""
     given: int = 0
-    """Tokens that the policy went on from."""
+    """Number of input tokens of the policy."""
     started_at: float = 0.0
-    """Seconds since the epoch."""
+    """Start of the call in seconds since the epoch."""
     seconds: float = 0.0
-    """Until it was answered."""
+    """Seconds until the response."""
 
     @property
     def key(self) -> SampleKey:
-        """Of its sample."""
+        """Key of its sample."""
         return self.group_id, self.index
 
     @property
     def told(self) -> str:
-        """The call, for messages."""
+        """Description of the call, for messages."""
         what = f"{self.kind} {self.name}".strip()
         tells = self.arguments and self.kind is not CallKind.SAMPLE  # of the policy it is a digest
         return f"call {self.call} ({what})" + (f" with {self.arguments}" if tells else "")
@@ -373,17 +380,17 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Records that came up together, in the order in which they did."""
+    """A batch of new records, in order."""
 
     number: int
-    """Counts what one process said."""
+    """Number of the batch in its process."""
     records: list[CallRecord]
     awaited: bool
-    """Whether a sample waits until they are durable, with all before them: for `acknowledge(number)`."""
+    """Whether a sample waits for `acknowledge(number)`: until these records, and all before them, are durable."""
 
 
 def take_records(samples: dict[SampleKey, SampleRequest], records: Iterable[CallRecord]) -> None:
-    """Add what samples were given since, so that they are given that again."""
+    """Add new records to the requests of their samples, for a later replay."""
     found: dict[SampleKey, list[CallRecord]] = {}
     for record in records:
         found.setdefault(record.key, []).append(record)

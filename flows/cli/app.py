@@ -1,7 +1,7 @@
-"""The application that commands register with, the options that they share, and how errors end a command.
+"""The application that commands register with, the options that they share, and the exit codes of errors.
 
 Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 3 the run waits for a person's approval or was
-rejected, 75 preempted (`cairn resume` goes on), 130 interrupted, 143 `cairn up` was terminated.
+rejected, 75 preempted (`cairn resume` continues the run), 130 interrupted, 143 `cairn up` was terminated.
 """
 
 import io
@@ -38,12 +38,13 @@ EvalsOption = Annotated[bool, typer.Option("--evals", help="The results of evalu
 
 
 class BadInput(Exception):
-    """What was asked for does not exist or makes no sense. The message is one clear sentence."""
+    """Input that does not exist or makes no sense. The message is one clear sentence."""
 
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """Raise BadInput where the place that a person named cannot be written. A full disk is told as such."""
+    """Raise BadInput where the path that the user named cannot be written. The error of a full disk is raised as it
+    is."""
     from cairn.storage.store.errors import lacks_space
 
     try:
@@ -55,7 +56,7 @@ def writing(place: Path) -> Iterator[None]:
 
 
 def _is_of(place: Path, file: Any) -> bool:
-    """Whether a file is the place, below it, one of the folders around it, or written in its stead beside it."""
+    """Whether a file is the place, is below it, is one of its parent folders, or is a temporary file next to it."""
     found = Path(os.fsdecode(file)).absolute() if isinstance(file, str | bytes) else None
     if found is None or place.is_relative_to(found):
         return found is not None
@@ -63,7 +64,7 @@ def _is_of(place: Path, file: Any) -> bool:
 
 
 class _Commands(TyperGroup):
-    """Ends a command that met an expected error with a sentence on stderr and the error's exit code."""
+    """Group of commands. An expected error ends a command with a sentence on stderr and the error's exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
@@ -100,7 +101,7 @@ app = typer.Typer(
 def cairn() -> None:
     """Durable reinforcement learning for language models.
 
-    Every iteration of a run is a chain of committed steps; a run that ended anywhere goes on from its last commit.
+    Every iteration of a run is a chain of committed steps. Wherever a run ended, it resumes from its last commit.
     """
     from cairn.engines.processes.deferred import defer_compiler
     from cairn.engines.processes.ports import spare_loopback
@@ -110,7 +111,7 @@ def cairn() -> None:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
+    """Return the exit code of an error that is expected in a command; None for a bug, which keeps its traceback."""
     from cairn.configs.errors import BadData, ConfigError
     from cairn.configs.plugins import BadPlugin
     from cairn.engines.types.errors import BadModel, EngineError, GraderFailed, NotFinite, Superseded, TeacherUnusable
@@ -143,13 +144,13 @@ def exit_code(error: Exception) -> int | None:
         return BAD_INPUT
     if isinstance(error, failure):
         return FAILED
-    # Not imported for its own sake: it brings Prefect, which takes seconds.
+    # No import: the module brings Prefect, which takes seconds.
     server = sys.modules.get("cairn.flows.orchestration.server")
     return FAILED if server is not None and isinstance(error, server.ServerFailed) else None
 
 
 def describe(error: Exception) -> str:
-    """What went wrong, as a person should read it."""
+    """Return the message of an error for people."""
     from cairn.flows.cli.tables import stale_lines
     from cairn.storage.store.errors import RunDiffers, lacks_space
 
@@ -173,14 +174,13 @@ def describe(error: Exception) -> str:
 
 
 def require_one(run: str | None, evals: bool) -> None:
-    """Raise BadInput unless either a run is named or the evaluations are asked for."""
+    """Raise BadInput unless the user named a run or asked for the evaluations, and not both."""
     if (run is None) != evals:
         raise BadInput("name a run, or give --evals for the results of evaluations")
 
 
 def mind_interrupts() -> None:
-    """Be stopped by SIGINT also where it was ignored when this process began, as in what a script starts in the
-    background."""
+    """Let SIGINT stop this process even where it was ignored at the start, as in a background job of a script."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

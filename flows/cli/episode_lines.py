@@ -1,4 +1,4 @@
-"""An episode as lines for people: turn by turn, in the order in which its code was answered."""
+"""Lines that show an episode to people: turn by turn, in the order in which its code received answers."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, Text
 from cairn.flows.text import printable
 
 MOST = 2000
-"""Characters of a result that are shown; of what is longer its digest stands with it, and `--json` has all."""
+"""Characters of a result that are shown. A longer one also shows its digest; `--json` shows all of it."""
 
 
 def episode_lines(episode: EpisodeView, most: int = MOST) -> Iterator[Text]:
-    """A heading a piece, and its text. `most`: characters of a result."""
+    """Yield a heading and a text for each part of an episode. `most`: maximum of characters of a result."""
     began = episode.began_at
     for call in episode.opening:
         yield from call_lines(call, began, most)
@@ -34,7 +34,12 @@ def episode_lines(episode: EpisodeView, most: int = MOST) -> Iterator[Text]:
 
 
 def answer_lines(number: int, answer: AnswerView, began: float | None, reward: str = "") -> Iterator[Text]:
-    """What the policy sampled. `began`: of the episode; `reward`: of the turn, as text."""
+    """Yield lines for tokens that the policy sampled.
+
+    Args:
+        began: start of the episode, in Unix seconds.
+        reward: reward of the turn, as text.
+    """
     sampled = len(answer.ids)
     tokens = [f"{sampled} token{'' if sampled == 1 else 's'} after {answer.given_tokens}"]
     if answer.cached_tokens:
@@ -54,14 +59,14 @@ def answer_lines(number: int, answer: AnswerView, began: float | None, reward: s
 
 
 def world_lines(world: WorldView, name: str = "world") -> Iterator[Text]:
-    """What the world gave."""
+    """Yield lines for tokens of the environment."""
     count = len(world.ids)
     yield _heading(name, f"{count} token{'' if count == 1 else 's'}")
     yield _said(world.text, world.ids)
 
 
 def call_lines(call: CallView, began: float | None, most: int = MOST) -> Iterator[Text]:
-    """A call, its arguments and what came of it. `began`: of the episode."""
+    """Yield lines for a call, its arguments and its result. `began`: start of the episode, in Unix seconds."""
     what = f"{call.kind} {call.name}".strip()
     yield _heading(printable(what), f"call {call.call}", _timing(call.began_at, call.seconds, began))
     if call.arguments is not None:
@@ -76,7 +81,7 @@ def call_lines(call: CallView, began: float | None, most: int = MOST) -> Iterato
 
 
 def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Iterator[Text]:
-    """An answer as the code is given it again."""
+    """Yield lines for a recorded answer that the code receives again."""
     if record.kind is not CallKind.SAMPLE:
         yield from call_lines(
             CallView(
@@ -117,7 +122,7 @@ def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Itera
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and how much follows."""
+    """Return the text, or its beginning and the number of characters that follow."""
     return text if len(text) <= most else f"{text[:most]}… and {len(text) - most:,} characters more"
 
 

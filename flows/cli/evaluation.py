@@ -1,4 +1,4 @@
-"""Commands that evaluate and compare models: eval, leaderboard."""
+"""Commands that evaluate and compare models: eval, leaderboard, benchmarks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from cairn.storage.store.store import Store
 
 
-# How results of evaluations are printed for people.
+# Tables of results, for people.
 
 
 def print_results(found: Sequence[Found]) -> None:
-    """A table, one result a line."""
+    """Print a table, one result a line."""
     rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), _verdict(one)) for one in found]
     columns = list(dict.fromkeys(name for _, _, shown, _ in rows for name in shown))
     table = _table("model", "benchmark", *columns, "result", right=columns)
@@ -35,7 +35,7 @@ def print_results(found: Sequence[Found]) -> None:
 
 
 def print_standings(found: Sequence[Standing], baseline: str | None) -> None:
-    """A table of all results, those that can be compared beside each other, the best first."""
+    """Print a table of all results. Comparable ones are next to each other, the best first."""
     columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
     against = [] if baseline is None else [f"against {baseline}"]
     table = _table("benchmark", "rank", "model", "engine", *columns, *against, "computed", right=["rank", *columns])
@@ -78,7 +78,7 @@ def _verdict(one: Found) -> str:
 
 
 def require_exportable(export: tuple[str, Path] | None, results: int) -> None:
-    """Refuse what `--export` cannot do, before anything is computed, and make the folder. Raises BadInput."""
+    """Check `--export` before anything is computed, and create the folder. Raises BadInput."""
     if export is None:
         return
     kind, path = export
@@ -95,7 +95,7 @@ def require_exportable(export: tuple[str, Path] | None, results: int) -> None:
 
 
 def write_log(store: "Store", found: "Found", path: Path) -> Path:
-    """Write a result's log to `path`, or into it, and say where. Raises BadInput where it cannot be written."""
+    """Write a result's log to `path`, or into it, and return its path. Raises BadInput where it cannot be written."""
     from cairn.flows.evaluation.inspect_log import export_inspect, log_name
     from cairn.storage.evals import read_samples
 
@@ -181,14 +181,15 @@ def evaluate(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Find out what weights get at benchmarks, with an engine of their own.
+    """Evaluate weights on benchmarks, with an engine of their own.
 
-    Results are kept in the store's `evals` folder, by what they depend on: weights, tokenizer, benchmark, sampling,
-    engine, number format, grader, rows. What is there is shown, and nothing is computed; what another process computes
-    is waited for; samples that a killed evaluation had finished are taken over. A run may be training meanwhile: its
-    lease is not taken.
+    The results are stored in the store's `evals` folder. A result is identified by all that it depends on: weights,
+    tokenizer, benchmark, sampling, engine, number format, grader, rows. A stored result is shown without computing
+    anything. If another process computes the result, the command waits for it. Finished samples of a killed evaluation
+    are used. The run may be training meanwhile: the command does not take its lease.
 
-    RUN alone, and RUN@latest, are the newest weights that the run has published; RUN@initial those it began with.
+    RUN without an iteration, and RUN@latest, mean the newest weights that the run has published; RUN@initial means its
+    initial weights.
 
     Examples:
 
@@ -255,13 +256,13 @@ def leaderboard(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Show all results of a store, by benchmark, the best first.
+    """Show all evaluation results of a store, by benchmark, the best first.
 
-    Results stand together where questions, sampling and grading are equal; engine and number format may differ. Against
-    a baseline they are compared question by question. The newest result of each group is a regression if it is worse by
-    more than the margin, and by more than chance (95 %): then Prefect gets the event `cairn.evaluation.regressed`,
-    where `PREFECT_API_URL` or a profile names a server; `--gate-on-regression` opens the approval gate of the run whose
-    weights they are.
+    Results with equal questions, sampling and grading are in one group; engine and number format may differ. With
+    `--baseline` they are compared with the baseline question by question. The newest result of each group is a
+    regression if it is worse by more than the margin, and by more than chance (95 %). Then Prefect gets the event
+    `cairn.evaluation.regressed`, if `PREFECT_API_URL` or a profile names a server. `--gate-on-regression` opens the
+    approval gate of the run that the weights come from.
 
     Examples:
 
@@ -300,7 +301,7 @@ def leaderboard(
 
 
 def require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
-    """Raise BadInput where a gate could never be asked for."""
+    """Raise BadInput where a gate is requested without a baseline."""
     if gate_on_regression and baseline is None:
         raise BadInput("--gate-on-regression needs --baseline: with whose results to compare")
 
@@ -349,7 +350,7 @@ def _naming_bad_input() -> Iterator[None]:
 
 @contextmanager
 def _watched(hidden: bool) -> "Iterator[Watcher]":
-    """A bar for each benchmark on stderr, and what is said above it."""
+    """Show a progress bar for each benchmark on stderr, with messages above it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -399,7 +400,7 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
     }
 
 
-# The command that shows benchmarks: benchmarks.
+# The command `benchmarks`.
 
 
 def benchmarks(
@@ -411,11 +412,12 @@ def benchmarks(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the benchmarks: what each asks, who grades it, which task of lm-evaluation-harness it follows, and whether
+    """List the benchmarks: the questions, the grader, the task of lm-evaluation-harness that each follows, and whether
     its rows are on this machine.
 
-    Nothing is fetched: rows are in a file that you name, or in Hugging Face's cache. With NAME its definition is shown,
-    and, where its rows are there, the digests that its results carry and the first question as it is asked.
+    Nothing is downloaded: the rows are in a file that you name, or in Hugging Face's cache. With NAME the command shows
+    the benchmark's definition. If the rows are present, it also shows the digests that results carry, and the first
+    question as the model gets it.
 
     Examples:
 
@@ -448,14 +450,14 @@ def benchmarks(
 
 
 def _described(benchmark: "Benchmark") -> dict[str, Any]:
-    """Its definition, and where its rows are on this machine."""
+    """Return a benchmark's definition, and the location of its rows on this machine."""
     from cairn.tasks.evaluation.benchmarks.rows import local_data
 
     return {**benchmark.model_dump(mode="json"), "local": local_data(benchmark)}
 
 
 def _opened(benchmark: "Benchmark") -> dict[str, Any]:
-    """What its rows say: how many there are, digests, the first one. Nothing where they are not there."""
+    """Return the version of the grader and, if the rows are present, their number, digests and the first row."""
     from cairn.tasks.evaluation.benchmarks.rows import BenchmarkRows, benchmark_digests, benchmark_grader, local_data
 
     grader = benchmark_grader(benchmark)

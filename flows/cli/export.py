@@ -1,4 +1,4 @@
-"""The command that takes a model, or samples, out of a run: export."""
+"""Commands that take something out of a run: export, bundle. Also convert, for checkpoints, and unbundle."""
 
 import re
 import warnings
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What is written."""
+    """Format of an export."""
 
     HF = "hf"
     """A model folder."""
@@ -45,12 +45,15 @@ def export(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Write a run's weights as a model folder in Hugging Face format, with tokenizer and a card that says whence. With
-    `--format atif` an iteration's samples, in the Agent Trajectory Interchange Format 1.8.
+    """Write a run's weights as a model folder in Hugging Face format, or the samples of an iteration.
 
-    Takes weights from the iteration's checkpoint. Where there is none the run's engines are started apart, go to the
-    newest checkpoint before it, and replay the committed train steps after that. What was written is held against
-    the digest in the ledger. Nothing is written into the ledger, and a live driver of the run is not disturbed.
+    A model folder contains the tokenizer, and a card that names the weights' origin. With `--format atif` the command
+    writes an iteration's samples, in the Agent Trajectory Interchange Format 1.8.
+
+    The weights come from the iteration's checkpoint. If there is none, the command starts engines like the run's, loads
+    the newest checkpoint before the iteration, and replays the committed train steps after it. The written weights are
+    compared with the digest in the ledger. Nothing is written into the ledger, and a live driver of the run is not
+    disturbed.
 
     Examples:
 
@@ -69,7 +72,7 @@ def export(
             raise BadInput("--adapter is of a model: leave it out, or --format atif")
         _export_atif(ledger, folder, iteration, json)
         return
-    # Of packages that it can do without, and of how it uses PyTorch: nobody who exports can mend that.
+    # Warnings of Megatron about optional packages, and about its use of PyTorch: the user cannot fix these.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     from cairn.flows.export.model import CannotExport
     from cairn.flows.export.model import export as exported_to
@@ -112,7 +115,7 @@ def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None, json: bo
     )
 
 
-# The command that turns checkpoints into model folders and back: convert.
+# The command `convert`.
 
 
 def convert(
@@ -128,10 +131,11 @@ def convert(
 ) -> None:
     """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
 
-    A model folder becomes a training state before its first update; a checkpoint, of any layout of ranks, optimizer
-    and algorithm, becomes a model folder of the actor's weights. So does one that Megatron-LM or slime wrote in the
-    format torch_dist, of which no pickle is opened. Every file of ours is checked by its SHA-256. One process does it,
-    on a GPU where there is one: it holds 16 bytes a parameter to make a checkpoint, and the weights alone to read one.
+    A model folder becomes a training state before its first update. A checkpoint, of any layout of ranks, optimizer and
+    algorithm, becomes a model folder with the actor's weights. So does a checkpoint that Megatron-LM or slime wrote in
+    the format torch_dist; its pickles are never opened. Every file of Cairn's own checkpoints is checked by its
+    SHA-256. One process converts, on a GPU if there is one. It holds 16 bytes a parameter to make a checkpoint, and
+    only the weights to read one.
 
     Examples:
 
@@ -157,9 +161,9 @@ def convert(
         raise BadInput(f"{source} is a checkpoint: give --model, the model folder that its run began with")
     if dtype not in ("float32", "bfloat16"):
         raise BadInput(f"--dtype is {dtype}; it is float32 or bfloat16")
-    # Of packages that it can do without, and of how it uses PyTorch: nobody who converts can mend that.
+    # Warnings of Megatron about optional packages, and about its use of PyTorch: the user cannot fix these.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    # What makes Megatron run on the CPU refuses to be installed where there is a GPU.
+    # The patch that lets Megatron run on the CPU refuses to be installed where there is a GPU.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend_for(device)  # prepares megatron-core before anything imports it
     with writing(target):
@@ -185,7 +189,7 @@ def convert(
     tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
 
 
-# Commands for one sample on its own: bundle, unbundle.
+# The commands for a single sample: bundle, unbundle.
 
 
 def bundle(
@@ -201,11 +205,12 @@ def bundle(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Put everything that one sample came from and went into in one file, to be read anywhere.
+    """Write one sample's full history into a file that can be read and checked without the store.
 
-    Its prompt, response, tokens and log-probs, its grade, its advantage, the update that consumed it, and the chain of
-    commits back to the first, byte for byte, with their signatures; the source of a grader of your own. `cairn
-    unbundle` checks all of it without the store. The tables of its shard are whole, with the other samples in them.
+    The file contains the sample's prompt, response, tokens and log-probs, its grade, its advantage, the update that
+    consumed it, and the source of a user's grader. It also contains the chain of commits back to the first, byte for
+    byte, with their signatures. `cairn unbundle` checks all of it without the store. The tables of the sample's shard
+    are complete, so the file contains the other samples in them too.
 
     Examples:
 
@@ -239,11 +244,12 @@ def unbundle(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a bundle, without the store that it is from, and grade its sample again. Exits with 1 if anything is wrong.
+    """Check a bundle without its store, and grade its sample again. Exits with 1 if anything is wrong.
 
-    Checked are all digests, the chain of commits back to the first, signatures where signers are given, and that the
-    same version of the grader gives the recorded reward. Generation and training are not done again. A bundle that is
-    consistent may still be all made up: compare the digest of its newest commit, or give signers.
+    The command checks all digests, the chain of commits back to the first, and the signatures if signers are given. It
+    also checks that the same version of the grader returns the recorded reward. It does not repeat generation and
+    training. A consistent bundle may still be made up as a whole: compare the digest of its newest commit, or give
+    signers.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Commands that travel in a run's history: fork, replay, diff."""
+"""Commands that use a run's history: rescore, whatif, fork, replay, diff."""
 
 import os
 import re
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from cairn.flows.history.whatif import WhatIf
 
 
-# The file that a command writes beside what it prints, where `--write` asks for one.
+# The file that `--write` requests in addition to the printed result.
 
 
 def require_free(file: Path) -> None:
-    """Raise BadInput unless a new file can be written there."""
+    """Raise BadInput unless a new file can be written at the path."""
     if file.exists():
         raise BadInput(f"{file} is there already: give another name")
     if not file.parent.is_dir():
@@ -38,7 +38,7 @@ def require_free(file: Path) -> None:
 
 
 def write_new(rows: "pa.Table", file: Path) -> None:
-    """Write a table, whole or not at all. Raises BadInput where a file has come there, or it cannot be written."""
+    """Write a table atomically. Raises BadInput where a file exists by now, or the path cannot be written."""
     from cairn.storage.ledger.snapshots import to_parquet
 
     with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as room:
@@ -50,7 +50,7 @@ def write_new(rows: "pa.Table", file: Path) -> None:
             require_free(file)
 
 
-# `cairn rescore`: what the rewards of a run would have been.
+# `cairn rescore`: the rewards of a run under another grader.
 
 
 def rescore(
@@ -72,10 +72,10 @@ def rescore(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Grade the samples of a run again, by another grader or by today's code of its own, and say what changes.
+    """Grade the samples of a run again, with another grader or today's code of its own, and show what changes.
 
-    Nothing is sampled and nothing trained: these are the rewards that the same responses would have had. The run is
-    left as it is, and may be running. A response that failed when it was generated stays failed.
+    Nothing is sampled or trained: the command shows the rewards that the same responses would have had. The run is not
+    changed, and may be running. A response whose generation failed stays failed.
 
     Examples:
 
@@ -116,7 +116,7 @@ def _print_rescored(found: "Rescored") -> None:
     say(found.conclusion())
 
 
-# `cairn whatif`: what the advantages of an iteration would have been.
+# `cairn whatif`: the advantages of an iteration under another algorithm.
 
 
 _ITERATION_PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d{1,6})")
@@ -139,13 +139,13 @@ def whatif(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Say which advantages another algorithm would have given the samples that an iteration trained on.
+    """Show which advantages another algorithm would have given to the samples that an iteration trained on.
 
-    Nothing is sampled, scored or trained: rewards and log-probs are those of the iteration's snapshots. The run is left
-    as it is, and may be running. An algorithm that needs scores which the iteration has not is refused.
+    Nothing is sampled, scored or trained: rewards and log-probs come from the iteration's snapshots. The run is not
+    changed, and may be running. The command refuses an algorithm that needs scores which the iteration does not have.
 
-    |A| is the mean absolute advantage of a group's trained tokens; a sign flip is a token that was encouraged and would
-    not have been, or the other way round.
+    In the output |A| is the mean absolute advantage of a group's trained tokens. A sign flip is a token that the update
+    encouraged and the other algorithm would have discouraged, or the reverse.
 
     Examples:
 
@@ -208,10 +208,10 @@ def fork(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Make a run that shares another's iterations up to ITER and goes on with other options.
+    """Create a run that shares another run's iterations up to ITER and continues with other options.
 
-    Copies nothing: the shared iterations are read where they lie. The other run is left as it is, and may be running.
-    Weights, optimizer, data cursor and buffer are those that iteration ITER left.
+    Nothing is copied: the new run reads the shared iterations where they are stored. The other run is not changed, and
+    may be running. The new run starts with the weights, optimizer, data cursor and buffer after iteration ITER.
 
     Examples:
 
@@ -266,11 +266,10 @@ def replay(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Do committed steps again, beside the ledger, and compare what they make bit for bit.
+    """Repeat committed steps outside the ledger, and compare the results bit for bit. Exits with 1 if anything differs.
 
-    Nothing is written into the ledger, and a live driver of the run is not disturbed: engines, where the steps need
-    them, are started apart. Exits with 1 if anything differs. Steps whose inputs are retired or redacted are named, and
-    are no difference.
+    Nothing is written into the ledger, and a live driver of the run is not disturbed: if the steps need engines, the
+    command starts its own. It names steps whose inputs are retired or redacted; these do not count as a difference.
 
     Examples:
 
@@ -370,10 +369,10 @@ def diff(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Name the first step at which two runs part, and what differs there; exits with 1 if they do.
+    """Name the first step at which two runs differ, and what differs there. Exits with 1 if they differ.
 
-    Only what steps made is compared: samples, rewards, weights. When, where and how fast they were made is not. Tables
-    that a run does not keep any more are named where they would have to be read, and what follows is compared.
+    Only the results of steps are compared: samples, rewards, weights. Time, place and speed are not. If a needed table
+    is no longer stored, the command names it and compares what follows.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Commands that look after a store: gc and delete remove things, probe finds out whether it can carry runs."""
+"""Commands that maintain a store, gc, delete and probe, and commands by which people decide about a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cairn.storage.store.store import Store
 
 
-# Commands by which people decide about a run: approve, reject, pin, unpin, quarantine; keygen, for who signs that.
+# Decisions of people about a run: approve, reject, pin, unpin, quarantine; and keygen, for keys that sign them.
 
 
 GateArgument = Annotated[
@@ -49,11 +49,11 @@ def approve(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Let a run go on that waits for a person before an iteration; `approval` in its recipe says where it does.
+    """Approve a run that waits for a person before an iteration. `approval` in its recipe says where it waits.
 
-    The verdict is a commit in the run's ledger, with who gave it, when and why. A driver that waits begins the
-    iteration within seconds; one that has ended is started by `cairn resume`. A gate that was rejected may be approved
-    later, and one that is yet to come ahead of time; it is not asked again.
+    The verdict is a commit in the run's ledger, with its author, time and reason. A waiting driver begins the iteration
+    within seconds; if the driver has ended, `cairn resume` starts a new one. You may approve a rejected gate later, and
+    a future gate in advance; the run does not wait there then.
 
     Examples:
 
@@ -71,10 +71,10 @@ def reject(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Let a run end that waits for a person before an iteration. Its driver ends in order, with exit code 3.
+    """Reject a run that waits for a person before an iteration. Its driver shuts down cleanly, with exit code 3.
 
-    Nothing committed is lost: `cairn fork` goes on from any iteration with other options, and `cairn approve` changes
-    the verdict.
+    No commit is lost: `cairn fork` continues from any iteration with other options, and `cairn approve` changes the
+    verdict.
 
     Examples:
 
@@ -96,10 +96,11 @@ def pin(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Keep an iteration's weights and samples for good, whatever the run's retention says.
+    """Keep an iteration's weights and samples permanently, whatever the run's retention says.
 
-    Kept are its snapshots and its checkpoint; where it has none, the checkpoint before it and the snapshots since, from
-    which its weights are had again, bit for bit. So it can be forked, exported, evaluated and looked at later.
+    The iteration's snapshots and its checkpoint are kept. If it has no checkpoint, the last one before it and the
+    snapshots since then are kept: they restore the weights bit for bit. So you can fork, export, evaluate and inspect the
+    iteration later.
 
     Examples:
 
@@ -119,7 +120,7 @@ def unpin(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Leave an iteration that was pinned to the run's retention again.
+    """Undo a pin: the run's retention applies to the iteration again.
 
     Examples:
 
@@ -142,10 +143,10 @@ def quarantine(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Keep a prompt from being drawn any more: its run passes over it from the next iteration on that it begins.
+    """Exclude a prompt from a run: it is not drawn from the next iteration on that the run begins.
 
-    The driver records from which one, before it draws that iteration's prompts: the run can be resumed, replayed and
-    forked as exactly as before. Groups that were drawn already are finished and trained on.
+    The driver records that iteration before it draws its prompts. So the run can still be resumed, replayed and forked
+    exactly. Groups that are already drawn are finished and trained on.
 
     Examples:
 
@@ -166,10 +167,10 @@ def keygen(
         str | None, typer.Option("--as", metavar="NAME", help="Whose key it is, instead of user@host.")
     ] = None,
 ) -> None:
-    """Make a key that signs what one writes into ledgers, and print the line that lets others check it.
+    """Create a key that signs what you write into ledgers, and print the line with which others check it.
 
-    Whoever has `CAIRN_SIGNING_KEY=FILE` in the environment signs every commit, decision and lease of theirs. The line
-    is for the file of `cairn verify RUN --signers`.
+    With `CAIRN_SIGNING_KEY=FILE` in the environment, Cairn signs every commit, decision and lease that you write. The
+    printed line goes into the file of `cairn verify RUN --signers`.
 
     Examples:
 
@@ -224,12 +225,12 @@ def gc(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Find files of a run that nobody needs; remove them if asked to.
+    """List files of a run that nothing needs. `--apply` removes them.
 
-    What interrupted drivers left behind: attempts that lost, groups that have gone into a committed shard, writes that
-    did not end. And what the run's retention does not keep: `checkpoint.save_retain_interval` and
-    `checkpoint.retain_snapshots`. Safe beside a live driver: what it writes, and finished groups that the next driver
-    takes over, are left alone. With --evals what interrupted evaluations left behind, whoever asked for them.
+    Interrupted drivers leave such files: attempts that lost, groups that are now in a committed shard, incomplete
+    writes. The run's retention frees others: `checkpoint.save_retain_interval` and `checkpoint.retain_snapshots`. The
+    command is safe next to a live driver. It skips what that driver writes, and finished groups that the next driver
+    will use. With --evals it finds what interrupted evaluations left, of all users.
 
     Examples:
 
@@ -273,14 +274,15 @@ def delete(
     ] = None,
     store: StoreOption = ".",
 ) -> None:
-    """Delete a run with all its samples, checkpoints and metrics, or the samples of one prompt. There is no way back.
+    """Delete a run with all its samples, checkpoints and metrics, or the samples of one prompt. This cannot be undone.
 
-    Asks for the name again. Refused while a driver lives, and while other runs that were forked from it need it. A
-    deletion that was interrupted is finished by giving the command again; the run cannot be used in between.
+    You have to type the name again. The command refuses while a driver lives, and while forks of the run need it.
+    Repeat the command to finish an interrupted deletion; the run cannot be used in between.
 
-    With `--prompt` the text and the tokens of the prompt's samples are taken out of every table of the run, which stays
-    usable; a driver may be at work. Rows, rewards and digests stay, and a commit names what was redacted, by whom, why,
-    and which weights saw it. Refused while samples are needed to bring weights back: until a checkpoint follows.
+    With `--prompt` the text and the tokens of the prompt's samples are removed from every table of the run. The run
+    stays usable, and a driver may be running. Rows, rewards and digests stay. A commit records what was redacted, by
+    whom, why, and which weights were trained on it. The command refuses while the samples are needed to restore
+    weights, until a later checkpoint exists.
 
     Examples:
 
@@ -347,14 +349,16 @@ def _delete_prompt(
 
 
 def _typed_name(store: "Store", run: str) -> str:
-    """What a person types when asked for the name; nothing where nobody can be asked."""
+    """Ask the user to type the run's name, and return the input; empty where nobody can answer."""
     tell(f"This deletes run {run!r} in {store.url} for ever.")
     return typer.prompt("Type the run's name to delete it", err=True, default="", show_default=False)
 
 
 def probe(json: JsonOption = False, store: StoreOption = ".") -> None:
-    """Find out whether a store can carry runs: it answers, gives back what is written, and refuses a second exclusive
-    create. Leaves nothing behind. Every run does this before it starts.
+    """Check whether a store can hold runs. Every run does this before it starts.
+
+    The store must respond, return what was written, and refuse to create an existing file a second time. Nothing is
+    left behind.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`cairn plan`: what a recipe needs of machines, before any of them is asked."""
+"""`cairn plan`: the resources that a recipe needs, computed before any machine is used."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,12 +46,12 @@ def plan(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Say what a recipe needs, before the first GPU: memory, cache, transfers and the time of an iteration.
+    """Compute what a recipe needs, before you use a GPU: memory, cache, transfers and the time of an iteration.
 
-    Needs neither GPUs nor weights: of a model its config.json is read, or the published facts of a model of the
-    folder's name. Memory is that of the longest samples, time that of average ones, from the rates of the named GPUs;
-    where the store has runs of the same model in the same layout, from what their steps took. Exits with 1 if the
-    recipe does not fit or cannot run so, and says which options would change that.
+    Neither GPUs nor weights are needed. The command reads the model's config.json, or uses the published facts of a
+    model with the folder's name. Memory is computed for the longest samples, time for average ones, from the rates of
+    the named GPUs. If the store has runs of the same model in the same layout, the times of their steps are used. Exits
+    with 1 if the recipe does not fit or cannot run so, and names options that would change that.
 
     Examples:
 
@@ -97,7 +97,7 @@ def plan(
 
 
 def print_plan(found: "Plan") -> None:
-    """A table for each memory, and one of all else."""
+    """Print a table of the memories, and lines for everything else."""
     from rich.table import Table
     from rich.text import Text
 

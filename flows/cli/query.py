@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROWS = 100
-"""That people are shown unless they ask for more."""
+"""Rows of a table that are shown by default."""
 _WIDE = 60
-"""Characters of a column that is folded."""
+"""Characters of a column above which it is folded."""
 
 
 def sql(
@@ -33,11 +33,11 @@ def sql(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Ask the ledger by SQL: `runs`, `steps`, `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`,
-    `tokens`, `evals`, `evaluations` and `costs` are views over its commits and Parquet files, on local files and on S3.
+    """Query the ledger with SQL.
 
-    Nothing is copied and nothing can be changed: of the files, those are read that the query needs. The dialect is
-    DuckDB's.
+    The views are `runs`, `steps`, `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`, `tokens`, `evals`,
+    `evaluations` and `costs`. They show the ledger's commits and Parquet files, on local files and on S3. Nothing is
+    copied, and nothing can be changed. Only the files that the query needs are read. The dialect is DuckDB's.
 
     Examples:
 
@@ -86,7 +86,7 @@ def _rows(table: "pa.Table") -> list[list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: maps as objects, times in ISO 8601, numbers that are none as text."""
+    """Return a value for JSON: maps as objects, times in ISO 8601, infinite and NaN floats as text, bytes in hex."""
     import datetime
     import decimal
     import math
@@ -119,7 +119,7 @@ def _text(value: Any, null: str) -> str:
 
 
 def _print_table(table: "pa.Table", total: int) -> None:
-    """A line a row, or where that is too wide a line a value."""
+    """Print one row a line, or one value a line if that is too wide."""
     import pyarrow as pa
     from rich.table import Table
     from rich.text import Text

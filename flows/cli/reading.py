@@ -1,4 +1,4 @@
-"""Commands that look and change nothing: runs, status, show, verify."""
+"""Commands that read and change nothing: runs, status, show, verify, costs, timeline, report."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from cairn.storage.upkeep.signatures import Signed
 
 
-# What `verify --evals` and `gc --evals` do and print.
+# `verify --evals` and `gc --evals`.
 
 
 def verify_evals(store: "Store", signers: Mapping[str, str], json: bool) -> None:
-    """Read all results again, and where there are signers all signatures; exits with 1 if something is wrong."""
+    """Read all results again, and check all signatures if there are signers. Exits with 1 if something is wrong."""
     from cairn.storage.upkeep.evals import verify
 
     checks = list(tables.with_progress(verify(store), hidden=json))
@@ -65,7 +65,7 @@ def _signed_evals(store: "Store", signers: Mapping[str, str]) -> list["Signed"]:
 
 
 def gc_evals(store: "Store", apply: bool, json: bool) -> None:
-    """Find what nobody needs, and remove it if asked to."""
+    """List files of evaluations that nothing needs; with `apply` remove them."""
     from cairn.storage.upkeep.evals import collect, garbage
 
     found = list(garbage(store))
@@ -82,11 +82,11 @@ def gc_evals(store: "Store", apply: bool, json: bool) -> None:
 
 
 def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
-    """List all runs of a store: how far each is, its reward, and when it last committed something.
+    """List all runs of a store: progress, reward, and time of the last commit.
 
     States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
-    *interrupted* (stopped or killed; `cairn resume` goes on), *preempted* (the machine was wanted; the same),
-    *waiting* (for a person: `cairn approve`), *rejected* (by one), *damaged* (see `cairn verify`).
+    *interrupted* (stopped or killed; `cairn resume` continues it), *preempted* (the machine was needed; `cairn resume`
+    continues it), *waiting* (for a person: `cairn approve`), *rejected* (by a person), *damaged* (see `cairn verify`).
 
     Examples:
 
@@ -103,11 +103,11 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
 
 
 def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".") -> None:
-    """Say where a run stands: its state and driver, the step it is in, its weights, rewards and evaluations, and which
-    of rollout engines and trainer waits for the other.
+    """Show the status of a run: its state and driver, its current step, its weights, rewards and evaluations, and
+    whether the rollout engines wait for the trainer or the reverse.
 
     `balance` is measured over the newest iterations, ten at most, and names options that would make the run faster.
-    `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are bit for bit the same.
+    `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are identical bit for bit.
 
     Examples:
 
@@ -147,8 +147,10 @@ def show(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on. Of one of
-    several turns, what the world gave and the policy answered in each, and every call of a tool or a grader.
+    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on.
+
+    A sample with several turns is shown turn by turn: the input of the environment, the answer of the policy, and every
+    call of a tool or a grader.
 
     Examples:
 
@@ -182,12 +184,14 @@ def verify(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Read all of a run again and hold every byte against its digest, and every commit against its inputs; account for
-    every group that was generated. With --evals all results of evaluations, which are the store's, and no run's.
+    """Read a whole run again, and check every byte against its digest and every commit against its inputs.
 
-    Exits with 1 if anything is missing, altered or made from something else than the ledger says, and if a group is
-    trained on twice or lost. With `--signers` it says who wrote what, and whatever none of them has signed is a
-    finding; `cairn keygen` makes keys.
+    The command also accounts for every generated group. Exits with 1 if anything is missing, altered or made from
+    something else than the ledger says, or if a group is trained on twice or lost. With --evals it checks all
+    evaluation results instead, which belong to the store and not to a run.
+
+    With `--signers` it shows the authors of all files; a file that no signer has signed is a finding. `cairn keygen`
+    creates keys.
 
     Examples:
 
@@ -234,7 +238,7 @@ def verify(
 
 
 def read_signers_of(file: Path | None) -> dict[str, str]:
-    """Names by key, of the file that `--signers` names; none without it."""
+    """Return names by key from the file that `--signers` names; an empty mapping without it."""
     if file is None:
         return {}
     from cairn.storage.upkeep.signatures import read_signers
@@ -254,7 +258,7 @@ def _signed(ledger: "Ledger", signers: dict[str, str]) -> list["Signed"]:
 
 
 def open_ledger(store_url: str, run: str) -> "Ledger":
-    """The ledger of a run that exists. Raises BadInput if there is none."""
+    """Return the ledger of a run. Raises BadInput if the run does not exist."""
     from cairn.storage.ledger.ledger import Ledger
 
     try:
@@ -264,7 +268,7 @@ def open_ledger(store_url: str, run: str) -> "Ledger":
 
 
 def answering_store(url: str) -> "Store":
-    """The store, after it has answered: else a wrong endpoint would be waited for as if it were an outage."""
+    """Return the store after it has responded: a command must not wait for a wrong endpoint as in an outage."""
     from cairn.storage.opening import open_store
 
     store = open_store(url)
@@ -283,10 +287,10 @@ def costs(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Say what a run cost: device-seconds and tokens by step, per accepted sample and evaluation, and what was wasted.
+    """Show what a run cost: device-seconds and tokens by step, per accepted sample and evaluation, and what was wasted.
 
-    A device is a GPU where the run has any, and else a CPU thread of an engine's. Reads every commit and lease of the
-    run, and no samples. What a fork shares with its parent stands in the parent's costs.
+    A device is a GPU if the run has any, else a CPU thread of an engine. The command reads every commit and lease of
+    the run, but no samples. The iterations that a fork shares with its parent count in the parent's costs.
 
     Examples:
 
@@ -312,10 +316,10 @@ def timeline(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Write an iteration as a trace that https://ui.perfetto.dev opens: engines as rows, steps and new tries as slices.
+    """Write an iteration as a trace for https://ui.perfetto.dev: engines are rows, steps and retries are slices.
 
-    The format is Chrome's. Each slice carries its commit's metrics, timings and inputs. An iteration that is not
-    complete shows the steps that it has.
+    The format is Chrome's. Each slice has its commit's metrics, timings and inputs. An incomplete iteration shows the
+    steps that it has.
 
     Examples:
 
@@ -342,7 +346,7 @@ def timeline(
 
 
 def print_costs(found: "Costs") -> None:
-    """The sums in sentences, the parts in tables."""
+    """Print the sums as sentences, and the parts as tables."""
     from cairn.flows.cli.tables import console
 
     held, unit = found.devices, f"{found.devices.kind}-seconds"
@@ -426,8 +430,8 @@ def report(
 ) -> None:
     """Write a run as one HTML page that works offline: curves, time, samples, lineage, verification.
 
-    The page has all samples of the run to search, filter and sort, and of 500 of them every token with its log-prob,
-    ratio, advantage, age and mask. It loads nothing and sends nothing. A file that is there already is replaced.
+    You can search, filter and sort all samples of the run in the page. For 500 of them it shows every token with its
+    log-prob, ratio, advantage, age and mask. The page loads nothing and sends nothing. An existing file is replaced.
 
     Examples:
 

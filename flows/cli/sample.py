@@ -1,4 +1,4 @@
-"""`cairn lineage`: where a sample came from and what it went into."""
+"""`cairn episode` and `cairn lineage`: the course of one sample, its origin and its use."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cairn.storage.ledger.ledger import Ledger
 
 
-# The command for one sample's code: episode.
+# `cairn episode`: the code of one sample.
 
 
 _PLACE = re.compile(r"(\d+)(?:/(\d+))?")
@@ -44,12 +44,13 @@ def episode(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Show one sample turn by turn, or run its code again from the record, offline: no engine starts, and no tool,
-    grader or clock is asked; what the code did past its context it does again.
+    """Show one sample turn by turn, or run its code again from the record.
 
-    With `--replay` every answer is printed as the code is given it, and at last whether the trajectory is the committed
-    one, bit for bit, or where it first differs; then the exit code is 1. The code may have been changed since: that is
-    told. It has to lie where a store may name code, in the folder you stand in or on PYTHONPATH.
+    A replay works offline: it starts no engine and calls no tool, grader or clock. Effects of the code that bypass its
+    context happen again. With `--replay` the command prints every answer when the code receives it. At the end it says
+    whether the trajectory equals the committed one, bit for bit, or where it first differs; then the exit code is 1. It
+    also says whether the code has changed since. The code must be where a store may name code: in the current folder or
+    on PYTHONPATH.
 
     Examples:
 
@@ -78,7 +79,7 @@ def episode(
 
 
 def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView", int]:
-    """The sample at a place, and how many the iteration has. Raises BadInput."""
+    """Return the sample that SAMPLE names, and the number of samples of the iteration. Raises BadInput."""
     from cairn.flows.reading.samples import iteration_samples
 
     match = _PLACE.fullmatch(place)
@@ -136,7 +137,7 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
 
 
 def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
-    """Prints answers one after the other."""
+    """Return a function that prints answers one after the other."""
     from cairn.flows.cli.episode_lines import record_lines
     from cairn.flows.cli.tables import console
     from cairn.flows.reading.episodes import run_texts
@@ -152,9 +153,9 @@ def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
 
 
 _DIGITS = 12
-"""Of a digest, for people."""
+"""Characters of a digest that are shown."""
 _LAST_ID = 2**63 - 1
-"""That a column of a table holds."""
+"""Maximum of an integer column of a table."""
 
 
 def lineage(
@@ -175,11 +176,12 @@ def lineage(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Say where a sample came from and what it went into: the prompt's row, the weights that sampled it and their
-    digest, the grader and its source, the update that consumed it, and the checkpoints and publications that hold it.
+    """Show where a sample came from and how it was used.
 
-    With TOKEN also what is known of one token: its log-prob, weight version, advantage, age and ratio. Every commit and
-    table on the way is held against its digest.
+    This is the prompt's row, the weights that sampled it and their digest, the grader and its source, the update that
+    consumed it, and the checkpoints and publications that include that update. With TOKEN the command also shows a
+    token's log-prob, weight version, advantage, age and ratio. Every commit and table that it reads is checked against
+    its digest.
 
     Examples:
 

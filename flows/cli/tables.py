@@ -1,4 +1,4 @@
-"""How the command line prints things for people."""
+"""Print tables and lines for people."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def print_runs(found: Sequence["RunStatus"], store: str) -> None:
-    """A table, one run a line."""
+    """Print a table, one run a line."""
     from rich.table import Table
     from rich.text import Text
 
@@ -60,7 +60,10 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
 
 
 def print_status(status: "RunStatus", balance: str | None = None) -> None:
-    """All that is known of one run, a line each. `balance`: who waits for whom, where there is enough to say."""
+    """Print everything known about one run, a fact a line.
+
+    `balance` says whether engines or trainer wait, if there is enough data.
+    """
     from rich.text import Text
 
     place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
@@ -109,7 +112,7 @@ def print_status(status: "RunStatus", balance: str | None = None) -> None:
 
 
 def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
-    """Stale steps, a line for each step and reason; none if there are none."""
+    """Return a line for each step and reason of stale steps; an empty list if none are stale."""
     if not stale:
         return []
     itself = [found for found in stale if "/" not in found[3]]
@@ -123,7 +126,7 @@ def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
 
 
 def print_summary(status: "RunStatus") -> None:
-    """What a run came to, and what to look at next."""
+    """Print the results of a run, and commands for a closer look."""
     for name, scores in status.eval.items():
         say(f"{name}: {_change(scores)}")
     last = status.num_rollout - 1
@@ -131,7 +134,7 @@ def print_summary(status: "RunStatus") -> None:
 
 
 def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> None:
-    """Each sample with its texts. `alone`: no more were asked for."""
+    """Print each sample with its texts. `alone`: the user asked for one sample only."""
     from rich.text import Text
 
     from cairn.flows.cli.episode_lines import episode_lines
@@ -167,7 +170,7 @@ def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = Fa
 
 
 def print_verified(run: str, checks: Sequence["Verified"]) -> None:
-    """The findings, and how much was read."""
+    """Print the findings, and the amount of data that was read."""
     findings = [finding for check in checks for finding in check.findings]
     for finding in findings:
         say(f"{finding.fault}: {finding.message}")
@@ -205,7 +208,7 @@ def _print_groups(groups: "GroupCounts") -> None:
 
 
 def print_signed(signed: Sequence["Signed"]) -> None:
-    """Who wrote what of a ledger, a line each, after what none of the signers has."""
+    """Print the problems of unsigned files, then a line for each author of the ledger's files."""
     from collections import Counter
 
     for one in signed:
@@ -216,7 +219,8 @@ def print_signed(signed: Sequence["Signed"]) -> None:
 
 
 def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool) -> None:
-    """What of a run may go, or has gone: a line a file, or for what retention does not keep a line an iteration."""
+    """Print the files of a run that can be removed, or were removed: one a line, but one line an iteration for those
+    that retention does not keep."""
     from rich.table import Table
     from rich.text import Text
 
@@ -238,7 +242,7 @@ def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbag
 
 
 def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verified"]:
-    """The same checks, while a line on a terminal's stderr says which was the last."""
+    """Yield the checks unchanged, and show the last one in a line on a terminal's stderr."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=hidden)
@@ -250,7 +254,7 @@ def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verif
 
 @contextmanager
 def reporting() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what is done now; whoever works calls what is yielded with it."""
+    """Show the current activity in a line on a terminal's stderr. Yields the function that sets the line's text."""
     from rich.console import Console
 
     with Console(stderr=True).status("reading") as line:
@@ -273,7 +277,7 @@ def _iterations(stale: Sequence["StaleStep"]) -> str:
 
 
 def _interrupted(groups: "Groups") -> str:
-    """What was kept of an interrupted rollout, and what had to be generated."""
+    """Return how many groups of an interrupted rollout were kept, and how many had to be generated."""
     parts = []
     if groups.recovered:
         parts.append(f"{groups.recovered} kept from an interrupted rollout, {groups.generated} generated")
@@ -283,7 +287,7 @@ def _interrupted(groups: "Groups") -> str:
 
 
 def _tried_again(retries: "Retries") -> str:
-    """`steps 3 times (engine_died 2, store 1), 4 samples; 7.0 s waited`."""
+    """Return a text such as `steps 3 times (engine_died 2, store 1), 4 samples; 7.0 s waited`."""
     parts = []
     if retries.by_error:
         kinds = ", ".join(f"{kind} {count}" for kind, count in retries.by_error.items())
@@ -294,7 +298,7 @@ def _tried_again(retries: "Retries") -> str:
 
 
 def age(moment: float | None) -> str:
-    """`3 min ago`."""
+    """Return a text such as `3 min ago`."""
     if moment is None:
         return "–"
     seconds = max(0.0, time.time() - moment)
@@ -303,7 +307,7 @@ def age(moment: float | None) -> str:
 
 
 def _chosen(status: "RunStatus") -> str:
-    """The reward of what was trained on, where it is not that of all samples."""
+    """Return the reward of the trained samples as text, where it differs from that of all samples."""
     return "" if status.trained_reward == status.reward else f" ({_number(status.trained_reward)} of its batch)"
 
 
@@ -334,7 +338,7 @@ def _number(value: float | None) -> str:
 
 
 def print_table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None:
-    """Columns of numbers, each under its name."""
+    """Print columns of numbers, each under its name."""
     from rich.table import Table
     from rich.text import Text
 
@@ -347,9 +351,9 @@ def print_table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None
 
 
 def console() -> "Console":
-    """The terminal, or what is in its place."""
+    """Return a console for the terminal, or for the file or pipe in its place."""
     from rich.console import Console
 
     terminal = Console(highlight=False)
-    # Nothing is folded at a width that a file or a pipe does not have.
+    # A file or a pipe has no width at which lines should be folded.
     return terminal if terminal.is_terminal else Console(highlight=False, width=200)

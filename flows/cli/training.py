@@ -1,4 +1,4 @@
-"""Commands that start or prepare a run: train, resume, validate."""
+"""Commands that start or prepare a run: up, train, resume, validate."""
 
 import os
 import shlex
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from cairn.flows.events import Event
 
 
-# The command that lets people operate runs from Prefect's interface: up.
+# `cairn up`: operate runs from Prefect's interface.
 
 
 REFRESH = 3.0
 """Seconds between two looks at the runs."""
 
 MOST_RUNS = 12
-"""That are shown: those which committed last."""
+"""Number of runs that are shown: those with the latest commits."""
 
 
 def up(
@@ -55,11 +55,12 @@ def up(
     ] = False,
     store: StoreOption = ".",
 ) -> None:
-    """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork, verify them. Until Ctrl-C.
+    """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork and verify them. Until Ctrl-C.
 
-    Starts Prefect's server over the history of the folder one stands in, serves the deployments, and starts a Ray head
-    that their runs share. PREFECT_API_URL names a server that is there already, CAIRN_RAY_ADDRESS a cluster. Runs that
-    were started in the interface end in order with this command, and Retry goes on with them; others do not need it.
+    The command starts Prefect's server over the history of the current folder, serves the deployments, and starts a Ray
+    head that their runs share. PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster.
+    When the command ends, runs that were started in the interface shut down cleanly, and Retry resumes them. Other runs
+    do not depend on it.
 
     Examples:
 
@@ -86,7 +87,7 @@ def up(
 
 
 def _show(running: "Up") -> None:
-    """What runs, until that ends or somebody ends it."""
+    """Show what is running, until it ends or the user interrupts it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -164,10 +165,10 @@ def train(
     takeover: TakeoverOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Start a run, or go on with the run of that name from its last commit.
+    """Start a run, or resume the run of that name from its last commit.
 
-    The configuration is frozen in the ledger at the first start. A run that exists with another configuration is left
-    alone: the difference is shown.
+    The configuration is frozen in the ledger at the first start. If the run exists with another configuration, the
+    command shows the difference and changes nothing.
 
     Examples:
 
@@ -184,10 +185,10 @@ def train(
 
 
 def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOption = ".") -> None:
-    """Go on with a run from its last commit, with the configuration in its ledger.
+    """Resume a run from its last commit, with the configuration in its ledger.
 
-    Whatever ended it (an error, Ctrl-C, a killed machine), nothing committed is done again, and the weights end up the
-    same as those of a run that was never interrupted.
+    Whatever ended the run (an error, Ctrl-C, a killed machine), no committed step is repeated, and the final weights
+    equal those of a run that was never interrupted.
 
     Examples:
 
@@ -205,9 +206,9 @@ def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOptio
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> None:
     """Check a recipe without starting anything, and print it with every option filled in.
 
-    Options, their types and how they fit together; the model folder and its tokenizer; lengths against the context;
-    rewards and filters of your own; every row of local data files, of which at most 1000 training rows are rendered.
-    Needs no GPU. Exits with 2 if something is wrong.
+    The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
+    against the context; your own rewards and filters; and every row of local data files, of which it renders at most
+    1000 training rows. No GPU is needed. Exits with 2 if something is wrong.
 
     Examples:
 
@@ -253,13 +254,13 @@ def _rows(config: "RunConfig") -> str:
 
 
 def _mind_signals() -> None:
-    """From the start of a driver on: until it has a run, none of its own handlers is there."""
+    """Handle signals from the start of a driver until its run has begun, when its own handlers take over."""
     mind_interrupts()
     mind_notices()
 
 
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
-    """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
+    """Train with progress on the terminal. `is_new`: the configuration comes from the user, not from the ledger."""
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
@@ -274,7 +275,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     from cairn.engines.processes.deferred import collecting_later
 
     warm.prepare(config)  # it makes its imports while this process makes its own, as does Prefect's server
-    # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
+    # Prefect shows every change of state in its UI; this terminal shows the progress. Prefect reads this when imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     with collecting_later():
         from cairn.flows.orchestration.server import PREFECT_HOME, prepare_server
@@ -289,7 +290,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     except FileNotFoundError:
         pass
     else:
-        # Whether its last update is there is one request, the rest many.
+        # A single request says whether the last update exists; the full status needs many.
         trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
         if trained and run_status(store, run).state is RunState.COMPLETED:
             tell(f"run {run} has all its iterations; nothing is left to do")

@@ -1,1 +1,1 @@
-"""Deployments: what Prefect's interface offers to start, the forms of it, and the process that serves them."""
+"""Deployments: the flows that Prefect's UI offers to start, their forms, and the process that serves them."""

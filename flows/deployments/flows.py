@@ -1,11 +1,11 @@
-"""The flows that deployments start: `cairn up` and `prefect deploy` offer these in Prefect's interface.
+"""The deployed flows: `cairn up` and `prefect deploy` offer them in Prefect's UI.
 
-Their parameters are the form that a person fills in, see `cairn.flows.deployments.forms`. Each does what the command of
-the same name does. A Retry of a flow run executes it again with the same parameters: `train` and `resume` go on from
-the last commit, the others begin anew.
+Their parameters are the form that a person fills in, see `cairn.flows.deployments.forms`. Each flow does what the
+command of the same name does. A Retry of a flow run executes it again with the same parameters: `train` and `resume`
+continue from the last commit, the others start from the beginning.
 
-One run has one driver, whatever was started how often: the run's lease refuses a second one, with a sentence that names
-the first. Where a flow run was started by `cairn up`, it ends in order when that is gone.
+A run has at most one driver: the run's lease rejects a second one, with a message that names the first. A flow run that
+`cairn up` started ends in order when `cairn up` ends.
 """
 
 import os
@@ -51,10 +51,10 @@ from cairn.storage.store.store import Store
 from cairn.tasks.durable.events import Message
 
 STORE = "CAIRN_STORE"
-"""Environment variable: the store of flow runs whose form leaves it empty."""
+"""Environment variable: store of flow runs whose form leaves it empty."""
 
 SERVED_BY = "CAIRN_SERVED_BY"
-"""Environment variable: the process with which a flow run ends."""
+"""Environment variable: id of the process with which a flow run ends."""
 
 Parameters = ParamSpec("Parameters")
 Restarts = Annotated[int, Field(ge=0, le=1000)]
@@ -63,7 +63,8 @@ Range = Annotated[str, Field(pattern="^([0-9]{1,6}(:([0-9]{1,6})?)?)?$")]
 
 
 def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, State[Any]]:
-    """Say which process executes this flow run, and end in order with the one that serves it."""
+    """Wrap a flow's body: record the process that executes the flow run, and end in order when the serving process
+    ends."""
 
     @wraps(body)
     def until_that_is_gone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
@@ -103,16 +104,16 @@ def train(
     store: str = "",
     options: Options = EMPTY,
 ) -> State[Any]:
-    """Start a run, or go on with the run of that name from its last commit. Its configuration is frozen when it starts.
+    """Start a run, or resume the run of that name from its last commit. Its configuration is fixed at the first start.
 
     Args:
-        recipe: What the run is made from. Recipes of your own are the YAML files of the folder in which `cairn up` was
-            started, and of recipes/ and configs/recipes/ in it.
+        recipe: Recipe of the run. Your own recipes are the YAML files of the folder in which `cairn up` was started,
+            and of recipes/ and configs/recipes/ in it.
         run: Name of the run, letters, digits, '.', '_' and '-'; by default that of the recipe's file.
-        restarts: How often the run is started again by itself when its driver was killed.
-        takeover: Take the run from a driver that still lives; that driver stops.
+        restarts: Number of automatic restarts after the driver was killed.
+        takeover: Take over the run from a driver that is still alive; that driver stops.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
-        options: What shall be other than the recipe says. An option that is left empty stays as it is there.
+        options: Overrides of the recipe. An empty option keeps the recipe's value.
     """
     config = load(recipe_path(recipe), list(options.overrides()))
     return _driven(open_for_runs(_place(store)), run or Path(recipe).stem, config, takeover)
@@ -121,12 +122,12 @@ def train(
 @flow(name="resume", flow_run_name="{run}", persist_result=False)
 @_served
 def resume(run: RunName, restarts: Restarts = 0, takeover: bool = False, store: str = "") -> State[Any]:
-    """Go on with a run from its last commit, with the configuration in its ledger.
+    """Resume a run from its last commit, with the configuration in its ledger.
 
     Args:
         run: Name of the run.
-        restarts: How often the run is started again by itself when its driver was killed.
-        takeover: Take the run from a driver that still lives; that driver stops.
+        restarts: Number of automatic restarts after the driver was killed.
+        takeover: Take over the run from a driver that is still alive; that driver stops.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
     return _driven(open_for_runs(_place(store)), run, None, takeover)
@@ -142,15 +143,15 @@ def fork(
     store: str = "",
     options: Options = EMPTY,
 ) -> State[Any]:
-    """Make a run that shares another's iterations up to one of them, and train it to its end with other options.
+    """Create a run that shares another run's iterations up to one of them, and train it to its end with other options.
 
     Args:
-        run: The run that is forked; it is left as it is.
-        iteration: The last one that the new run shares with it.
+        run: The run to fork; it does not change.
+        iteration: The last iteration that the new run shares with it.
         new: Name of the new run.
-        restarts: How often the new run is started again by itself when its driver was killed.
+        restarts: Number of automatic restarts after the driver was killed.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
-        options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
+        options: Overrides of the configuration of the forked run. An empty option keeps that run's value.
     """
     from cairn.flows.history.fork import fork as forked
 
@@ -163,8 +164,8 @@ def fork(
 @flow(name="verify", flow_run_name="{run}", persist_result=False)
 @_served
 def verify(run: RunName, store: str = "") -> State[Any]:
-    """Read all of a run again and hold every byte against its digest, and every commit against its inputs; account for
-    every group that was generated.
+    """Read a whole run again: check every file against its digest, every commit against its inputs, and account for
+    every generated group.
 
     Args:
         run: Name of the run.
@@ -186,11 +187,11 @@ def verify(run: RunName, store: str = "") -> State[Any]:
 @flow(name="gc", flow_run_name="{run}", persist_result=False)
 @_served
 def gc(run: RunName, apply: bool = False, store: str = "") -> State[Any]:
-    """Find files of a run that nobody needs; remove them if asked to.
+    """Find files of a run that nothing needs; delete them with `apply`.
 
     Args:
         run: Name of the run.
-        apply: Remove what was found.
+        apply: Delete the files.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
     from cairn.configs.loader import from_manifest
@@ -229,21 +230,21 @@ def evaluate(
     sampling: Sampling = UNCHANGED_SAMPLING,
     engine: Engine = UNCHANGED_ENGINE,
 ) -> State[Any]:
-    """Find out what weights get at benchmarks, and keep the results in the store; what is there is not computed again.
+    """Evaluate weights on benchmarks and store the results; stored results are not computed again.
 
     Args:
         benchmarks: Names of benchmarks, such as gsm8k, or YAML files.
-        run: RUN, RUN@latest, RUN@ITER or RUN@A:B; a run that trains meanwhile is not disturbed.
-        model: A model folder in Hugging Face format, in the place of a run.
+        run: RUN, RUN@latest, RUN@ITER or RUN@A:B; a run that is training meanwhile is not disturbed.
+        model: A model folder in Hugging Face format, instead of a run.
         data: Files with rows: FILE for all benchmarks, NAME=FILE for one.
         every: Of a range of iterations, each N-th.
-        baseline: RUN@ITER, RUN@initial or a model folder whose results are in the store: worse ones raise an event.
+        baseline: RUN@ITER, RUN@initial or a model folder whose results are in the store: worse scores raise an event.
         margin: By how much a score may be less than the baseline's.
         fail_on_regression: End as failed where a score is worse than the baseline's.
         gate_on_regression: Let the run wait for approval before its next iteration where a score is worse.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
-        sampling: What shall be other than the benchmarks say.
-        engine: What shall be other than in the run, or than by default.
+        sampling: Overrides of the benchmarks' sampling options.
+        engine: Overrides of the engine options of the run, or of the defaults.
     """
     from cairn.flows.evaluation.flow import evaluated
 
@@ -266,14 +267,14 @@ def evaluate(
 @flow(name="rescore", flow_run_name="{run}", persist_result=False)
 @_served
 def rescore(run: RunName, iterations: Range = "", reward: RewardOptions = SAME_GRADER, store: str = "") -> State[Any]:
-    """Grade the samples of a run again, by another grader or by today's code of its own, and say what changes in an
-    artifact `rescore-<run>`. The run is left as it is.
+    """Grade the samples of a run again, with another grader or with the current code of its own, and report the changes
+    in an artifact `rescore-<run>`. The run does not change.
 
     Args:
         run: Name of the run.
-        iterations: One iteration, such as 39, or those from A to B, such as 0:39; all where it is left empty.
-        reward: The other grader. An option that is left empty stays as it is in the run; a `rm_type` alone takes the
-            place of the run's grader of its own.
+        iterations: One iteration, such as 39, or those from A to B, such as 0:39; empty for all.
+        reward: The other grader. An empty option keeps the run's value; `rm_type` alone replaces the run's custom
+            grader.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
     from cairn.flows.history.rescore import rescore as rescored
@@ -290,11 +291,11 @@ def rescore(run: RunName, iterations: Range = "", reward: RewardOptions = SAME_G
 
 
 FLOWS: tuple[Flow[..., Any], ...] = tuple(globals()[name] for name in NAMES)
-"""Each is deployed under its own name."""
+"""Flows with a deployment, each under its own name."""
 
 
 def _log(event: Event) -> None:
-    """In the logs of the flow run."""
+    """Write an event to the logs of the flow run."""
     logger = get_run_logger()
     if isinstance(event, Message):
         (logger.warning if event.level == "warning" else logger.info)(event.text)
@@ -305,7 +306,8 @@ def _log(event: Event) -> None:
 
 
 def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: bool = False) -> State[Any]:
-    """Train a run to its last iteration, or until it may not go on before a person decides."""
+    """Train a run to its last iteration, or until it needs a person's decision; return the final state of the flow
+    run."""
     from cairn.flows.driver.approval import Withheld
     from cairn.flows.orchestration.withheld import end_of_driver
     from cairn.flows.reading.views import run_status

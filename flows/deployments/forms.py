@@ -1,9 +1,9 @@
-"""The form of a run in Prefect's interface: a recipe to choose, and every option of the configuration to change in it.
+"""The form of a run in Prefect's UI: a recipe to choose, and every option of the configuration to override.
 
-Prefect draws a form from the JSON schema of a flow's parameters, and its server refuses what the schema does not allow
-before a run is made. So the form is the configuration's own schema, in which nothing is required: what is left out
-stays as the recipe has it. Ranges, words to choose from and descriptions are those of `cairn.configs.schema`. A switch
-is one of two words: a boolean that nobody touched the interface would send as false.
+Prefect renders a form from the JSON schema of a flow's parameters, and its server rejects values that the schema does
+not allow before it creates a flow run. So the form is the configuration's own schema with all options optional: an
+omitted option keeps the recipe's value. Ranges, choices and descriptions come from `cairn.configs.schema`. A switch is
+a choice of two strings, because the UI sends an untouched boolean as false.
 """
 
 import json
@@ -35,11 +35,12 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.layout import LONGEST_NAME, NAME_PATTERN
 
 FOLDERS = (".", "recipes", "configs/recipes")
-"""Where recipes of one's own are looked for, below the folder one stands in."""
+"""Folders with the user's own recipes, relative to the working directory."""
 
 
 def without_null(fields: dict[str, JsonSchemaValue]) -> None:
-    """Let fields be empty rather than null: the interface would ask of which of the two types a value is."""
+    """Make fields optional instead of nullable: for a nullable field the UI asks which of the two types the value
+    has."""
     for field in fields.values():
         if {"type": "null"} not in field.get("anyOf", ()):
             continue
@@ -53,7 +54,7 @@ def without_null(fields: dict[str, JsonSchemaValue]) -> None:
 
 
 class Form(BaseModel):
-    """Parameters that may each be left out."""
+    """Parameters that are all optional."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -68,7 +69,7 @@ class Form(BaseModel):
         return {name: value for name, value in handler(self).items() if value is not None}
 
     def overrides(self, prefix: str = "") -> Iterator[str]:
-        """What was filled in, as `section.option=value`."""
+        """Yield the values that were filled in, as `section.option=value`."""
         for name in sorted(self.model_fields_set):
             value = getattr(self, name)
             if isinstance(value, Form):
@@ -79,8 +80,8 @@ class Form(BaseModel):
 
 
 def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
-    """The form of a section of the configuration, and of those within it. `defaults`: say them, as what an empty field
-    means."""
+    """Return the form of a configuration section and of its subsections. `defaults`: append the default of each option
+    to its description, as the meaning of an empty field."""
     fields: dict[str, Any] = {}
     for name, option in section.model_fields.items():
         inner = section_of(option) or _optional_section(option)
@@ -96,7 +97,7 @@ def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
 
 
 def _optional_section(option: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field may hold, and is null without; not that of the members of a list."""
+    """Return the section of a nullable field; None for other fields and for lists of sections."""
     return item_of(option) if type(None) in get_args(option.annotation) else None
 
 
@@ -117,15 +118,15 @@ else:
     """Those of its grader."""
 
 EMPTY = Options()
-"""The form as it is before anything is filled in."""
+"""Form of a run with nothing filled in."""
 
 SAME_GRADER = RewardOptions()
-"""The same of the grader's."""
+"""Form of a grader with nothing filled in."""
 
 
 def recipes(folder: Path) -> dict[str, Path]:
-    """Recipes by name: those below the folder, relative to it, and Cairn's own, which give way to a file of the same
-    name. A file that holds no sections of a configuration is none."""
+    """Return recipes by name: the YAML files below the folder, relative to it, and Cairn's own. The user's file wins
+    where both have the same name. Files without the sections of a recipe are skipped."""
     ours = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
     found = {str(path.relative_to(ours)): path for path in sorted(ours.rglob("*.yaml"))}
     own = {str(path.relative_to(folder)): path for below in FOLDERS for path in sorted((folder / below).glob("*.yaml"))}
@@ -135,7 +136,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe that the form offers, or the one at that path."""
+    """Return the file of a recipe that the form offers; else the name as a path."""
     return recipes(Path.cwd()).get(name, Path(name))
 
 
@@ -152,7 +153,8 @@ def _choices() -> tuple[str, ...]:
 
 
 class _Chosen:
-    """Offers the recipes that there are where the schema is made; takes any text, since a file may come later."""
+    """Type annotation that offers the existing recipes in the JSON schema, and accepts any text, since a file may be
+    added later."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -166,10 +168,10 @@ RunName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$", max_length=LONGEST_N
 """Name of a run."""
 
 RunNameOrNone = Annotated[str, Field(pattern=f"^({NAME_PATTERN})?$", max_length=LONGEST_NAME)]
-"""The same, where it may be left out."""
+"""Name of a run, or an empty string."""
 
 
-# The form of an evaluation in Prefect's interface, made as that of a run is (`cairn.flows.deployments.forms`).
+# Forms of an evaluation in Prefect's UI.
 
 
 if TYPE_CHECKING:
@@ -183,4 +185,4 @@ else:
 
 UNCHANGED_SAMPLING = Sampling()
 UNCHANGED_ENGINE = Engine()
-"""The forms as they are before anything is filled in."""
+"""Forms of an evaluation (with the constant above) with nothing filled in."""

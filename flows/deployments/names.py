@@ -1,7 +1,7 @@
-"""Names of the deployments; imports nothing."""
+"""Names of the deployments, without imports."""
 
 DEPLOYMENT = "cairn"
-"""Of each: `train/cairn`."""
+"""Name of every deployment, after its flow: `train/cairn`."""
 
 NAMES = ("train", "resume", "evaluate", "fork", "verify", "gc", "rescore")
-"""Of their flows, in `cairn.flows.deployments.flows`."""
+"""Names of the deployed flows, defined in `cairn.flows.deployments.flows`."""

@@ -1,16 +1,16 @@
-"""The process that serves the deployments: it takes up flow runs that are due, each in a process of its own, and looks
-after those whose driver is gone (`cairn.flows.deployments.watching`).
+"""The process that serves the deployments: it executes due flow runs, each in its own process, and watches for flow
+runs whose driver is gone (`cairn.flows.deployments.watching`).
 
     python -P -m cairn.flows.deployments.serving PARENT_PID
 
-It makes its imports, reads a line with the address of the Ray cluster that drivers are to join, empty where each starts
-its own, and prints a line when the deployments are there.
+It imports its modules, then reads one line from stdin: the address of the Ray cluster that drivers join, or empty where
+each driver starts its own. When the deployments are registered it prints a line.
 
-`cairn up` starts it. SIGTERM ends it in order, and so does the end of its parent: its flow runs are told at the same
-time, and have `GRACE` seconds to give their runs back.
+`cairn up` starts it. SIGTERM and the end of its parent end it in order: it signals all flow runs at once, and they have
+`GRACE` seconds to release their runs.
 
-Prefect's own handler of SIGTERM cancels flow runs one after the other, each with half a minute, and leaves the loop by
-an exception out of a signal handler. Here the loop hears the signal itself, and then no flow run is left to cancel.
+Prefect's own SIGTERM handler cancels flow runs one after the other, half a minute each, and leaves the event loop by an
+exception from a signal handler. Here the event loop handles the signal, and no flow run is left for Prefect to cancel.
 """
 
 import argparse
@@ -34,16 +34,17 @@ GRACE = 40.0
 """Seconds that flow runs have to end; `operations.grace_period` is 30 by default."""
 
 POLL_INTERVAL = 2.0
-"""Seconds between two questions for flow runs that are due."""
+"""Seconds between two queries for due flow runs."""
 
 
 PEOPLES = {"schedules", "paused", "concurrency_limit", "concurrency_options"}
-"""What people set of a deployment: where it is there already, Prefect would put ours in its place, and delete every
-schedule."""
+"""Settings of a deployment that users change: for an existing deployment, Prefect would overwrite them with ours and
+delete every schedule."""
 
 
 async def deployments(store: str) -> list[RunnerDeployment]:
-    """All of them. Flow runs that name no store are made with this one, and keep it whoever takes them up."""
+    """Return all deployments. Flow runs that name no store get this one when they are created, and retain it whichever
+    process executes them."""
     found = []
     for flow in FLOWS:
         deployment = await flow.ato_deployment(
@@ -63,7 +64,7 @@ async def serve(parent: int) -> None:
     running = asyncio.create_task(runner.start())
     while not runner.started and not running.done():
         await asyncio.sleep(0.05)
-    # In the place of Prefect's, which `start` has set.
+    # Replaces Prefect's handler, which `start` has set.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     over = threading.Event()
     watching = threading.Thread(target=watch, args=(over,), name="watching", daemon=True)
@@ -83,7 +84,7 @@ async def serve(parent: int) -> None:
 
 
 def end_flow_runs() -> None:
-    """Tell all flow runs at once to end, and kill those that do not within `GRACE` seconds."""
+    """Send SIGTERM to all flow runs at once, and kill those that do not end within `GRACE` seconds."""
     processes = psutil.Process().children()
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -1,12 +1,12 @@
-"""`cairn up`: Prefect's server, a process that serves the deployments, and a Ray cluster, for as long as this process
-lives.
+"""`cairn up`: Prefect's server, a process that serves the deployments, and a Ray cluster, for the lifetime of this
+process.
 
     this process ── Prefect's server (cairn.flows.orchestration.server), unless one is configured
                  ├─ the deployments  (cairn.flows.deployments.serving) ── a driver for each flow run
-                 └─ a Ray head       (cairn.engines.fleet.head), unless there is one or none is wanted
+                 └─ a Ray head       (cairn.engines.fleet.head), unless one exists or none is wanted
 
-Each child ends with its parent, however that ended. They are ended from the inside out: drivers give their runs back
-while the server can still hear it. A child that dies by itself is started again, at most three times in a row.
+Each child ends with its parent, however the parent ended. `close` ends them in reverse order: drivers release their
+runs while the server can still receive their states. A child that dies is restarted, at most three times in a row.
 """
 
 import os
@@ -40,14 +40,14 @@ SERVING_END = 60.0
 HEAD_END = 60.0
 
 START_TIMEOUT = 300.0
-"""Seconds until a child must have said its first line."""
+"""Seconds until a child must have printed its first line."""
 
 CPUS_PER_CORE = 8
-"""CPUs that Ray offers to reservations for each that there is: they count, and bound nothing."""
+"""Logical CPUs that Ray offers for each real one. They are only for accounting: Ray does not limit CPU use."""
 
 
 class Child:
-    """A module of ours as a process, which says a line when it is up, and is started again when it dies."""
+    """One of our modules as a child process. It prints a line when it is up, and is restarted when it dies."""
 
     def __init__(self, name: str, module: str, *arguments: str, log: Path, environment: dict[str, str]) -> None:
         self.name, self.log = name, log
@@ -58,7 +58,7 @@ class Child:
         self._told: str | None = None
         self._changing = threading.Lock()
         self.said: str | None = None
-        """Its first line."""
+        """First line of the child's output."""
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
         self._watcher.start()
@@ -74,7 +74,8 @@ class Child:
         return "up" if self._up.is_set() else "starting"
 
     def wait_up(self, timeout: float = START_TIMEOUT) -> str:
-        """Its first line. Raises ServerFailed if it ends before, or says nothing for too long."""
+        """Wait for the child's first line and return it. Raises ServerFailed if the child ends before, or after the
+        timeout."""
         end = time.monotonic() + timeout
         while not self._up.wait(0.1):
             if self._ended.is_set() or time.monotonic() > end:
@@ -83,18 +84,18 @@ class Child:
         return self.said
 
     def tell(self, line: str) -> None:
-        """Write a line to it, and to those that take its place."""
+        """Write a line to the child's stdin, and to that of each process that replaces it."""
         with self._changing:
             self._told = line
             self._write()
 
     def require(self) -> None:
-        """Raise ServerFailed if it has ended for good."""
+        """Raise ServerFailed if the child has ended and is not restarted."""
         if self._ended.is_set():
             raise ServerFailed(f"{self.name} ended by itself; the end of its log, {self.log}:\n{self._tail()}")
 
     def stop(self, timeout: float) -> None:
-        """Tell it to end, and end it if it does not."""
+        """Send SIGTERM to the child, and kill it after the timeout."""
         with self._changing:
             self._stopping = True
             with suppress(ProcessLookupError):
@@ -141,7 +142,7 @@ class Child:
                 self._write()
 
     def _listen(self, said: IO[str]) -> None:
-        """Take the first line, and log what else is said."""
+        """Store the first line, and write the others to the log."""
         with said, self.log.open("a") as log:
             for line in said:
                 if self._up.is_set():
@@ -157,22 +158,22 @@ class Child:
 
 @dataclass
 class Up:
-    """What runs."""
+    """The running processes and their addresses."""
 
     ui_url: str
     api_url: str
     store: str
     server: Server | None
-    """None where another one is configured."""
+    """None where another server is configured."""
     serving: Child
     ray: Child | None
-    """None where none was wanted, or there is one."""
+    """None where no Ray head was wanted, or a cluster already exists."""
     ray_address: str | None
-    """Of the cluster that runs join; None where each starts its own."""
+    """Address of the cluster that runs join; None where each starts its own."""
     _closing: ExitStack = field(default_factory=ExitStack)
 
     def require(self) -> None:
-        """Raise ServerFailed if a part is gone for good."""
+        """Raise ServerFailed if a part has ended for good."""
         if self.server is not None and not self.server.alive():
             raise ServerFailed(f"the Prefect server ended by itself; its log is {self.server.log}")
         self.serving.require()
@@ -180,14 +181,14 @@ class Up:
             self.ray.require()
 
     def close(self) -> None:
-        """End everything that was started, drivers first."""
+        """End every process that `start` started, drivers first."""
         self._closing.close()
 
 
 def start(store: str, *, host: str, port: int, ray: bool) -> Up:
-    """Start what is missing, and return when the interface can be used and the deployments are there.
+    """Start the missing processes; return when the UI is available and the deployments are registered.
 
-    `store`: a URL or folder, for flow runs that name none. Raises ServerFailed, and StoreRefused where it is none.
+    `store`: a URL or folder, for flow runs that name none. Raises ServerFailed, and StoreRefused where it is no store.
     """
     store = open_store(store).url  # refused here, and not by every flow run
     home = folder_for(PREFECT_HOME)

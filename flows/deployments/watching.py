@@ -1,21 +1,21 @@
-"""Drivers that were killed: their flow runs are marked Crashed, and started again where they ask for it.
+"""Watching for killed drivers: their flow runs are marked Crashed, and restarted where their form says so.
 
-A process that was killed cannot say so, and Prefect believes it to be running for ever. Whether a driver lives is told
-by its run's lease. So every few seconds:
+A killed process cannot report its end, and Prefect shows it as running for ever. The run's lease tells whether a driver
+is alive. So every few seconds:
 
-| flow run | its run's newest lease | what is done |
+| flow run | its run's newest lease | action |
 |---|---|---|
-| Running, since before the lease was taken | over | marked Crashed, with the iterations and steps in it |
-| Cancelling | over | marked Cancelled, and what is in it Crashed |
-| Crashed, not by Cancel, `restarts` left | over, its driver killed or preempted | scheduled again, as Retry does it |
-| Paused, Suspended, Scheduled, Cancelled, Failed | any | nothing |
+| Running, since before the lease was taken | over | marked Crashed, with its iterations and steps |
+| Cancelling | over | marked Cancelled, and its iterations and steps Crashed |
+| Crashed, not by Cancel, `restarts` left | over, its driver killed or preempted | scheduled again, like a Retry |
+| Paused, Suspended, Scheduled, Cancelled, Failed | any | none |
 
-Flow runs of deployments say themselves too which process executes them (`cairn.flows.deployments.watching`): so also
-those without a lease are marked, and those of drivers that were killed before they had it are started again. One that
-was taken up by a `cairn up` that was killed before it began is scheduled again.
+Flow runs of deployments also record which process executes them. So flow runs without a lease are marked too, and
+those of drivers that were killed before they had the lease are restarted. A flow run is scheduled again if the
+`cairn up` that claimed it was killed before the flow run began.
 
-The lease decides, and a restarted driver has to get it: two that watch do no harm. Of a driver on another machine the
-clocks' word is taken, which can be wrong for what is shown and never for who may commit.
+The lease decides, and a restarted driver must acquire it, so two watching processes do no harm. For a driver on another
+machine the lease's clock decides. A wrong clock can affect the displayed state, but never who may commit.
 """
 
 import logging
@@ -37,23 +37,26 @@ from cairn.storage.ledger.leases import Holder, LeaseState, Outcome, newest_leas
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged, StoreError
 
-# Which process executes a flow run, as the flow run itself tells it: not every flow run has a run's lease.
+# Each flow run records the process that executes it, because not every flow run has a run's lease.
 
 
 PROCESS, SAID_AT = "cairn.process", "cairn.said_at"
-"""Labels of the flow run: the process as JSON, and when it said so in Unix seconds."""
+"""Labels of the flow run: the process as JSON, and the time of that record in Unix seconds."""
 
 
 def say_who_executes(flow_run: UUID) -> None:
-    """To be called by the process that does, before anything else."""
+    """Record this process as the one that executes the flow run. Must be called before anything else."""
     labels: dict[str, Any] = {PROCESS: Holder.this_process().model_dump_json(), SAID_AT: time.time()}
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(flow_run, labels)
 
 
 def killed_at_work(client: SyncPrefectClient, flow_run: FlowRun) -> float | None:
-    """When the process that executed the flow run said that it does, if it is gone; None where it lives, or this
-    machine cannot tell, or a newer try has not said who executes it."""
+    """Return when the process of the flow run recorded itself, in Unix seconds, if that process is gone.
+
+    Returns None where it is alive, where this machine cannot know, and where a newer attempt has not recorded its
+    process yet.
+    """
     said, at = flow_run.labels.get(PROCESS), flow_run.labels.get(SAID_AT)
     if not isinstance(said, str) or not isinstance(at, float) or not Holder.model_validate_json(said).is_gone():
         return None
@@ -62,13 +65,13 @@ def killed_at_work(client: SyncPrefectClient, flow_run: FlowRun) -> float | None
 
 
 INTERVAL = 5.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 TO_BEGIN = 180.0
-"""Seconds that whoever took up a flow run has to begin with it."""
+"""Seconds that a process has to begin a flow run that it has claimed."""
 
 AT_ITS_END = 60.0
-"""Seconds that a driver which has given its run back may take to tell Prefect."""
+"""Seconds that a driver may take to report to Prefect after it has released its run."""
 
 RESTARTED = "Started again by itself"
 """Beginning of the message of the state that a restart sets."""
@@ -77,11 +80,11 @@ _log = logging.getLogger("prefect.cairn.watching")
 
 
 class _NotOver(Exception):
-    """Another driver has the run by now."""
+    """Another driver has acquired the run meanwhile."""
 
 
 def watch(over: threading.Event, interval: float = INTERVAL) -> None:
-    """Look until the event is set."""
+    """Check every `interval` seconds until the event is set."""
     with get_client(sync_client=True) as client:
         while not over.wait(interval):
             try:
@@ -91,7 +94,7 @@ def watch(over: threading.Event, interval: float = INTERVAL) -> None:
 
 
 def look(client: SyncPrefectClient) -> None:
-    """Once: mark whose driver is gone, and start again what asks for it."""
+    """Check once: mark flow runs whose driver is gone, and restart those with restarts left."""
     running = _drivers(client, [StateType.RUNNING, StateType.CANCELLING])
     lost = {flow_run.id for flow_run in running if _is_lost(flow_run)}
     for flow_run in running:
@@ -112,12 +115,12 @@ def look(client: SyncPrefectClient) -> None:
 
 
 def _drivers(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
-    """Flow runs of drivers that have had their run's lease, newest first."""
+    """Return flow runs of drivers that have had their run's lease, newest first."""
     return [flow_run for flow_run in _found(client, types) if _place(flow_run) is not None]
 
 
 def _deployed(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
-    """Flow runs of deployments, drivers and others."""
+    """Return flow runs of deployments, those of drivers and others."""
     return [flow_run for flow_run in _found(client, types) if flow_run.deployment_id is not None]
 
 
@@ -131,7 +134,7 @@ def _found(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
 
 
 def _place(flow_run: FlowRun) -> tuple[str, str] | None:
-    """Store and run; None where the flow run has not had the lease, or its store is not the one that it seems to be."""
+    """Return store and run; None where the flow run has not had the lease, or its tags belong to another store."""
     run = next((tag.removeprefix("run:") for tag in flow_run.tags if tag.startswith("run:")), None)
     store = flow_run.parameters.get("store") or os.environ.get("CAIRN_STORE") or "."
     if run is None or not run_tags(run, store) <= set(flow_run.tags):
@@ -202,7 +205,8 @@ def _is_killed_before_its_lease(client: SyncPrefectClient, flow_run: FlowRun) ->
 
 
 def _was_cancelled(states: "Sequence[State[Any]]") -> bool:
-    """Whether somebody cancelled the flow run since it was last started. By SIGTERM its driver may have crashed."""
+    """Whether a person cancelled the flow run since it was last started. Cancel sends SIGTERM, and its driver may have
+    crashed by it."""
     last = next((state for state in reversed(states) if state.is_running() or state.is_cancelling()), None)
     return last is not None and last.is_cancelling()
 

@@ -1,1 +1,2 @@
-"""The driver of a run: checks, sources and engines before it begins; gates, notices and divergence on its way."""
+"""The driver of a run: checks, data sources and engines before it begins; gates, preemption and divergence while it
+runs."""

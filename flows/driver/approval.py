@@ -1,20 +1,20 @@
-"""Gates: where a run waits before an iteration until a person lets it go on.
+"""Gates: points before an iteration where a run waits for a person's approval.
 
 | the gate before the iteration | its driver |
 |---|---|
 | none is due, or it is approved | begins the iteration |
-| is due, and is not there | records it, with why; then as if it had been there |
-| is open, `approval.wait: true` | says so and waits, its engines up |
+| is due, and not recorded | records it with the reason; then acts on it as on a recorded one |
+| is open, `approval.wait: true` | reports it and waits with its engines up |
 | is open, `approval.wait: false` | ends in order, exit code 3 |
 | is rejected | ends in order, exit code 3 |
 
-Gates and verdicts are decisions in the ledger (`cairn.storage.ledger.decisions`), and nothing else says how a gate
-stands: the driver may be killed while it waits, and the next one comes to the same gate. An approved gate is not asked
-again. The newest verdict counts, so a rejected run is approved by saying so, and resumed. A fork has its parent's gates
-behind it with the iterations that it shares; those before its own iterations are its own.
+Gates and verdicts are decisions in the ledger (`cairn.storage.ledger.decisions`), and the ledger alone holds a gate's
+state: a driver may be killed while it waits, and the next one finds the same gate. An approved gate does not open
+again. The newest verdict counts: to continue a rejected run, approve it and resume it. A fork inherits its parent's
+gates before the iterations that it shares; the gates before its own iterations are its own.
 
-What is due depends on the ledger alone, and on nothing that is still being computed: of the evaluations, on those of
-the weights that the iteration is sampled from and of older ones.
+Which gates are due depends only on the ledger, and not on running computations. Of the evaluations, only those of the
+weights that the iteration samples from, and of older weights, count.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 
 POLL_INTERVAL = 2.0
-"""Seconds between two looks at the decisions."""
+"""Seconds between two reads of the decisions."""
 
 
 class Withheld(Exception):
-    """The run may not go on. The message says why, and what to do."""
+    """The run may not continue. The message contains the reason, and what to do."""
 
 
 class AwaitingApproval(Withheld):
-    """Nobody has decided yet."""
+    """A person has not decided yet."""
 
     def __init__(self, message: str, gate: GateStanding) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class AwaitingApproval(Withheld):
 
 
 class Rejected(Withheld):
-    """Somebody has decided that it shall not."""
+    """A person has rejected the iteration."""
 
 
 Showing = Callable[[GateStanding, str], AbstractContextManager[None]]
-"""Shows elsewhere, for as long as the block lasts, that the run waits at a gate, with a sentence."""
+"""Context manager that displays elsewhere that the run waits at a gate, with a sentence, while its block runs."""
 
 
 def admit(
@@ -57,8 +57,10 @@ def admit(
     index: int,
     showing: Showing = lambda gate, sentence: nullcontext(),
 ) -> None:
-    """Return when iteration `index` may begin. Raises AwaitingApproval and Rejected, Stopping where the driver is to
-    end meanwhile, and LeaseLost."""
+    """Return when iteration `index` may begin.
+
+    Raises AwaitingApproval and Rejected, Stopping where the driver is requested to end meanwhile, and LeaseLost.
+    """
     ledger = run.ledger
     if (held := holding(ledger, index)) is None:
         cause = due(ledger, run.config, index)
@@ -84,7 +86,8 @@ def admit(
 
 
 def require_not_withheld(ledger: Ledger, config: RunConfig, index: int | None) -> None:
-    """Raise Withheld if iteration `index` may not begin and no driver is to wait for it. Before engines start."""
+    """Raise Withheld if iteration `index` may not begin and the configuration lets no driver wait. Called before
+    engines start."""
     held = None if index is None else holding(ledger, index)
     if held is not None:
         _require(held, ledger.run, wait=config.approval.wait)
@@ -104,7 +107,7 @@ def _open(run: RunContext, index: int, cause: str, sentence: str) -> None:
 
 
 class _AlreadyThere(Exception):
-    """There is a gate, or a verdict."""
+    """The gate is already recorded."""
 
 
 def _require(held: GateStanding, run: str, *, wait: bool) -> None:

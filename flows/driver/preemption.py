@@ -1,17 +1,18 @@
-"""How a driver ends before its time: in order, and by a deadline.
+"""Early end of a driver: in order, and before a deadline.
 
-| what comes | what the driver does |
+| request | reaction of the driver |
 |---|---|
-| SIGINT | stops its work and gives the run back as stopped |
-| SIGTERM, SIGUSR1, Ray drains a machine of it, Cancel in Prefect | the same as preempted, after a checkpoint |
-| another of these after that, or a second SIGINT | gives the run back, if that takes a moment, and ends at once |
-| the end of `operations.grace_period` seconds | the same |
+| SIGINT | stops its work and releases the run as stopped |
+| SIGTERM, SIGUSR1, Ray drains one of its machines, Cancel in Prefect | makes a checkpoint, releases it as preempted |
+| another of these after that, or a second SIGINT | tries to release the run for a moment, and exits at once |
+| `operations.grace_period` seconds have passed | the same |
 
-Work stops so: no step begins or is tried again; generations are aborted, after what finished in them is durable; a call
-of the training engine comes to its end, since an update that was begun cannot be taken back and may count.
+Work stops in this way: no step begins or is retried. Generations are aborted, after their finished samples are durable.
+A call of the training engine completes, because an update that has begun cannot be undone and may count.
 
-Signals are heard by a thread, over Python's wake-up descriptor. Their handlers are not to be relied on: within a flow
-Prefect has its own, whose exception Ray swallows while it waits for a result. What a handler raises only spares a wait.
+A thread receives the signals, through Python's wakeup file descriptor. Signal handlers are not reliable: within a flow,
+Prefect installs its own, and Ray swallows their exceptions while it waits for a result. An exception from a handler
+only shortens a wait.
 """
 
 import contextvars
@@ -34,31 +35,31 @@ from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.trainer.checkpoint import checkpoint
 
 GRACE = 30.0
-"""Seconds, while the run's configuration is not known."""
+"""Grace period in seconds, until the run's configuration is known."""
 
 A_MOMENT = 2.0
-"""Seconds that giving the run back may take at the very end."""
+"""Seconds that releasing the run may take when the process exits at once."""
 
 SAME_KEY = 0.5
-"""Seconds within which a second SIGINT is the same Ctrl-C, passed on by a program that started the driver."""
+"""Seconds within which a second SIGINT counts as the same Ctrl-C, forwarded by a program that started the driver."""
 
 ABORT_INTERVAL = 1.0
-"""Seconds after which generations are aborted that began meanwhile."""
+"""Seconds between two aborts of generations, for generations that began meanwhile."""
 
 DRAIN_INTERVAL = 2.0
-"""Seconds between two questions to Ray."""
+"""Seconds between two queries to Ray."""
 
 
 class Preempted(BaseException):
-    """The driver was told to end. No error: nobody is to mend it or to try again on the way up."""
+    """The driver was requested to end. Not an Exception: no caller may handle it or retry."""
 
 
 Watch = Callable[[threading.Event], float | None]
-"""Waits for word that the driver is to end; returns the seconds until it is too late, or None once the event is set."""
+"""Function that waits for a request to end the driver; returns the seconds left, or None once the event is set."""
 
 
 class Ending:
-    """Whether this driver is to end, and by when."""
+    """State of this driver's early end: whether it was requested, and the deadline."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()
@@ -71,14 +72,15 @@ class Ending:
         self._grace = GRACE
         self._run: RunContext | None = None
         self.confirm: Callable[[], None] = lambda: None
-        """Tells whoever asked for the end that it has come: to be called when the flow has ended."""
+        """Confirms the end to the service that requested it. Must be called when the flow has ended."""
 
     def owns(self, lease: Lease, grace_period: float) -> None:
-        """Called when the driver has the lease."""
+        """Set the lease and the grace period. Called when the driver has acquired the lease."""
         self._lease, self._grace = lease, grace_period
 
     def works(self, run: RunContext) -> None:
-        """Called when the engines are up: from here on there is work to stop. Raises Preempted if it is too late."""
+        """Set the run whose work must stop at the end. Called when the engines are up. Raises Preempted if the end was
+        already requested."""
         self._run = run
         _handle_again()
         if self._begun.is_set():
@@ -86,19 +88,19 @@ class Ending:
         self.watch("drain-notices", partial(_drained, run))
 
     def watch(self, name: str, watch: Watch) -> None:
-        """End when the watch, in a thread of its own, says so."""
+        """Run the watch in its own thread, and end the driver when it returns a number of seconds."""
 
         def listen() -> None:
             seconds = watch(self._over)
             if seconds is not None:
                 self.begin(seconds)
 
-        # Prefect's client finds its server in the context; without, it would start one of its own.
+        # Prefect's client finds its server in the context; without it, the client would start its own server.
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(listen,), name=name, daemon=True).start()
 
     def begin(self, limit: float = float("inf")) -> None:
-        """End within the grace period, and within `limit` seconds."""
+        """Request the end, within the grace period and within `limit` seconds."""
         with self._changing:
             if self._begun.is_set():
                 return
@@ -108,15 +110,17 @@ class Ending:
             self.stop_work()
 
     def stop_work(self) -> None:
-        """Let no step begin, and have those that generate end."""
+        """Let no further step begin, and abort running generations."""
         if self._run is not None and not self._run.stopping.is_set():
             self._run.stopping.set()
             threading.Thread(target=self._abort, args=(self._run,), name="stopping", daemon=True).start()
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Whatever breaks the block off after the driver was told to end becomes Preempted, once the work has stopped
-        and there is a checkpoint."""
+        """Convert any exception of the block into Preempted if the end of the driver was requested.
+
+        Before that, stops the work and makes a checkpoint.
+        """
         try:
             yield
         except BaseException as error:
@@ -133,7 +137,7 @@ class Ending:
             raise error if isinstance(error, Preempted) else Preempted() from error
 
     def hear(self, signum: int) -> None:
-        """Called with each signal, in a thread of its own."""
+        """Process a signal. Called for each signal, in a separate thread."""
         signal.alarm(0)  # Ray's handler, which came before Python's, would abort the process after three seconds
         if self._begun.is_set():
             self._end_now()
@@ -145,8 +149,8 @@ class Ending:
             self._end_now()
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread: break off what it does, once."""
-        # A notice that came before may not have been heard yet by the thread that hears them.
+        """Handle a signal in the main thread: raise Preempted or KeyboardInterrupt, each once."""
+        # The listener thread may not have processed an earlier notice yet.
         noticed = signum in NOTICES or Preempted in self._raised or self._begun.is_set()
         error = Preempted if noticed else KeyboardInterrupt
         if error not in self._raised:
@@ -154,7 +158,7 @@ class Ending:
             raise error
 
     def finish(self) -> None:
-        """The driver has ended in order."""
+        """Mark that the driver has ended in order."""
         self._over.set()
 
     def _abort(self, run: RunContext) -> None:
@@ -189,8 +193,11 @@ class Ending:
 
 @contextmanager
 def ending_in_order() -> Iterator[Ending]:
-    """Handle the signals that end a driver for the length of the block, also those that were ignored when it began, as
-    in what a script starts in the background. Only the main thread can."""
+    """Handle the signals that end a driver while the block runs.
+
+    This includes signals that were ignored at the start, as in background jobs of a shell script. Only the main thread
+    can handle signals.
+    """
     ending = Ending()
     if threading.current_thread() is not threading.main_thread():
         yield ending
@@ -205,7 +212,7 @@ def ending_in_order() -> Iterator[Ending]:
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False))
         for signum in (signal.SIGINT, *NOTICES):
             before = signal.getsignal(signum)
-            # Where Prefect has started the flow, its handler is there, and knows more of the signal.
+            # Where Prefect has started the flow, its handler is installed, and knows more about the signal.
             if not callable(before) or before in (signal.default_int_handler, leave):
                 stack.callback(signal.signal, signum, signal.signal(signum, ending.interrupt))
         yield ending
@@ -221,7 +228,7 @@ def _drained(run: RunContext, over: threading.Event) -> float | None:
 
 
 def _handle_again() -> None:
-    """Put Python's handlers back in the place of Ray's, which it sets when a cluster starts."""
+    """Install Python's handlers again: Ray replaces them when a cluster starts."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGINT, *NOTICES):
             handler = signal.getsignal(signum)
@@ -237,8 +244,10 @@ def _listen(ears: int, ending: Ending) -> None:
 
 
 def save(run: RunContext) -> Commit | None:
-    """Make a restore point of the newest weights, so that nothing has to be replayed; None where there is one already,
-    or the training engine does not hold them."""
+    """Make a restore point of the newest weights, so that the next driver need not replay.
+
+    Returns None where one exists already, where the training engine does not hold these weights, or after an error.
+    """
     newest = run.ledger.last_iteration()
     places = [] if newest is None else range(newest, newest - 2 - run.ledger.lag, -1)
     index = next((i for i in places if i >= run.ledger.first_iteration and run.find(i, Step.TRAIN)), None)
@@ -259,4 +268,4 @@ def save(run: RunContext) -> Commit | None:
 
 
 OnLease = Callable[[Lease, float], None]
-"""Takes the lease when the driver has it, and its grace period."""
+"""Function that receives the lease when the driver has acquired it, and the grace period in seconds."""

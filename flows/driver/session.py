@@ -1,9 +1,9 @@
-"""Open a run: from its name to a live RunContext, every check before anything expensive starts.
+"""Opening a run: from its name to a live RunContext, with every check before anything expensive starts.
 
     model, data and graders checked → run created or opened, its configuration and inputs compared
-    → lease taken → a fork's restore point made where it needs one → engines start in the background
+    → lease acquired → a fork's restore point made where it needs one → engines start in the background
 
-Whatever ends the driver, the lease says how; a driver that was killed says nothing, and its successor finds its process
+The lease records how the driver ended. A killed driver records nothing, and its successor finds that the process is
 gone.
 """
 
@@ -49,15 +49,13 @@ if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
 
 
-# How many iterations a run has whose length is given in epochs.
-
-
 def with_length(config: RunConfig) -> RunConfig:
-    """The configuration with `num_rollout` set, where `num_epoch` is: rows // `rollout_batch_size` × `num_epoch`.
+    """Return the configuration with `num_rollout` set, where `num_epoch` is: rows // `rollout_batch_size` ×
+    `num_epoch`.
 
-    Rows that are passed over, and those of refilled rounds, count as if they were drawn once. Raises ConfigError where
-    the two contradict each other, the data have no epochs or fewer rows than a batch, or something else is against the
-    configuration.
+    Rows that are passed over, and rows of refill rounds, count as drawn once. Raises ConfigError where the two options
+    contradict each other, the data have no epochs or fewer rows than a batch, or the configuration is invalid for
+    another reason.
     """
     epochs, batch, given = config.rollout.num_epoch, config.rollout.rollout_batch_size, config.rollout.num_rollout
     if epochs is None:
@@ -87,7 +85,7 @@ def with_length(config: RunConfig) -> RunConfig:
     return parse(values) if given == 0 else config
 
 
-# The engines of a run, started beside what needs no engine yet.
+# Engines of a run, started concurrently with work that needs no engine yet.
 
 
 @contextmanager
@@ -100,8 +98,8 @@ def starting_fleet(
     tell: Callable[[str], None] = lambda sentence: None,
     trains_only: bool = False,
 ) -> "Iterator[Callable[[], Fleet]]":
-    """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them.
-    Their models must have these digests. `tenure`, `tell`, `trains_only`: see `Fleet.start`."""
+    """Start engines in the background while the block runs, and close them at its end. Yields a function that waits for
+    the fleet. The models must have the digests `digests`. `tenure`, `tell`, `trains_only`: see `Fleet.start`."""
     from cairn.engines.fleet.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
@@ -124,21 +122,23 @@ def starting_fleet(
 
 
 def fleet_name(store: Store, run: str) -> str:
-    """Name of the run's actors, unlike that of any other run in any other store."""
+    """Return the name of the run's actors, unique across runs and stores."""
     return f"{run}-{canonical.digest(store.url)[:8]}"
 
 
 def total_steps(ledger: Ledger, config: RunConfig) -> int:
-    """Optimizer steps of the whole run, a fork's shared ones included."""
+    """Return the number of optimizer steps of the whole run, including those that a fork shares."""
     return weight_version_after(ledger, config.rollout.num_rollout - 1)
 
 
-# The restore point of a fork that trains otherwise than its parent did: see `needs_restore_point`.
+# Restore point of a fork whose training options differ from its parent's.
 
 
 def needs_restore_point(ledger: Ledger, config: RunConfig) -> bool:
-    """Whether a run is a fork that trains otherwise than its parent did, from weights that no checkpoint holds: they
-    can only be had by replay under the parent's configuration."""
+    """Whether a run is a fork whose training options differ from its parent's and whose weights are in no checkpoint.
+
+    Such weights are only available by replay with the parent's configuration.
+    """
     if ledger.parent is None:
         return False
     last = ledger.first_iteration - 1
@@ -154,14 +154,17 @@ def make_restore_point(
     emit: Callable[[Event], None],
     given: RunConfig | None = None,
 ) -> None:
-    """Commit checkpoints of the last iterations that a fork shares, all that it samples from, by engines with its
-    parent's configuration, in the fork's cluster. `given`: the fork's recipe, where the user gave one. Raises
-    ConfigError where a store must not ask for what the parent's configuration does."""
+    """Commit checkpoints of the last shared iterations of a fork, of all that it samples from.
+
+    Engines with the parent's configuration compute them, in the fork's cluster. `given`: the fork's recipe, where the
+    user passed one. Raises ConfigError where the parent's configuration contains what a store may not set.
+    """
     last = ledger.first_iteration - 1
     owner = ledger.owner(last)
     before = recorded_config(owner, config, given)
     emit(Message(f"Restoring the weights of iteration {last} as run {owner.run} trained them"))
-    # This driver's alone, and gone with it on a joined cluster too: a successor may need their room, and not them.
+    # The name belongs to this driver alone. These actors end with it on a joined cluster too: a successor may need
+    # their resources, but not the actors.
     name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
     with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
         run = sources.context(before, ledger, fleet, {}, emit, given)
@@ -171,7 +174,7 @@ def make_restore_point(
 
 
 def _sampled_from(ledger: Ledger) -> range:
-    """The iterations that a fork shares whose weights its own ones sample from."""
+    """Return the shared iterations of a fork whose weights its own iterations sample from."""
     return range(max(0, ledger.first_iteration - 1 - ledger.lag), ledger.first_iteration)
 
 
@@ -185,11 +188,11 @@ def open_run(
     emit: Callable[[Event], None] = lambda event: None,
     on_lease: OnLease = lambda lease, grace_period: None,
 ) -> Iterator[RunContext]:
-    """Own the run `name` for the length of the block, with engines starting in the background.
+    """Own the run `name` while the block runs; engines start in the background.
 
-    `store` can carry runs (`cairn.storage.opening.open_for_runs`). `config` creates the run, or must equal the
-    configuration it has; None goes on with the ledger's. Raises ConfigError, BadData, BadPlugin, RunDiffers and
-    LeaseHeld before anything starts, and Withheld where somebody is to approve the run first.
+    `store` must support runs (`cairn.storage.opening.open_for_runs`). `config` creates the run, or must equal its
+    stored configuration; None uses the stored one. Raises ConfigError, BadData, BadPlugin, RunDiffers and LeaseHeld
+    before anything starts, and Withheld where a person must approve the run first.
     """
     config = None if config is None else with_length(config)
     given = config
@@ -223,7 +226,7 @@ def open_run(
 
 @contextmanager
 def telling_what_is_stale(store: Store, name: str, config: RunConfig, inputs: Mapping[str, str]) -> Iterator[None]:
-    """Add to a RunDiffers which committed steps do not match what was given."""
+    """Add to a RunDiffers the committed steps that do not match the passed configuration and inputs."""
     try:
         yield
     except RunDiffers as error:
@@ -233,8 +236,8 @@ def telling_what_is_stale(store: Store, name: str, config: RunConfig, inputs: Ma
 
 @contextmanager
 def _divergence_is_the_holders(lease: Lease) -> Iterator[None]:
-    """Raise LeaseLost in the place of ReplayDiverged where another driver has the run by now: what becomes of it is for
-    that one to decide."""
+    """Raise LeaseLost instead of ReplayDiverged where another driver has acquired the run: the new owner decides what
+    happens to it."""
     try:
         yield
     except ReplayDiverged:

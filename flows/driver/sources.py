@@ -1,4 +1,4 @@
-"""What a run reads from outside its ledger: data, tokenizer, graders, and the digests of all of it."""
+"""External inputs of a run, outside its ledger: data, tokenizer, graders, and the digests of all of them."""
 
 import hashlib
 import platform
@@ -42,23 +42,26 @@ if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
 
 DRIVER = ("numpy", "pyarrow", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "prefect")
-"""Packages that the steps of the driver and its graders rest on."""
+"""Packages that determine the results of the driver's steps and graders."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run reads from outside its ledger."""
+    """External inputs of a run, outside its ledger."""
 
     tokenizer: Any
     data: Data
     benchmarks: dict[str, PromptData]
     digests: dict[str, str]
-    """Of all of it, and of models and user code; the run's manifest fixes them."""
+    """Digests of all external inputs, including models and user code; the run's manifest fixes them."""
 
     @classmethod
     def open(cls, config: RunConfig, recorded: Mapping[str, str] | None = None) -> "Sources":
-        """`recorded`: digests of the run's inputs, see
-        `folder_digest`. Raises ConfigError, BadModel, BadData and BadPlugin."""
+        """Open the inputs that a configuration names. `recorded`: stored digests of the run's inputs, see
+        `folder_digest`.
+
+        Raises ConfigError, BadModel, BadData and BadPlugin.
+        """
         problems = setup_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -83,8 +86,8 @@ class Sources:
         emit: Callable[[Event], None],
         given: RunConfig | None = None,
     ) -> RunContext:
-        """A live run that reads from here. Its chat template takes the time when the run was created for the time.
-        `given`: the recipe, where the user gave one."""
+        """Return a live run context with these inputs. The chat template's clock is fixed to the time when the run was
+        created. `given`: the recipe, where the user passed one."""
         stop_clock(self.tokenizer, ledger.manifest.created_at)
         return RunContext(
             config,
@@ -102,7 +105,7 @@ class Sources:
 
 
 def longest_prompt(config: RunConfig) -> int:
-    """Longest prompt, in tokens, that leaves room in the context for the longest response."""
+    """Return the longest prompt, in tokens, that leaves room in the context for the longest response."""
     return context_length(check_model_folder(config.model.path)) - config.rollout.rollout_max_response_len
 
 
@@ -112,8 +115,7 @@ def input_digests(
     benchmarks: Mapping[str, PromptData],
     recorded: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Digests of everything that a run reads from outside its ledger; its manifest fixes them. `recorded`: see
-    `folder_digest`."""
+    """Return digests of all external inputs of a run; its manifest fixes them. `recorded`: see `folder_digest`."""
     digests = {"data": data.fingerprint}
     if isinstance(data, MixedData):
         digests |= {f"data.mixture.{name}": fingerprint for name, fingerprint in data.fingerprints.items()}
@@ -146,8 +148,10 @@ def open_graders(
     store: Store | None = None,
     reward_model: Callable[[], Scorer] | None = None,
 ) -> dict[str | None, Grading]:
-    """The grader of the training samples under None, those of the benchmarks under their names. `store`: keeps the
-    answers that are not to be paid for twice. `reward_model`: see `open_grader`."""
+    """Return graders by name: that of the training samples under None, those of the benchmarks under their names.
+
+    `store`: cache of responses of paid services. `reward_model`: see `open_grader`.
+    """
     reader = Reader("the grader", "`reads` of reward in cairn.tasks.grading.reward", reward.reads)
 
     for_slime = written_for_slime(GENERATE.load(config.rollout.custom_generate_function_path))
@@ -166,5 +170,5 @@ def open_graders(
 
 
 def environment() -> Environment:
-    """Where the driver and its graders compute, as far as it changes bits; engines tell their own."""
+    """Return the environment of the driver and its graders, as far as it affects bits; engines report their own."""
     return Environment(device=cpu_model(), threads=1, host=platform.node(), versions=installed(DRIVER))

@@ -1,9 +1,9 @@
-"""What a configuration may make this machine do when it comes out of a store.
+"""Limits on what a configuration read from a store may make this machine do.
 
-Whoever can write to a store can write a manifest there whose digest is right: a digest tells damage, not authors. So a
-configuration that was read from a store is trusted less than a recipe, which the user gives. Options that hold numbers,
-switches or one of a fixed set of words can change only what is computed. Of every other one `RULES` says what a store
-may set it to; one that is not named there a store may not set. See docs/security.md.
+Anyone who can write to a store can write a manifest with a correct digest: a digest detects damage, not forgery. So a
+configuration from a store is trusted less than a recipe, which the user passes. Options with numbers, switches or one
+of a fixed set of words can only change what is computed. For every other option, `RULES` defines the values that a
+store may set; a store may not set options without a rule. See docs/security.md.
 """
 
 import os
@@ -28,23 +28,25 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.store import Store
 
 SERVICES = "CAIRN_SERVICES"
-"""Environment variable with addresses, separated by commas, to which configurations out of a store may send samples."""
+"""Environment variable with comma-separated addresses to which configurations from a store may send samples."""
 
 Rule = Callable[[Any, Store], str | None]
-"""(value, store that it comes from) → why a store may not set it, and the way out; None if it may."""
+"""Function of (value, store it was read from): returns why a store may not set the value, and what to do instead; None
+if it may."""
 
 GIVE_THE_RECIPE = "give the recipe again with `cairn train RECIPE --run NAME`"
 
 
 def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunConfig | None = None) -> RunConfig:
-    """A run's configuration, to be executed: with `require_trusted` the only way from a store to engines and user code.
+    """Return a run's configuration for execution. Only this function and `require_trusted` lead from a store to engines
+    and user code.
 
     Args:
-        heir: of the fork on whose behalf an ancestor's is executed, in the fork's cluster.
-        given: the recipe, where the user gave one: what it says too is the user's word.
+        heir: configuration of the fork for which an ancestor's configuration is executed, in the fork's cluster.
+        given: the recipe, where the user passed one: values that it contains too are trusted.
 
     Raises:
-        ConfigError: a store must not ask for something in it.
+        ConfigError: the configuration contains what a store may not set.
     """
     config = from_manifest(ledger.manifest.config)
     if heir is not None:
@@ -54,15 +56,19 @@ def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunCon
 
 
 def require_model_trusted(config: RunConfig, ledger: Ledger) -> None:
-    """Raise ConfigError unless a store may name the models that a configuration does, for who reads no more of it."""
+    """Raise ConfigError unless a store may name the models of the configuration, for callers that read nothing else of
+    it."""
     problems = _problems(config, ledger.store, None, f" of {ledger.run}")
     if named := [problem for problem in problems if problem.startswith("model.")]:
         raise ConfigError(named)
 
 
 def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = None, *, of: str = "") -> RunConfig:
-    """The configuration, with code that may be imported. Raises ConfigError unless a store may set all that it sets and
-    the recipe `given` does not. `of` names the ledger in messages."""
+    """Return the configuration, released for the import of its user code.
+
+    Raises ConfigError where it sets what a store may not set and the recipe `given` does not contain. `of` names the
+    ledger in messages.
+    """
     problems = _problems(config, store, given, of)
     if problems:
         raise ConfigError(problems)
@@ -83,9 +89,12 @@ def _problems(config: RunConfig, store: Store, given: RunConfig | None, of: str)
 
 
 def is_at_hand(source: Path, store: Store) -> bool:
-    """Whether a file lies in the working directory or in a folder of PYTHONPATH, and neither in the Python installation
-    nor in a local store: nowhere in one that lies below that folder, and in no folder that Cairn makes in one around
-    it."""
+    """Whether a file is in the working directory or in a folder of PYTHONPATH, but not in the Python installation and
+    not in a local store.
+
+    A store below such a folder is excluded as a whole. Of a store around such a folder, only the folders that Cairn
+    creates in it are excluded.
+    """
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     others = [Path(sys.prefix), Path(sys.base_prefix), *_folders(store)]
     root = Path(store.url).resolve()
@@ -94,14 +103,15 @@ def is_at_hand(source: Path, store: Store) -> bool:
 
 
 def code_at_hand(name: str, store: Store) -> str | None:
-    """A name of code out of a store, to be imported; None where it is not the user's own where they work."""
+    """Return a name of code that came from a store, for import; None where it is not the user's own code in a working
+    folder."""
     files = code_files(name)
     return str(name) if files and all(is_at_hand(file, store) for file in files) else None
 
 
 def free_options(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Options of a configuration that hold text of one's own, mappings, or lists of these; those of the members of a
-    list without their positions."""
+    """Return options of a configuration that contain free text, mappings, or lists of these. Options of list items
+    appear without their index."""
     found = []
     for name, field in section.model_fields.items():
         below = _sections_in(field.annotation)
@@ -113,7 +123,7 @@ def free_options(section: type[BaseModel] = RunConfig, prefix: str = "") -> list
 
 
 def _anything(value: Any, store: Store) -> None:
-    """It is looked up, compared or shown, and can change only what is computed."""
+    """Allow any value: it is looked up, compared or shown, and can only change what is computed."""
 
 
 def _only_the_user(value: Any, store: Store) -> str:
@@ -137,8 +147,8 @@ def _model_folder(value: str | None, store: Store) -> str | None:
 
 
 _DATA = re.compile(r"(simplecache::)?(file|local|https?|s3a?|gs|gcs|az|abfss?|hf)://")
-"""File systems that read bytes where they are told to. Others of fsspec's start programs, log in to other machines, or
-read instructions from the file that they are given."""
+"""File systems that only read bytes at an address. Other file systems of fsspec start programs, log in to other
+machines, or read instructions from the file."""
 
 
 def _data(value: str, store: Store) -> str | None:
@@ -157,7 +167,7 @@ def _template_arguments(value: Mapping[str, Any], store: Store) -> str | None:
 
 
 _WORD = re.compile(r"[A-Za-z0-9_+-]{0,64}")
-"""Names neither a file, nor an address, nor a module of a package."""
+"""A word that is neither a file, nor an address, nor a module inside a package."""
 
 
 def is_plain(value: Any) -> bool:
@@ -168,7 +178,8 @@ def is_plain(value: Any) -> bool:
 
 
 def _among(permitted: frozenset[str], may_hold: Callable[[Any], bool]) -> Rule:
-    """Of an engine's own options, those that it says a store may set, to what they may hold."""
+    """Return a rule for an engine's own options: a store may set the permitted ones, to values that `may_hold`
+    accepts."""
 
     def rule(value: Mapping[str, Any] | None, store: Store) -> str | None:
         names = sorted(name for name, held in (value or {}).items() if name not in permitted or not may_hold(held))
@@ -298,14 +309,14 @@ RULES: Mapping[str, Rule] = {
     "tracking.mlflow_experiment": _anything,
     "tracking.prometheus_host": _only_the_user,
 }
-"""Every option that holds more than a number, a switch or one of a fixed set of words."""
+"""Rule for every option that can contain more than a number, a switch or one of a fixed set of words."""
 
 _HERE = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
-"""This machine's address, and nothing after it."""
+"""Address of this machine, and nothing after it."""
 
 
 def _free_options(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The same of a configuration, with their values and defaults."""
+    """Yield the options of `free_options` for a configuration, with values and defaults."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -318,7 +329,7 @@ def _free_options(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _general(option: str) -> str:
-    """An option of a list's member without its position."""
+    """Return an option of a list item without its index."""
     return ".".join(part for part in option.split(".") if not part.isdecimal())
 
 
@@ -338,7 +349,7 @@ def _is_closed(annotation: Any) -> bool:
 
 
 def _folders(store: Store) -> list[Path]:
-    """All that Cairn writes in a store."""
+    """Return all folders that Cairn writes in a store."""
     return [Path(store.url) / folder for folder in layout.FOLDERS]
 
 

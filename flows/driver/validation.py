@@ -1,6 +1,6 @@
-"""What can be known of a configuration before anything starts: model folder, tokenizer, lengths, plug-ins, data.
+"""Checks of a configuration before anything starts: model folder, tokenizer, lengths, plug-ins, data.
 
-Needs no GPU and no cluster; no weights are loaded.
+They need no GPU and no cluster, and load no weights.
 """
 
 import netrc
@@ -34,11 +34,11 @@ from cairn.tasks.grading.graders import get_grader, require_paying, row_check
 from cairn.tasks.grading.opening import keeps_answers, unread_options
 
 _MOST_RENDERED = 1000
-"""Rows of training data that a validation renders."""
+"""Number of training rows that a validation renders at most."""
 
 
 def setup_problems(config: RunConfig) -> list[str]:
-    """Sentences on the model folders, the lengths against the context, and user code. Reads no
+    """Return sentences on problems with the model folders, the lengths against the context, and user code. Reads no
     data."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     problems += _image_problems(config)
@@ -52,7 +52,7 @@ def setup_problems(config: RunConfig) -> list[str]:
 
         problems += lora_problems(config.training.lora, config.model.path)
     if (config.training.only_train_params_name_list or config.training.freeze_params_name_list) and not problems:
-        # Loads the library's models, on either engine.
+        # Imports the library's models, on either engine.
         if config.training.engine == "megatron":
             from cairn.engines.training.megatron.options import freezing_problems
         else:
@@ -81,8 +81,8 @@ def setup_problems(config: RunConfig) -> list[str]:
 
 
 def data_problems(config: RunConfig, note: Callable[[str], None] = lambda sentence: None) -> list[str]:
-    """Sentences on the data files, every row of which is read, and at most 1000 of the training rows rendered; files at
-    other URLs are left for the run to open.
+    """Return sentences on problems with the data files. Reads every row, and renders at most 1000 training rows. Files
+    at other URLs are only opened by the run.
 
     `note` is called with a sentence about training rows that a run passes over. Raises BadModel where the tokenizer
     that prompts need cannot be loaded.
@@ -112,8 +112,8 @@ def data_problems(config: RunConfig, note: Callable[[str], None] = lambda senten
 
 
 def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callable[[str], None]) -> None:
-    """Render at most `_MOST_RENDERED` rows, evenly spread. Raises BadData where none gives a prompt, or one ends a
-    run."""
+    """Render at most `_MOST_RENDERED` rows, evenly spaced. Raises BadData where no row yields a prompt, or a row would
+    end the run."""
     count = min(len(data), _MOST_RENDERED)
     refused = []
     for number in range(count):
@@ -151,7 +151,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _is_read(path: str) -> bool:
-    """Whether a model folder can be read; why not says `_model_problems`."""
+    """Whether a model folder can be read; `_model_problems` reports the reason where it cannot."""
     try:
         check_model_folder(path)
     except BadModel:
@@ -160,7 +160,8 @@ def _is_read(path: str) -> bool:
 
 
 def _stop_token_problems(config: RunConfig) -> Iterator[str]:
-    """Ids below zero would stand for the last tokens, and larger ones for none; runs that began with them go on."""
+    """Report stop token ids outside the vocabulary: negative ids would index the last tokens, larger ones no token.
+    Runs that were created with such ids can still resume."""
     path = config.model.path
     if config.rollout.rollout_stop_token_ids and _is_read(path):
         size = check_model_folder(path).get_text_config().vocab_size
@@ -173,7 +174,8 @@ def _stop_token_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _end_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
-    """Runs that began so go on: their responses end where they ended."""
+    """Report an end token that no engine stops at. Runs that were created so can still resume: their responses end
+    where they ended."""
     rollout, path = config.rollout, config.model.path
     why = unstopped_end(tokenizer, path, rollout.rollout_stop_token_ids, rollout.rollout_stop)
     if why is not None and config.needs_rollout_engines:
@@ -183,10 +185,11 @@ def _end_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 def unstopped_end(
     tokenizer: Any, folder: str, stop_token_ids: Collection[int] = (), stop: Sequence[str] = ()
 ) -> str | None:
-    """Why responses would not end at the tokenizer's end token, and what to do; None where they do, or it has none.
+    """Return why responses would not end at the tokenizer's end token, and what to do; None where they do, or it has
+    none.
 
-    Engines end them at the tokens that the model's configs name. A server of SGLang that has a tokenizer, as slime
-    starts it, ends them at the tokenizer's too.
+    Engines end responses at the tokens that the model's configs name. A server of SGLang that has a tokenizer, as slime
+    starts it, also ends them at the tokenizer's end token.
     """
     own, ends = tokenizer.eos_token_id, end_tokens(folder)
     if own is None or own in ends | {*stop_token_ids} or any(one in tokenizer.eos_token for one in stop):
@@ -219,7 +222,7 @@ def _image_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
-    """A call that is not read would end its episode as if the model had called nothing."""
+    """Report unreadable tool calls: such a call would end its episode as if the model had called no tool."""
     if (config.rollout.custom_generate_function_path, config.rollout.tool_call_format) == ("tool_calls", "template"):
         from cairn.engines.agents.generation.call_formats import unreadable_calls
 
@@ -229,7 +232,8 @@ def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
-    """A reference, a teacher and a critic are given the policy's token ids, so they must mean the same to them."""
+    """Report a vocabulary that differs from the policy's: a reference, a teacher and a critic receive the policy's
+    token ids, so these must mean the same to them."""
     try:
         same = load_tokenizer(policy).get_vocab() == load_tokenizer(other).get_vocab()
     except BadModel as error:
@@ -312,7 +316,7 @@ def _unasked_graders(config: RunConfig) -> Iterator[str]:
 
 
 def _grader_problems(config: RunConfig) -> Iterator[str]:
-    """What graders would not do, or not read."""
+    """Report actions that graders do not support, and options that they do not read."""
     asked = [config.reward, *(config.reward.of(b.rm_type) for b in config.eval.benchmarks if b.rm_type is not None)]
     if not config.samples_responses:  # nothing is graded but in evaluations
         asked = [config.reward.of(benchmark.rm_type) for benchmark in config.eval.benchmarks]
@@ -356,7 +360,7 @@ _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def tracking_problems(config: TrackingConfig) -> Iterator[str]:
-    """Sentences on trackers that are asked for and cannot work."""
+    """Return sentences on configured trackers that cannot work."""
     for option, module in (("use_wandb", "wandb"), ("use_mlflow", "mlflow")):
         if getattr(config, option) and find_spec(module) is None:
             yield (
@@ -371,7 +375,7 @@ def tracking_problems(config: TrackingConfig) -> Iterator[str]:
 
 
 def _has_wandb_key(host: str | None) -> bool:
-    """As W&B looks for one; it would ask at the terminal if there were none."""
+    """Whether W&B would find a key, by its own search order. Without a key, W&B would prompt at the terminal."""
     if any(map(os.environ.get, _CREDENTIALS)):
         return True
     try:

@@ -1,1 +1,1 @@
-"""Evaluation apart from any run's own: what any weights get at any benchmark, found out once and kept in `evals/`."""
+"""Evaluation apart from any run: scores of any weights at any benchmark, computed once and stored in `evals/`."""

@@ -1,4 +1,4 @@
-"""What a person, a schedule or a program asks for, as models and benchmarks."""
+"""Benchmarks of a request: by name or file, or a run's own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from cairn.tasks.evaluation.questions import Questions, own_questions
 from cairn.tasks.evaluation.standalone import Sampled
 from cairn.tasks.grading.graders import get_grader, named_by_row, rows_name_graders
 
-# A run's own benchmarks (`eval.benchmarks`), evaluated apart from it, by the name that they have there.
+# A run's own benchmarks (`eval.benchmarks`), evaluated apart from the run, under the same names.
 #
 # Questions, sampling and seeds are the run's, so its own evaluations and these have the same draws, and the same result
-# (`cairn.tasks.evaluation.evaluate`). Where the run left none, since a sample of it failed, what it did sample at that
-# iteration is taken over from its ledger and graded by the grader of now: nothing is sampled again.
+# (`cairn.tasks.evaluation.evaluate`). Where a sample failed and the run has no result, the samples of that iteration
+# are read from its ledger and graded by the current grader: nothing is sampled again.
 
 
 SINGLE_TURN = "single_turn"
@@ -29,18 +29,18 @@ SINGLE_TURN = "single_turn"
 
 @dataclass(frozen=True)
 class OwnBenchmark:
-    """One of a run's own."""
+    """One of a run's own benchmarks."""
 
     config: RunConfig
     benchmark: BenchmarkConfig
 
     @property
     def name(self) -> str:
-        """In metrics, commits and results."""
+        """Name in metrics, commits and results."""
         return self.benchmark.name
 
     def questions(self, tokenizer: object) -> Questions:
-        """What it asks. Raises BadData and BadPlugin."""
+        """Return the benchmark's questions. Raises BadData and BadPlugin."""
         own = self.benchmark
         reward = self.config.reward.of(own.rm_type)
         data = PromptData.open(own, own.path, tokenizer)
@@ -60,7 +60,8 @@ class OwnBenchmark:
 
 
 def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
-    """Those of a run by name; none where its samples go through user code, which an evaluation does not run."""
+    """Return a run's own benchmarks by name; none where its samples go through user code, which an evaluation does not
+    run."""
     if config.rollout.custom_generate_function_path != SINGLE_TURN:
         return {}
     return {one.name: OwnBenchmark(config, one) for one in config.eval.benchmarks}
@@ -69,8 +70,8 @@ def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
 def sampled_by_the_run(
     ledger: Ledger, iteration: int, version: int, own: OwnBenchmark, questions: Questions, options: EngineOptions
 ) -> Sampled | None:
-    """What the run itself sampled of these questions at an iteration with the weights of a version, by an engine of the
-    same kind and number format; None where it did not, or not of these very questions."""
+    """Return the run's own samples of these questions, from an iteration with the weights of a version and an engine of
+    the same kind and number format. Returns None where there are none, or not for exactly these questions."""
     if EngineOptions.of_run(own.config.rollout, {}).settings() != options.settings():
         return None
     commit = ledger.find(iteration, Step.EVAL, eval_shard(own.benchmark, version))
@@ -107,18 +108,18 @@ def benchmarks_of(
     own: Mapping[str, OwnBenchmark] | None = None,
     seed: int | None = None,
 ) -> list[Benchmark | OwnBenchmark]:
-    """Benchmarks by name or YAML file, in order.
+    """Return benchmarks by name or YAML file, in order.
 
     Args:
-        n: responses to each question, in the place of the benchmark's own number.
+        n: number of responses to each question, instead of the benchmark's own.
         data: files with their rows: `FILE` for all, `NAME=FILE` for one of them.
         changes: values for other options, by section.
-        own: benchmarks of the run that is evaluated, as they stand in its configuration: their names go first, and
-            what is said here changes nothing of them.
-        seed: of all draws, for who evaluates them; here it is refused where it would change nothing.
+        own: benchmarks of the evaluated run, as its configuration defines them. Their names take precedence, and the
+            other arguments do not change them.
+        seed: seed of all draws, used by the caller; this function only rejects it where it would change nothing.
 
-    Raises ConfigError, which lists every problem of a benchmark at once, and where what is said here would change no
-    benchmark that is named.
+    Raises ConfigError, which lists every problem of a benchmark at once, and where an argument would change no named
+    benchmark.
     """
     files: dict[str | None, str] = {}
     for given in data:

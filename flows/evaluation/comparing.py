@@ -1,9 +1,9 @@
-"""Results beside each other: which of two models is better, and whether that is more than chance.
+"""Comparison of results: which of two models is better, and whether the difference is significant.
 
-Two results of equal questions are compared question by question. The difference of the scores then has the standard
+Two results of the same questions are compared question by question. The difference of the scores then has the standard
 error of the mean of the questions' differences (Miller 2024, "Adding Error Bars to Evals",
-https://arxiv.org/abs/2411.00640, section 4.2), which is smaller than that of independent samples wherever both find the
-same questions hard.
+https://arxiv.org/abs/2411.00640, section 4.2). It is smaller than that of independent samples wherever both models find
+the same questions hard.
 """
 
 import math
@@ -22,36 +22,37 @@ from cairn.storage.store.store import Store
 from cairn.tasks.evaluation.benchmarks.summary import Z95
 
 _OF_THE_ENGINE = ("engine", "dtype", "sglang", "end_tokens")
-"""Settings that make another result and no other questions."""
+"""Settings that change the result but not the questions."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result against a baseline, of equal questions."""
+    """A result compared with a baseline on the same questions."""
 
     difference: float
-    """Score less the baseline's."""
+    """Score minus the baseline's score."""
     low: float
     high: float
-    """95 % confidence interval of the difference; the difference itself where there is one question."""
+    """Bounds (with `low`) of the 95 % confidence interval of the difference; the difference itself for a single
+    question."""
     margin: float
-    """How much less counts as a fall."""
+    """Decrease of the score that is tolerated."""
 
     @property
     def regressed(self) -> bool:
-        """Whether it is worse by more than the margin, and by more than chance."""
+        """Whether the result is worse by more than the margin, and significantly worse."""
         return self.difference < -self.margin and self.high < 0
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """The conclusion in a few words."""
         if self.regressed:
             return "worse"
         return "better" if self.low > 0 else "no difference seen" if self.high >= 0 else "worse, within the margin"
 
 
 def name_of(result: Evaluation) -> str:
-    """Whose weights a result is of, for people: `quickstart@39`, or the folder."""
+    """Return the name of the result's weights for people: `quickstart@39`, or the folder."""
     origin = result.origin
     if "run" in origin:
         iteration = origin.get("iteration")
@@ -60,13 +61,13 @@ def name_of(result: Evaluation) -> str:
 
 
 def questions_digest(result: Evaluation) -> str:
-    """Equal for results that can be compared: of the same questions, asked and graded alike."""
+    """Return a digest that is equal for comparable results: the same questions with the same sampling and grading."""
     settings = {name: value for name, value in result.key.settings.items() if name not in _OF_THE_ENGINE}
     return canonical.digest([result.key.benchmark, settings])
 
 
 def compare(store: Store, result: Evaluation, baseline: Evaluation, margin: float = 0.0) -> Comparison:
-    """A result against another of the same questions. Reads the rows of both. Raises Damaged."""
+    """Compare a result with a baseline on the same questions. Reads the rows of both. Raises Damaged."""
     ours, theirs = (_by_question(read_samples(store, one)) for one in (result, baseline))
     differences = np.asarray([ours[question] - theirs[question] for question in sorted(ours.keys() & theirs.keys())])
     difference = float(differences.mean())
@@ -75,15 +76,15 @@ def compare(store: Store, result: Evaluation, baseline: Evaluation, margin: floa
 
 
 def best_first(results: Iterable[Evaluation]) -> list[list[Evaluation]]:
-    """Results in groups that can be compared, by benchmark, each with the best first."""
+    """Return results in groups that can be compared, by benchmark, each with the best first."""
     ordered = sorted(results, key=lambda one: (one.key.benchmark, questions_digest(one)))
     groups = [list(group) for _, group in groupby(ordered, key=questions_digest)]
     return [sorted(group, key=lambda one: (-one.metrics["score"], one.committed_at)) for group in groups]
 
 
 def find_baseline(group: Sequence[Evaluation], name: str) -> Evaluation | None:
-    """Of a group, the newest result of the weights that `name` names: `RUN@ITER`, a folder as it was given or in full,
-    or the beginning of the weights' digest."""
+    """Return the newest result in a group for the weights `name`: `RUN@ITER`, a folder as it was passed or absolute, or
+    the first characters, at least 8, of the weights' digest."""
     found = [one for one in group if _is_named(one, name)]
     return max(found, key=lambda one: one.committed_at, default=None)
 
@@ -94,7 +95,8 @@ def _is_named(result: Evaluation, name: str) -> bool:
 
 
 def _by_question(rows: pa.Table) -> dict[int, float]:
-    """Mean reward of each question, a failed sample counted as wrong: 0, or the lowest of all where that is less."""
+    """Return the mean reward of each question. A failed sample counts as wrong: 0, or the lowest reward of all where
+    that is less."""
     rewards = np.asarray([np.nan if one is None else one for one in rows["reward"].to_pylist()], np.float64)
     graded = rewards[~np.isnan(rewards)]
     rewards = np.nan_to_num(rewards, nan=min(0.0, float(graded.min()) if len(graded) else 0.0))
@@ -102,29 +104,29 @@ def _by_question(rows: pa.Table) -> dict[int, float]:
     return {int(question): float(rewards[questions == question].mean()) for question in np.unique(questions)}
 
 
-# All results of a store, those that can be compared beside each other.
+# All results of a store, with comparable ones next to each other.
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One result's place."""
+    """One result's rank."""
 
     rank: int
-    """Among results of equal questions, from 1."""
+    """Rank among results of the same questions, from 1."""
     model: str
     result: Evaluation
     newest: bool
-    """Whether it is the last of its group that was computed, the baseline's own aside."""
+    """Whether it was computed last in its group, not counting the baseline."""
     baseline: Evaluation | None = None
     comparison: Comparison | None = None
-    """Against the baseline; None for the baseline itself, and where there is none in its group."""
+    """Comparison with the baseline; None for the baseline itself, and where its group has none."""
 
 
 def leaderboard(
     store: Store, benchmark: str | None = None, baseline: str | None = None, margin: float = 0.0
 ) -> list[Standing]:
-    """Every result, by benchmark and questions, the best first; held against the baseline where one is named. Raises
-    Damaged."""
+    """Return every result, by benchmark and questions, best first, compared with the baseline where one is named.
+    Raises Damaged."""
     found: list[Standing] = []
     for group in best_first(results(store)):
         if benchmark in (None, group[0].key.benchmark):
@@ -149,11 +151,11 @@ def _ranked(store: Store, group: Sequence[Evaluation], baseline: str | None, mar
     ]
 
 
-# Results of evaluations for people: the figures of one, and a table of several in Markdown.
+# Text for people: the figures of one result, and a Markdown table of several.
 
 
 def markdown(found: Sequence[Found]) -> str:
-    """A table, one result a line."""
+    """Return a Markdown table with a line for each result."""
     columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
     names = ["model", "benchmark", *columns, "result"]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * 2 + "---:|" * len(columns) + "---|"]
@@ -166,7 +168,7 @@ def markdown(found: Sequence[Found]) -> str:
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What a table shows of a result, by column: of pass@k and maj@k the largest k."""
+    """Return a result's figures by table column; of pass@k and maj@k only the largest k."""
     found = {f"avg@{metrics.get('n', 1):.0f}": f"{metrics['score']:.3f}"}
     if "interval_low" in metrics:
         found["95 %"] = f"{metrics['interval_low']:.3f}–{metrics['interval_high']:.3f}"

@@ -1,4 +1,4 @@
-"""From what is asked for to results: each looked up first, and computed where nobody has."""
+"""Evaluation of models on benchmarks: each result is looked up first, and computed where the store has none."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -38,17 +38,17 @@ from cairn.tasks.evaluation.benchmarks.summary import summary
 from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.evaluation.standalone import Engines, compute
 
-# An engine of an evaluation's own, in this process: no run's, and no cluster's.
+# The evaluation's own engine, in this process; it belongs to no run and no cluster.
 
 
 CALL_TIMEOUT = 120.0
-"""Seconds that an engine may take to answer anything but a request to generate."""
+"""Seconds until an engine must respond to any request except one to generate."""
 START_TIMEOUT = 600.0
-"""Seconds until it must serve."""
+"""Seconds until an engine must serve."""
 
 
 class OwnEngine:
-    """An engine in this process, as tasks know one."""
+    """An engine in this process, with the interface that tasks use."""
 
     def __init__(self, made: Any) -> None:
         self.name = "the engine of this evaluation"
@@ -62,18 +62,18 @@ class OwnEngine:
         return self._samples.generate(samples, params, function)
 
     def acknowledge(self, number: int) -> None:
-        """The same."""
+        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
         self._samples.acknowledge(number)
 
     def abort(self) -> None:
-        """End what is being generated."""
+        """Abort running generations."""
         self._samples.abort()
 
 
 @contextmanager
 def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) -> Iterator[Engines]:
-    """An engine that serves a model folder. `stop`: strings that end what it is asked for. Raises BadModel, EngineDied
-    and EngineTimeout."""
+    """Yield an engine that serves a model folder. `stop`: strings that end responses. Raises BadModel, EngineDied and
+    EngineTimeout."""
     config = options.rollout(stop)
     plans = kind_of(options.engine).plan(config, False).engines
     if len(plans) != 1 or plans[0].nnodes != 1:
@@ -100,15 +100,15 @@ def require_room(folder: str, longest_prompt: int) -> None:
         )
 
 
-# What a benchmark asks of a model, from its definition and the model's tokenizer.
+# Questions of a benchmark, from its definition and the model's tokenizer.
 
 
 SEED = 42
-"""Of all draws, unless said: as a recipe's."""
+"""Default seed of all draws, equal to a recipe's default."""
 
 
 def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Questions:
-    """The questions of a benchmark. Raises BadData where its rows are not there or do not fit, and BadPlugin."""
+    """Return the questions of a benchmark. Raises BadData where its rows are missing or do not fit, and BadPlugin."""
     prompts = open_prompts(benchmark, tokenizer)
     digests = benchmark_digests(benchmark, benchmark_grader(benchmark), prompts.fingerprint)
     sampling = benchmark.sampling
@@ -147,22 +147,22 @@ def _measure(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who is told how an evaluation goes."""
+    """Callbacks for the progress of an evaluation."""
 
     says: Callable[[str], None] = lambda sentence: None
     progress: Callable[[str, int, int], None] = lambda name, done, total: None
-    """(benchmark and model, samples that are there, samples in all)."""
+    """Function of (benchmark and model, number of finished samples, number of all samples)."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A result, and whether it was there."""
+    """A result, and whether it was computed now."""
 
     model: str
-    """As it was asked for."""
+    """Name of the model in the request."""
     result: Evaluation
     computed: bool
-    """False: found, nothing computed."""
+    """False: it was in the store, and nothing was computed."""
 
 
 def evaluate_models(
@@ -173,10 +173,11 @@ def evaluate_models(
     seed: int = SEED,
     watcher: Watcher | None = None,
 ) -> Iterator[Found]:
-    """Every benchmark on every model, in this order; an engine starts for a model when a result is missing, and serves
-    the others of that model too. Yields each as it is there.
+    """Evaluate every model on every benchmark, in this order; yield each result as soon as it is available.
 
-    Raises BadModel, BadData and BadPlugin before anything of a model starts, and what `compute` raises."""
+    An engine starts for a model when its first result is missing, and serves the model's other benchmarks too. Raises
+    BadModel, BadData and BadPlugin before a model's engine starts, and the errors of `compute`.
+    """
     watcher = watcher or Watcher()
     for model in models:
         check_model_folder(model.base)
@@ -235,8 +236,8 @@ def _evaluate(
 
 
 class _Once:
-    """Engines of a model, started at the first call, and anew for other stop strings: a server with a tokenizer may
-    end responses at more tokens."""
+    """Engines of a model, started at the first call, and restarted for other stop strings: a server with a tokenizer
+    may end responses at more tokens."""
 
     def __init__(self, stack: ExitStack, model: Evaluable, watcher: Watcher) -> None:
         self._stack, self._model, self._watcher = stack.enter_context(ExitStack()), model, watcher

@@ -1,8 +1,8 @@
-"""What the flow `evaluate` of `cairn.flows.deployments.flows` does: by hand from its form, on a schedule, or from an
-automation.
+"""The body of the flow `evaluate` of `cairn.flows.deployments.flows`, which starts from its form, on a schedule, or
+from an automation.
 
-Every result is looked up first, so a schedule that fires again over the same weights computes nothing, and says so. The
-table of the results is left as an artifact, `evaluation-<what was evaluated>`.
+Every result is looked up first, so a schedule that fires again for the same weights computes nothing, and reports that.
+The table of the results is published as an artifact, `evaluation-<run or model>`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,19 +41,19 @@ def evaluated(
     fail_on_regression: bool,
     gate_on_regression: bool,
 ) -> State[None]:
-    """Find out what weights get at benchmarks; to be called in a flow run.
+    """Evaluate weights on benchmarks. Must be called in a flow run.
 
     Args:
-        run: RUN, RUN@latest, RUN@ITER or RUN@A:B, or else
-        model: a model folder in Hugging Face format.
+        run: RUN, RUN@latest, RUN@ITER or RUN@A:B; None with `model`.
+        model: a model folder in Hugging Face format; None with `run`.
         every: of a range of iterations, each N-th.
         data: files with rows: FILE for all benchmarks, NAME=FILE for one.
-        sampling: options of `BenchmarkSampling` in the place of the benchmarks' own.
-        engine: options of `EngineOptions` in the place of the run's, or of the defaults.
-        baseline: RUN@ITER, a folder or a digest whose results are in the store: worse ones raise an event.
+        sampling: options of `BenchmarkSampling` that override the benchmarks' own.
+        engine: options of `EngineOptions` that override the run's, or the defaults.
+        baseline: RUN@ITER, a folder or a digest whose results are in the store: worse scores raise an event.
         margin: by how much a score may be less than the baseline's.
-        fail_on_regression: end as failed where one is worse.
-        gate_on_regression: let the run wait for approval before its next iteration where one is worse.
+        fail_on_regression: end as failed where a score is worse.
+        gate_on_regression: let the run wait for approval before its next iteration where a score is worse.
     """
     logger = get_run_logger()
     if (run is None) == (model is None):
@@ -82,7 +82,7 @@ def evaluated(
 
 
 def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | OwnBenchmark]) -> list[Found]:
-    """Every benchmark on a model, as a task of the flow run."""
+    """Evaluate every benchmark on a model, as a task of the flow run."""
     logger = get_run_logger()
 
     def evaluate_model() -> Any:

@@ -1,17 +1,17 @@
 """A result as a log of Inspect (`.eval`), for its viewer: `inspect view --log-dir FOLDER`.
 
-A log is a zip of JSON. What Inspect calls a sample is a question's response here:
+A log is a zip of JSON. A sample of Inspect is one response to a question here:
 
 | Inspect | here |
 |---|---|
 | `id`, `epoch` | the question's id, the number of the response from 1 |
-| `input`, `target` | the prompt as the model read it, the label |
-| `scores` | what the grader said, with the answer and its other components |
-| `events` | the call of the model and the score: what the transcript shows |
+| `input`, `target` | the prompt that the model received, the label |
+| `scores` | the grader's result, with the answer and its other components |
+| `events` | the call of the model and the score: the transcript |
 | `metadata` | digests of weights, tokenizer and settings; seed and status of a response |
 | `error` | why a response failed, which has no score |
 
-The same result makes the same bytes. Tokens and log-probs stay in the result (`cairn sql`). The format is that of
+The same result produces the same bytes. Tokens and log-probs stay in the result (`cairn sql`). The format is that of
 inspect-ai 0.3.285, version 2 of its logs.
 """
 
@@ -34,13 +34,13 @@ from cairn.storage.store.canonical import from_json
 _LOG_FORMAT = 2
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens"}
 _BATCH = 256
-"""Rows that are converted at a time."""
+"""Number of rows that are converted at a time."""
 
 Json = dict[str, Any]
 
 
 def log_name(result: Evaluation) -> str:
-    """Of a result's log in a folder of logs, as Inspect names them: `<created>_<task>_<id>.eval`."""
+    """Return the file name of a result's log, in Inspect's scheme: `<created>_<task>_<id>.eval`."""
     created = _iso(result.started_at).replace(":", "-")
     return f"{created}_{result.key.benchmark}_{_id(result.digest)}.eval"
 
@@ -48,7 +48,7 @@ def log_name(result: Evaluation) -> str:
 def export_inspect(result: Evaluation, rows: pa.Table, file: Path, model: str) -> None:
     """Write a result, with its `rows` (`cairn.storage.evals.read_samples`), as a log. `model`: its name in the viewer.
 
-    A file that is there is replaced, at once and whole. OSError where it cannot be written.
+    Atomically replaces an existing file. Raises OSError where it cannot be written.
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -179,7 +179,7 @@ def _score(row: Mapping[str, Any]) -> Json | None:
 
 
 def _summary(sample: Json) -> Json:
-    """What the viewer's list shows of a sample."""
+    """Return the fields of a sample for the viewer's list."""
     names = ("id", "epoch", "input", "target", "metadata", "scores", "model_usage", "total_time")
     error = {"error": sample["error"]["message"]} if "error" in sample else {}
     shown = {name: sample[name] for name in names if name in sample}
@@ -187,7 +187,8 @@ def _summary(sample: Json) -> Json:
 
 
 def _ids(rows: pa.Table) -> dict[int, str | int]:
-    """Of each question, one of its own: its id, as a number where all are, or its row where two have the same id."""
+    """Return a unique id for each question: its own id, as a number where all are numbers, or its row where ids
+    repeat."""
     named = dict(zip(rows["prompt_index"].to_pylist(), rows["prompt_id"].to_pylist(), strict=True))
     if len(set(named.values())) < len(named):
         return {index: index for index in named}
@@ -218,7 +219,7 @@ def _iso(seconds: float) -> str:
 
 
 def _id(text: str) -> str:
-    """Of 22 characters, as Inspect's; the same for the same text."""
+    """Return an id of 22 characters, as Inspect's; equal for equal text."""
     return hashlib.sha256(text.encode()).hexdigest()[:22]
 
 

@@ -1,4 +1,4 @@
-"""Whose weights are evaluated: those of a model folder, or those that iterations of a run left."""
+"""Weights to evaluate: those of a model folder, or those after iterations of a run."""
 
 import re
 import tempfile
@@ -27,22 +27,24 @@ from cairn.tasks.durable.events import Message
 from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.evaluation.standalone import Sampled
 
-# Weights that are being copied for an evaluation stay, whatever the run's retention says meanwhile.
+# Pins protect weights against the run's retention while an evaluation copies them.
 
 
 WHY = "an evaluation copies its weights"
-"""Stands in the decisions. Where the evaluation is killed the pin stays, until somebody unpins the iteration."""
+"""Reason in the pin's decision. If the evaluation is killed the pin stays until a person unpins the iteration."""
 _ENDED = re.compile(r"the evaluation of decision (\d+) has copied its weights")
 
 
 class _Settled(Exception):
-    """Somebody has decided about the iteration meanwhile, so there is nothing more to say."""
+    """A person has decided about the iteration meanwhile, so no further decision is needed."""
 
 
 @contextmanager
 def kept(ledger: Ledger, iteration: int) -> Iterator[None]:
-    """Pin an iteration where its run keeps nothing for ever, and a person has not. Of several evaluations that copy it
-    at once the one that ends last unpins it. Raises Retired if it is gone."""
+    """Pin an iteration while the block runs, unless its run retains everything or a person has pinned it.
+
+    If several evaluations copy it at once, the one that ends last unpins it. Raises Retired if it is gone.
+    """
     owner = ledger.owner(iteration)
     retention = from_manifest(owner.manifest.config).checkpoint
     everything_stays = retention.save_retain_interval is None and retention.retain_snapshots is None
@@ -68,7 +70,7 @@ def _end(ledger: Ledger, iteration: int, ours: int) -> None:
 
 
 def _standing(decisions: Iterable[Decision], iteration: int) -> tuple[bool, set[int]]:
-    """Whether a person has pinned an iteration, and the numbers of the pins of evaluations that copy it."""
+    """Return whether a person has pinned an iteration, and the decision numbers of pins of evaluations that copy it."""
     by_a_person, copying = False, set[int]()
     for decision in decisions:
         if not isinstance(decision.what, Pin) or decision.what.iteration != iteration:
@@ -88,40 +90,41 @@ _PLACE = re.compile(rf"(?P<run>[^@]+)(?:@(?:(?P<word>latest|initial)|{_ITERATION
 
 
 class BadPlace(Exception):
-    """A run, or an iteration of it, that cannot be evaluated as asked for. The message is one clear sentence."""
+    """A run, or an iteration of it, that cannot be evaluated as requested. The message is one clear sentence."""
 
 
 class Evaluable(Protocol):
-    """Weights with their tokenizer. Closed when nothing more is asked of it."""
+    """Weights with their tokenizer. Closed after the last evaluation."""
 
     @property
     def name(self) -> str:
-        """For people: `quickstart@39`, or the folder."""
+        """Name for people: `quickstart@39`, or the folder."""
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """For the result: `cairn.storage.evals.Evaluation.origin`."""
+        """Origin for the result: `cairn.storage.evals.Evaluation.origin`."""
 
     @property
     def options(self) -> EngineOptions:
-        """What they are evaluated with."""
+        """Engine options of the evaluation."""
 
     @property
     def base(self) -> str:
-        """A model folder with their configuration and tokenizer; its weights may be others."""
+        """Model folder with their configuration and tokenizer; its weights may be others."""
 
     @property
     def weights(self) -> str:
-        """Their digest in the options' number format."""
+        """Digest of the weights in the options' number format."""
 
     def folder(self) -> str:
-        """A model folder with the weights themselves, until `close`."""
+        """Return a model folder with the weights themselves; valid until `close`."""
 
     def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-        """What a run itself sampled of these questions, by an engine of the same kind and number format."""
+        """Return a run's own samples of these questions, from an engine of the same kind and number format; None
+        without any."""
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Delete temporary files."""
 
 
 class ModelFolder:
@@ -147,7 +150,7 @@ class ModelFolder:
 
 
 class Initial(ModelFolder):
-    """The weights that a run began with."""
+    """The initial weights of a run."""
 
     def __init__(self, ledger: Ledger, base: str, options: EngineOptions) -> None:
         super().__init__(base, options)
@@ -160,13 +163,14 @@ class Initial(ModelFolder):
 
 
 class Published:
-    """The weights that an iteration of a run left and published. Whoever needs more than their digest has them exported
-    first, into a folder of the evaluation's own: what the run then removes of them, the evaluation keeps.
+    """The weights that an iteration of a run published. `folder` first exports them into the evaluation's own folder,
+    so a later removal by the run does no harm.
 
-    The digest is the publication's, in the ledger; in another number format than the run's it is that of the export."""
+    Their digest is the publication's, in the ledger; in a number format other than the run's it is that of the
+    export."""
 
     def __init__(self, ledger: Ledger, synced: Commit, base: str, options: EngineOptions, say: Say) -> None:
-        """`synced`: commit of the publication. `base`: the folder that the run began with."""
+        """`synced`: commit of the publication. `base`: folder of the run's initial model."""
         self.name = f"{ledger.run}@{synced.iteration}"
         self.base = base
         self.options = options
@@ -216,7 +220,7 @@ class Published:
 def weights_to_evaluate(
     store: Store, run: str | None, model: str | None, every: int | None, options: Mapping[str, Any], say: Say
 ) -> list[Evaluable]:
-    """What is to be evaluated. Raises BadPlace, and pydantic's ValidationError for options."""
+    """Return the weights to evaluate. Raises BadPlace, and pydantic's ValidationError for options."""
     if run is not None:
         return models_of(store, run, every, options, say)
     assert model is not None
@@ -226,7 +230,7 @@ def weights_to_evaluate(
 
 
 def benchmarks_of_run(store: Store, place: str) -> dict[str, OwnBenchmark]:
-    """A run's own benchmarks by name. Raises BadPlace, and ConfigError as `models_of` does."""
+    """Return a run's own benchmarks by name. Raises BadPlace, and ConfigError as `models_of` does."""
     run = place.partition("@")[0]
     try:
         return own_benchmarks(recorded_config(Ledger.open(store, run)))
@@ -237,9 +241,10 @@ def benchmarks_of_run(store: Store, place: str) -> dict[str, OwnBenchmark]:
 def models_of(
     store: Store, place: str, every: int | None = None, given: Mapping[str, Any] | None = None, say: Say = print
 ) -> list[Evaluable]:
-    """What `RUN`, `RUN@latest`, `RUN@initial`, `RUN@ITER`, `RUN@A:B` or `RUN@A:` names; of a range each `every`-th
-    iteration from A on, B included. `given`: options that are not to be the run's. Raises BadPlace, and ConfigError
-    where a store must not ask for what the run's configuration does."""
+    """Return the weights that `RUN`, `RUN@latest`, `RUN@initial`, `RUN@ITER`, `RUN@A:B` or `RUN@A:` names; of a range
+    each
+    `every`-th iteration from A to B inclusive. `given`: options that override the run's. Raises BadPlace, and
+    ConfigError where the run's configuration contains what a store may not set."""
     match = _PLACE.fullmatch(place)
     if match is None:
         raise BadPlace(f"{place!r} is not RUN, RUN@ITER or RUN@A:B, such as quickstart@39 or quickstart@0:39")

@@ -1,5 +1,5 @@
-"""What becomes of weights that are worse than a baseline: Prefect's event `cairn.evaluation.regressed`, for its
-automations, and, where it is asked for, an approval gate of the run that they are of (`cairn.flows.reading.gates`)."""
+"""Reactions to a score below a baseline: Prefect's event `cairn.evaluation.regressed`, for its automations, and on
+request an approval gate of the evaluated run (`cairn.flows.reading.gates`)."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,8 +21,8 @@ REGRESSED = "cairn.evaluation.regressed"
 def regressions(
     store: Store, found: Sequence[Found], baseline: str, margin: float, says: Says, *, gate: str | None = None
 ) -> list[str]:
-    """Sentences on the results that are worse than the baseline's, of each of which Prefect is told. `gate`: the run
-    that is then to wait for a person. Raises BadPlace where there is no result of the baseline to compare one with."""
+    """Return sentences on the results that are worse than the baseline's, and emit a Prefect event for each. `gate`:
+    the run that must then wait for a person. Raises BadPlace where the baseline has no result to compare with."""
     there = list(results(store))
     sentences = []
     for one in found:
@@ -47,7 +47,7 @@ def regressions(
 
 
 def open_gate(store: Store, run: str, why: str, says: Says) -> None:
-    """Let a run wait for approval before its next iteration, once for each reason, and say so."""
+    """Let a run wait for approval before its next iteration, once for each reason, and report it through `says`."""
     try:
         asked = ask(Ledger.open(store, run), why)
     except ValueError as error:
@@ -63,7 +63,7 @@ def open_gate(store: Store, run: str, why: str, says: Says) -> None:
 
 
 def evaluated_run(place: str | None) -> str:
-    """The run of RUN, RUN@ITER or RUN@A:B, for the gate. Raises BadPlace where a model folder is evaluated."""
+    """Return the run of RUN, RUN@ITER or RUN@A:B, for the gate. Raises BadPlace where a model folder is evaluated."""
     if place is None:
         raise BadPlace("a model folder has no approval gate: name a run to evaluate")
     return place.partition("@")[0]
@@ -75,8 +75,8 @@ def raise_event(
     found: Comparison,
     says: Says = lambda sentence: None,
 ) -> bool:
-    """Tell Prefect of a regression, where an API is configured; whether it was told. Never raises: what cannot be told
-    is said."""
+    """Emit a Prefect event for a regression, where an API is configured; return whether it was emitted. Never raises:
+    errors go to `says`."""
     try:
         from prefect.context import FlowRunContext
         from prefect.events import emit_event
@@ -110,7 +110,7 @@ def raise_event(
 
 
 def sentence(result: Evaluation, baseline: Evaluation, found: Comparison) -> str:
-    """What became of a result against a baseline."""
+    """Return a sentence on a result compared with a baseline."""
     return (
         f"{result.key.benchmark} on {name_of(result)}: {found.verdict} against {name_of(baseline)}, "
         f"{result.metrics['score']:.3f} after {baseline.metrics['score']:.3f} "

@@ -1,1 +1,1 @@
-"""What leaves a store: a model as a folder that others load, and one sample with all it came from."""
+"""Exports from a store: a model as a folder that other programs load, and one sample with everything it came from."""

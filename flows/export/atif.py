@@ -1,18 +1,18 @@
-"""Samples in the Agent Trajectory Interchange Format (ATIF 1.8), as other tools of the field read it: a JSON file a
+"""Samples in the Agent Trajectory Interchange Format (ATIF 1.8), which other tools read: one JSON file for each
 trajectory.
 
 | ATIF | here |
 |---|---|
 | `session_id` | the sample: `run@iteration/group/index`; its trajectories share it |
 | first step, of the `user` | the prompt |
-| step of the `agent` | an answer of the policy: its text, and in `metrics` the ids before it, its own, and log-probs |
+| step of the `agent` | a response of the policy: text, and in `metrics` ids of its prompt and its own, and log-probs |
 | `metrics.extra` | its loss mask, weight version, why it ended, and the turn's own reward |
-| its `tool_calls` and `observation` | the calls of tools that followed the answer, with results or errors |
-| step of the `user` between | what the world gave where no tool was called |
-| agent's step with `llm_call_count` 0 | calls of tools before the first answer |
+| its `tool_calls` and `observation` | tool calls after the response, with results or errors |
+| step of the `user` between | input from the environment where no tool was called |
+| agent's step with `llm_call_count` 0 | tool calls before the first response |
 | `extra` | reward, advantage, label, status, and the calls of graders |
 
-Tokens after a call of tools are not told twice: they are in `prompt_token_ids` of the next answer.
+Tokens after tool calls are stored once: in `prompt_token_ids` of the next response.
 """
 
 import json
@@ -35,18 +35,20 @@ _TOOL, _JUDGE = "tool", "judge"
 
 
 class ExportedTrajectories(Record):
-    """What was written."""
+    """Result of an export."""
 
     run: str
     iteration: int
     samples: int
     files: int
-    """One a trajectory."""
+    """Number of files, one for each trajectory."""
 
 
 def export_atif(ledger: Ledger, folder: Path, iteration: int | None = None) -> ExportedTrajectories:
-    """Write the samples of an iteration, the newest by default, into a folder that is new or empty, whole or not at
-    all. Raises LookupError where there are none, FileExistsError, Damaged and Retired."""
+    """Write the samples of an iteration, the newest by default, into a new or empty folder, atomically.
+
+    Raises LookupError where there are none, FileExistsError, Damaged and Retired.
+    """
     chosen = ledger.last_iteration() if iteration is None else iteration
     if chosen is None:
         raise LookupError(f"run {ledger.run!r} has no samples yet")
@@ -83,7 +85,8 @@ def _agent(ledger: Ledger) -> dict[str, Any]:
 def _documents(
     run: str, agent: dict[str, Any], view: SampleView, episode: EpisodeView
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A name and an ATIF document for each trajectory of a sample; of one that failed, of the answers that it got."""
+    """Yield a name and an ATIF document for each trajectory of a sample; for a failed sample, one document with its
+    responses."""
     session = f"{run}@{view.iteration}/{view.group_id}/{view.sample_index}"
     answered = any(turn.answer is not None for one in episode.trajectories for turn in one.turns)
     trajectories = episode.trajectories if answered else (TrajectoryView(prompt=None, turns=episode.unused),)
@@ -114,7 +117,7 @@ def _documents(
 
 
 def _told(view: SampleView, episode: EpisodeView) -> dict[str, Any]:
-    """What the run made of the sample."""
+    """Return the run's results for the sample, such as reward and advantage."""
     names = ("reward", "advantage", "label", "status", "finish_reason", "disposition", "error")
     return {name: getattr(view, name) for name in names} | {"seconds": episode.seconds}
 
@@ -170,7 +173,7 @@ def _metrics(answer: AnswerView, before: Sequence[int], reward: float | None) ->
 
 
 def _calls(calls: Sequence[CallView]) -> dict[str, Any]:
-    """Fields of a step for the calls that followed it."""
+    """Return fields of a step for the calls that followed it."""
     tools = [call for call in calls if call.kind == _TOOL]
     judges = [
         {"name": call.name, "reward": None if call.result is None else from_json(call.result), "error": call.error}
@@ -198,7 +201,7 @@ def _calls(calls: Sequence[CallView]) -> dict[str, Any]:
 
 
 def _content(call: CallView) -> str:
-    """Text as it is, every other value as JSON."""
+    """Return text unchanged, and every other value as JSON."""
     if call.error is not None or call.result is None:
         return call.error or ""
     value = from_json(call.result)

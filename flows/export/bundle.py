@@ -1,14 +1,14 @@
 """`bundle`: one file with everything that one sample came from and went into.
 
 ```
-bundle.json                      sealed: which sample, what its grader was given, what lies here
+bundle.json                      sealed: which sample, its grader's input, the bundle's contents
 store/runs/<run>/run.json        the ledger's own files, byte for byte, where the store has them: manifests, upgrades,
 store/runs/<run>/decisions/…     decisions, signatures,
 store/runs/<run>/iterations/…    the commits from which the sample came and into which it went, back to the first, and
-                                 the whole tables of its own steps: only whole ones can be held against their digests
-grader/<file>.py                 the source of a grader of one's own, where its digest is the one that graded
+                                 the whole tables of its own steps: digests can only be checked for whole tables
+grader/<file>.py                 source of a custom grader, where its digest is that of the grader that graded
 ```
-`cairn.flows.export.unbundle` reads it anywhere.
+`cairn.flows.export.unbundle` reads it on any machine.
 """
 
 import dataclasses
@@ -42,38 +42,43 @@ CONTENTS = "bundle.json"
 STORE = "store"
 GRADER = "grader"
 _ITS_OWN = (Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.SCORE, Step.ADVANTAGE)
-"""Steps of which the sample's tables are taken along."""
+"""Steps whose tables with the sample are included."""
 
 
 class Contents(Record):
-    """What a bundle says of itself."""
+    """Description of a bundle, stored in it."""
 
     format: int = FORMAT
     run: str
     iteration: int
     sample: int
-    """Its number in the iteration, as `cairn show` counts."""
+    """Number of the sample in the iteration, in the order of `cairn show`."""
     group_id: int
     sample_index: int
     generated_in: int
     rollout: str
-    """Name of the commit that holds its rows."""
+    """Name of the commit with the sample's rows."""
     newest: str
     newest_digest: str
-    """Of the newest commit that came from it: whoever has it from elsewhere knows that all of this is true."""
+    """Digest of the newest commit that came from the sample: a reader with this digest from another source can verify
+    the whole bundle."""
     given: dict[str, Any] | None
-    """What its grader was given; None where the model's tokenizer was not at hand, or it has several trajectories."""
+    """Input of the sample's grader; None where the model's tokenizer was unavailable, or the sample has several
+    trajectories."""
     grader: str | None
-    """Name of the source file in `grader/`; None for one of Cairn's own, or where its source is not at hand."""
+    """Name of the source file in `grader/`; None for one of Cairn's own graders, or where the source was
+    unavailable."""
     checkpoint: str | None
-    """The commit of the weights that are in here."""
+    """Name of the commit of the included weights."""
     made_at: float
 
 
 def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: bool = False) -> Contents:
-    """Write the bundle of sample `number` of an iteration to a file that is not there yet. `weights`: with the newest
-    checkpoint at or below the weights that sampled it. Raises LookupError if there is no such sample, FileExistsError,
-    Retired where its tables are not kept, and Damaged."""
+    """Write the bundle of sample `number` of an iteration to a new file.
+
+    `weights`: include the newest checkpoint at or before the weights that sampled it. Raises LookupError if there is no
+    such sample, FileExistsError, Retired where its tables are not retained, and Damaged.
+    """
     views = iteration_samples(ledger, iteration)
     if number >= len(views):
         raise LookupError(f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(views) - 1}, no {number}")
@@ -126,7 +131,7 @@ def _rollout_of(ledger: Ledger, view: SampleView) -> Commit:
 
 
 def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int) -> dict[str, Any] | None:
-    """A sample's row in the only table of a commit."""
+    """Return a sample's row in the only table of a commit; None where it has none."""
     table = read_table(ledger.store, commit.run, commit.table)
     found = table.filter(
         pc.and_(pc.equal(table.column("group_id"), group_id), pc.equal(table.column("sample_index"), sample_index))
@@ -135,7 +140,7 @@ def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int)
 
 
 def _uses(ledger: Ledger, view: SampleView, rollout: Commit, iteration: int) -> list[Commit]:
-    """The commits that say what became of a sample, as far as an iteration."""
+    """Return the commits that used or graded a sample, up to an iteration."""
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
     found = [] if graded is None else [graded]
     for index in range(view.iteration, iteration + 1):
@@ -148,7 +153,7 @@ def _uses(ledger: Ledger, view: SampleView, rollout: Commit, iteration: int) -> 
 
 
 def _back_from(ledger: Ledger, commits: Iterable[Commit]) -> Iterator[Commit]:
-    """The commits, and all that they were made from."""
+    """Yield the commits and all their transitive inputs."""
     pending, seen = list(commits), set[str]()
     while pending:
         commit = pending.pop()
@@ -165,7 +170,7 @@ def _back_from(ledger: Ledger, commits: Iterable[Commit]) -> Iterator[Commit]:
 
 
 def _of_runs(ledger: Ledger) -> Iterator[str]:
-    """Store paths of what says what a run and its parents are, and what was decided about them."""
+    """Yield store paths of manifests, upgrades and decisions of a run and its parents."""
     owner: Ledger | None = ledger
     while owner is not None:
         yield layout.run_manifest(owner.run)
@@ -179,7 +184,7 @@ def _marker(commit: Commit) -> str:
 
 
 def _add_sealed(opened: ZipFile, ledger: Ledger, path: str) -> None:
-    """A file of the ledger, and its signature if it has one."""
+    """Add a file of the ledger, and its signature if it has one."""
     data = ledger.store.read(path)
     opened.writestr(f"{STORE}/{path}", data)
     beside = signature_path(path, data)
@@ -197,7 +202,7 @@ def _add_outputs(opened: ZipFile, ledger: Ledger, commit: Commit) -> None:
 
 
 def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> dict[str, Any] | None:
-    """What the sample's grader was given."""
+    """Return the input of the sample's grader."""
     from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.tasks.grading.reward import given_samples
 
@@ -213,7 +218,7 @@ def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView)
 
 
 def _grader(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> tuple[str | None, bytes]:
-    """Name and source of a grader of one's own, where the source at hand is the one that graded."""
+    """Return name and source of a custom grader, where the available source is the one that graded."""
     from cairn.configs.plugins import BadPlugin
     from cairn.flows.driver.trust import code_at_hand
     from cairn.tasks.durable.plugin_sources import source_digest, source_files

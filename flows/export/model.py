@@ -1,12 +1,12 @@
-"""`export`: the weights that an iteration left, as a folder that other programs load.
+"""`export`: write the weights after an iteration as a folder that other programs load.
 
-| at the iteration lies | what is done |
+| the iteration has | action |
 |---|---|
-| a checkpoint | its weights are read, by this process alone |
-| none, or it is retired | the run's engines start apart, load the newest checkpoint before it and replay what follows |
+| a checkpoint | this process reads its weights |
+| none, or a retired one | separate engines with the run's options load the newest earlier checkpoint and replay |
 
 The run's lease is not taken and nothing is written into the ledger: a live run may be exported. The folder is written
-beside its place under another name and renamed when it is whole.
+next to its target under another name, and renamed when it is complete.
 """
 
 import hashlib
@@ -59,50 +59,50 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE", d
 
 
 class Exported(Record):
-    """What was exported, and from where. Digests are hexadecimal SHA-256."""
+    """An exported model and its origin. Digests are hexadecimal SHA-256."""
 
     run: str
     iteration: int
-    """The weights are those that it left."""
+    """Iteration after which the weights were exported."""
     weight_version: int
     """Optimizer steps since the run's initial weights."""
     state_digest: str | None
-    """Of the whole training state, as the train step committed it."""
+    """Digest of the whole training state, from the train step's commit."""
     commit: str
     """Digest of the train step's commit."""
     restored_from: str
-    """`checkpoint`, or what was replayed to come there."""
+    """`checkpoint`, or a description of the replay."""
     adapter: bool
-    """Whether it is a LoRA adapter in peft's format, and no whole model."""
+    """Whether the export is a LoRA adapter in peft's format instead of a whole model."""
     dtype: str
     parameters: int
     tensors: str
-    """`cairn.engines.weights.checksum.weights_checksum` of the tensors in the weight files, but for layers that nobody
-    trains: see `cairn.engines.models.published`."""
+    """`cairn.engines.weights.checksum.weights_checksum` of the tensors in the weight files, without layers that are
+    never trained: see `cairn.engines.models.published`."""
     published: str | None
-    """The digest that the iteration's sync step committed of these weights, found again in what was written; None where
-    there is none, or for an adapter."""
+    """Digest of these weights that the iteration's sync step committed, checked against the written files; None without
+    one, or for an adapter."""
     base_model: str
-    """Name of the folder that the run began with."""
+    """Name of the folder of the run's initial model."""
     base_digest: str
     data_digest: str | None
     files: dict[str, str]
-    """Of every file but the card, by its name."""
+    """Digest of every file but the card, by name."""
     scores: dict[str, float]
-    """Of the evaluations of these weights, by benchmark."""
+    """Scores of these weights, by benchmark."""
     code: str
-    """The version of Cairn that committed the train step."""
+    """Version of Cairn that committed the train step."""
 
 
 def model_card(exported: Exported) -> str:
-    """The card as a Hugging Face README.md."""
+    """Return the card as a Hugging Face README.md."""
     kind = "LoRA adapter" if exported.adapter else "model"
     head = [
         "---",
         f"library_name: {'peft' if exported.adapter else 'transformers'}",
         "pipeline_tag: text-generation",
         "tags: [reinforcement-learning, cairn]",
-        # JSON is YAML too, and quotes what a name may hold.
+        # JSON is valid YAML, and quotes special characters in names.
         f"cairn: {json.dumps(exported.model_dump(mode='json', exclude={'files', 'scores'}), sort_keys=True)}",
         "---",
     ]
@@ -151,12 +151,12 @@ def model_card(exported: Exported) -> str:
 
 CARD = "README.md"
 ADAPTER = "adapter"
-"""The folder beside a model in which a training engine leaves its adapter."""
+"""Folder next to a model in which a training engine writes its adapter."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class CannotExport(Exception):
-    """What was asked for is not there, or would overwrite something. The message is one sentence."""
+    """The requested weights do not exist, or the export would overwrite something. The message is one sentence."""
 
 
 def export(
@@ -167,7 +167,7 @@ def export(
     adapter: bool = False,
     emit: Callable[[Event], None] = lambda event: None,
 ) -> Exported:
-    """Write the weights that an iteration left, the newest trained one by default, with tokenizer and card.
+    """Write the weights after an iteration, the newest trained one by default, with tokenizer and card.
 
     Args:
         target: a folder that does not exist or is empty.
@@ -175,8 +175,8 @@ def export(
 
     Raises:
         CannotExport: nothing was trained there, `target` is in use, or there is no adapter.
-        BadModel: the model that the run began with is not where it was, or another one is.
-        Damaged, Retired, ReplayDiverged: the weights cannot be had again as they were.
+        BadModel: the run's initial model is missing, or another model is in its place.
+        Damaged, Retired, ReplayDiverged: the exact weights cannot be restored.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CannotExport(f"{target} is there already and not empty: give the name of a new folder")
@@ -220,7 +220,7 @@ def export(
 
 
 def _trained(ledger: Ledger, iteration: int | None) -> Commit:
-    """The train step of an iteration, or the newest one."""
+    """Return the train step of an iteration, or the newest one."""
     last = ledger.last_iteration()
     if iteration is None:
         newest = -1 if last is None else last
@@ -237,7 +237,8 @@ def _trained(ledger: Ledger, iteration: int | None) -> Commit:
 
 
 def _require_base(owner: Ledger, base: Path) -> str:
-    """The digest of the folder that the run began with, from which config and tokenizer come."""
+    """Return the digest of the folder of the run's initial model, from which config and tokenizer come. Raises BadModel
+    unless it is the recorded one."""
     if not base.is_dir():
         raise BadModel(f"model.path of run {owner.run} is {base}, which is not on this machine: put it back there")
     recorded = owner.terms.inputs.get("model")
@@ -253,7 +254,7 @@ def _require_base(owner: Ledger, base: Path) -> str:
 def _write_weights(
     ledger: Ledger, config: RunConfig, trained: Commit, folder: Path, adapter: bool, emit: Callable[[Event], None]
 ) -> str:
-    """Write model or adapter into an empty folder; returns where the weights came from."""
+    """Write model or adapter into an empty folder; return where the weights came from."""
     saved = ledger.find(trained.iteration, Step.CHECKPOINT)
     if saved is not None and saved.state_digest == trained.state_digest and not is_retired(ledger, saved):
         emit(Message(f"Reading the checkpoint of iteration {saved.iteration}"))
@@ -286,7 +287,7 @@ def _from_checkpoint(ledger: Ledger, config: RunConfig, saved: Commit, folder: P
         return
     from cairn.engines.training.megatron.backend import backend_for
 
-    # What makes Megatron run on the CPU refuses to be installed where there is a GPU.
+    # The patches that make Megatron run on the CPU refuse to be installed where there is a GPU.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend_for(device)  # prepares megatron-core before anything imports it
     from cairn.engines.training.megatron.convert import export_checkpoint as export_megatron
@@ -295,7 +296,8 @@ def _from_checkpoint(ledger: Ledger, config: RunConfig, saved: Commit, folder: P
 
 
 def _require_description(ledger: Ledger, saved: Commit) -> None:
-    """Hold the checkpoint's own description, which has the digest of every other file, against the commit."""
+    """Compare the checkpoint's own description, which has the digest of every other file, with the commit. Raises
+    Damaged."""
     for output in saved.outputs:
         if output.path.endswith("_state.json"):
             path = f"{ledger.folder_of(saved)}/{Path(output.path).name}"
@@ -305,7 +307,7 @@ def _require_description(ledger: Ledger, saved: Commit) -> None:
 
 
 def _keep(folder: Path, adapter: bool) -> None:
-    """Of a model with its adapter beside it, keep one."""
+    """Retain either the model or its adapter, which is next to it; delete the other."""
     beside = folder / ADAPTER
     if adapter:
         for path in folder.iterdir():
@@ -318,7 +320,7 @@ def _keep(folder: Path, adapter: bool) -> None:
 
 
 def copy_tokenizer(base: Path, folder: Path) -> None:
-    """Bit for bit, so that it is the one that the run's prompts were written with."""
+    """Copy the tokenizer files bit for bit, so that they are those with which the run's prompts were written."""
     for path in matching_files(base, TOKENIZER_FILES):
         copy = folder / path.relative_to(base)
         copy.parent.mkdir(exist_ok=True)
@@ -328,7 +330,8 @@ def copy_tokenizer(base: Path, folder: Path) -> None:
 def _require_published(
     owner: Ledger, config: RunConfig, trained: Commit, folder: Path, files: list[Path]
 ) -> str | None:
-    """The digest of the weights that rollout engines had to find, if the files hold them."""
+    """Return the committed digest of the weights that rollout engines received; None without one. Raises Damaged unless
+    the files contain these weights."""
     synced = owner.find(trained.iteration, Step.SYNC)
     published = None if synced is None else synced.values.get("digest")
     if not isinstance(published, str):
@@ -340,14 +343,14 @@ def _require_published(
 
 
 def _scores(ledger: Ledger, iteration: int) -> dict[str, float]:
-    """Of every benchmark that the run evaluated these weights on."""
+    """Return the score of every benchmark that the run evaluated these weights on."""
     scores = benchmark_scores(ledger, from_manifest(ledger.manifest.config))
     return {name: by_place[iteration + 1] for name, by_place in scores.items() if iteration + 1 in by_place}
 
 
 @contextmanager
 def _renamed_to(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target` that takes its name when all is well, and else is removed."""
+    """Yield an empty folder next to `target`. Rename it to `target` after the block, or remove it after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as room:
         folder = Path(room) / target.name

@@ -1,16 +1,16 @@
-"""Reading a bundle anywhere, without the store that it is from: what of it is true, and its reward again.
+"""Reading a bundle on any machine, without its store: verify it, and compute the reward again.
 
-| held against | |
+| checked | against |
 |---|---|
-| the digest in each file of the ledger | its content |
-| the digests in each commit | the sample's tables, all of which are here, and the commits that it was made from |
-| the iteration that the bundle names | where the sample was generated, and which groups the iteration took |
-| the signatures that are here, where signers are given | who wrote the files |
-| the row in the rollout's table | what the bundle says that the grader was given |
-| the recorded reward | what the same version of the grader says now |
+| content of each file of the ledger | the digest in it |
+| the sample's tables, all of which are included, and the inputs of each commit | the digests in the commit |
+| where the sample was generated, and which groups the iteration took | the iteration that the bundle names |
+| the authors of the files, where signers are passed | the included signatures |
+| the grader's input in the bundle | the row in the rollout's table |
+| the reward from the same version of the grader now | the recorded reward |
 
-A bundle is consistent in itself if all of that holds. That it is of the run that it names, only a signature tells, or
-the digest of its newest commit, compared with what `cairn status` or somebody else says.
+If all checks pass, a bundle is consistent in itself. Only a signature proves that it belongs to the run that it names,
+or the digest of its newest commit, compared with the one in `cairn status` or from another source.
 """
 
 import shutil
@@ -40,31 +40,34 @@ from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import LONGEST_RECORD, check_path
 from cairn.storage.upkeep.signatures import check_signature
 
-# Unpacking a zip file that somebody sent, within bounds that are checked before anything is written.
+# Unpacking an untrusted zip file, with limits that are checked before anything is written.
 #
-# | refused | bound |
+# | rejected | limit |
 # |---|---|
 # | more members | `MOST_MEMBERS` |
-# | more bytes, unpacked | `FREE` and `RATIO` times the archive's own, and what the disk has |
+# | more unpacked bytes | `FREE` plus `RATIO` times the archive's size, and the free disk space |
 # | a larger JSON, signature or source file | `LONGEST_RECORD` of the store |
-# | a member twice, a link, a name outside the folders that are asked for | |
-# | an encrypted member, another compression than deflate | |
+# | a duplicate member, a link, a name outside the requested folders | |
+# | an encrypted member, a compression other than deflate | |
 #
-# What a member says of its size holds: no more of it is unpacked, and its checksum is looked at.
+# The declared size of a member is binding: no more of it is unpacked, and its checksum is verified.
 
 
 MOST_MEMBERS = 200_000
-"""A bundle's are the commits of a run up to one sample: ten an iteration, and a few tables."""
+"""Number of members at most. A bundle has the commits of a run up to one sample, ten an iteration, and a few tables."""
 FREE = 2**30
 RATIO = 20
-"""Tables and weights are packed already, or random: these come to less than 3."""
+"""Unpacked bytes for each packed byte at most. Tables and weights are compressed already, or random: real bundles need
+less than 3."""
 _TEXTS = (".json", ".sig", ".py")
 _ENCRYPTED = 0x1
 
 
 def unpack(file: Path, folder: Path, first: str, inside: Collection[str]) -> bytes:
-    """Unpack all members below the folders `inside` into `folder`, and return the bytes of the member `first`. Raises
-    ValueError, with what is wrong, and FileNotFoundError; nothing is written then that does not go with `folder`."""
+    """Unpack all members below the folders `inside` into `folder`; return the bytes of the member `first`.
+
+    Raises ValueError with the reason, and FileNotFoundError. Nothing is written outside `folder`.
+    """
     packed = file.stat().st_size
     try:
         with ZipFile(file) as opened:
@@ -109,30 +112,33 @@ def _check_member(member: ZipInfo, first: str, inside: Collection[str]) -> None:
 
 
 class BadBundle(Exception):
-    """The file is no bundle. The message says why."""
+    """The file is no bundle. The message contains the reason."""
 
 
 class Checked(Record):
-    """What reading a bundle found."""
+    """Result of reading a bundle."""
 
     contents: Contents
     commits: int
     tables: int
-    """Files of commits, checkpoints' included, that are what was committed."""
+    """Number of files of commits, including checkpoints, whose content matches the commit."""
     problems: tuple[str, ...]
     prompt: str | None
     response: str | None
     reward: float | None
-    """As recorded."""
+    """Recorded reward."""
     graded_again: float | None
-    """The reward that the grader gives now; None where it was not asked."""
+    """Reward that the grader computes now; None where it was not called."""
     not_graded: str | None
-    """Why not."""
+    """Why the grader was not called."""
 
 
 def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: bool = False) -> Checked:
-    """Read a bundle. `trust_code`: run the source of a grader of somebody's own that is in it; graders of Cairn's own
-    always run. Raises BadBundle, FileNotFoundError."""
+    """Read and verify a bundle. Raises BadBundle, FileNotFoundError.
+
+    `signers`: see `check_signature`. `trust_code`: run the source of a custom grader in the bundle; Cairn's own graders
+    always run.
+    """
     with TemporaryDirectory(prefix="cairn-bundle-") as folder:
         contents = _unpacked(file, Path(folder))
         store = LocalStore(f"{folder}/{STORE}")
@@ -187,7 +193,7 @@ def _unpacked(file: Path, folder: Path) -> Contents:
 
 
 def _commits(ledger: Ledger) -> tuple[list[Commit], list[str]]:
-    """Every commit that is here, and what is wrong with the chain between them."""
+    """Return all commits in the bundle, and problems with the chain between them."""
     commits = [commit for index in ledger.iterations() for commit in ledger.commits(index)]
     digests = {commit.name: commit.digest for commit in commits}
     problems = []
@@ -201,7 +207,7 @@ def _commits(ledger: Ledger) -> tuple[list[Commit], list[str]]:
 
 
 def _tables(ledger: Ledger, commits: list[Commit], contents: Contents) -> tuple[int, list[str]]:
-    """How many files of commits are what was committed, and what is wrong with others."""
+    """Return the number of files of commits whose content matches, and problems with the others."""
     read, problems = 0, []
     for commit in commits:
         needed = _is_own(commit, contents)
@@ -219,7 +225,7 @@ def _tables(ledger: Ledger, commits: list[Commit], contents: Contents) -> tuple[
 
 
 def _is_own(commit: Commit, contents: Contents) -> bool:
-    """Whether `bundle` takes the files of a commit along."""
+    """Whether `bundle` includes the files of a commit."""
     if commit.step in (Step.ROLLOUT, Step.REWARD):
         return (commit.iteration, commit.shard) == (contents.generated_in, _place(contents.rollout)[2])
     if commit.step is Step.FILTER:
@@ -230,7 +236,7 @@ def _is_own(commit: Commit, contents: Contents) -> bool:
 
 
 def _misplaced(ledger: Ledger, contents: Contents) -> Iterator[str]:
-    """What the bundle says of the sample's place, and the commits do not."""
+    """Yield claims of the bundle on the sample's place that the commits do not confirm."""
     if _place(contents.rollout)[:2] != (contents.generated_in, Step.ROLLOUT):
         claimed = f"says iteration {contents.generated_in} generated the sample, and that it is {contents.rollout}"
         yield f"the bundle {claimed}"
@@ -241,7 +247,7 @@ def _misplaced(ledger: Ledger, contents: Contents) -> Iterator[str]:
 
 
 def _groups(ledger: Ledger, iteration: int) -> list[int]:
-    """Those of which an iteration's selection says what becomes of them; none where its table is not here."""
+    """Return the groups in the table of an iteration's selection; none where the bundle lacks that table."""
     selection = newest_selection(ledger.commits(iteration))
     if selection is None or not ledger.store.exists(layout.in_run(selection.run, selection.outputs[0].path)):
         return []
@@ -249,7 +255,7 @@ def _groups(ledger: Ledger, iteration: int) -> list[int]:
 
 
 def _strangers(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iterator[str]:
-    """Tables that no commit names."""
+    """Yield problems for tables that no commit names."""
     named = {layout.in_run(commit.run, output.path) for commit in commits for output in commit.outputs}
     for path in store.find(layout.runs()):
         if not path.endswith((".json", ".sig")) and path not in named:
@@ -277,7 +283,7 @@ def _graded(
     problems: list[str],
     trust_code: bool,
 ) -> tuple[float | None, str | None]:
-    """The reward that the grader gives now, or why it was not asked."""
+    """Return the reward that the grader computes now, or why it was not called."""
     from cairn.tasks.grading.graders import get_grader, grader_version, named_by_row
     from cairn.tasks.grading.pool import GraderPool
     from cairn.tasks.grading.shaping import Overlong, sampled_tokens

@@ -1,1 +1,1 @@
-"""Go back over committed steps: fork, replay, rescore, what-if, diff."""
+"""Repeat and compare committed steps: fork, replay, rescore, what-if, diff."""

@@ -1,4 +1,4 @@
-"""`diff`: the first step at which two runs part."""
+"""`diff`: find the first step at which two runs differ."""
 
 from typing import Any
 
@@ -10,35 +10,34 @@ from cairn.storage.records import Record
 from cairn.storage.upkeep.comparison import Comparison, compare
 
 _BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)
-"""Steps that nothing else is made from: whether a run has them is a matter of its options."""
+"""Steps that are no input of other steps: whether a run has them depends on its options."""
 
 
 class Parting(Record):
-    """Where two runs part, if they do."""
+    """First difference between two runs, if there is one."""
 
     options: tuple[tuple[str, Any, Any], ...]
-    """(dotted option, its value in the one, in the other) of their configurations."""
+    """(dotted option, value in the first, value in the second run) for each option whose values differ."""
     compared: int
-    """Commits that both have and that made the same."""
+    """Number of commits that both runs have and whose results are equal."""
     shared: int
-    """Of them, those that are one and the same commit, since one run is a fork of the other or both of a third."""
+    """Number of those that are one and the same commit, because one run is a fork of the other or both of a third."""
     iteration: int | None = None
-    """The last that was compared; None where there is nothing to compare."""
+    """Last compared iteration; None where there is nothing to compare."""
     parts_at: str | None = None
-    """The first commit that differs, such as `000042/rollout.00-000`; None where the runs are equal as far as both go.
-    """
+    """First differing commit, such as `000042/rollout.00-000`; None where the runs are equal as far as both go."""
     how: tuple[str, ...] = ()
-    """Sentences: what differs there."""
+    """Sentences on the differences there."""
     ended: str | None = None
-    """The run that has no more commits, where they are equal as far as it goes."""
+    """Name of the run that has no more commits, where both are equal up to its end."""
     retired: tuple[str, ...] = ()
-    """Sentences on the commits up to there whose tables differ in their digests and are not kept by both runs any more:
-    their rows could not be compared."""
+    """Sentences on earlier commits whose tables differ in their digests and are no longer retained by both runs: their
+    rows could not be compared."""
 
 
 def diff(ours: Ledger, theirs: Ledger) -> Parting:
-    """Compare two runs step by step, in the order in which steps were made from each other. Reads markers, and tables
-    only at the step where they part. Raises Damaged."""
+    """Compare two runs step by step, in causal order. Reads commits, and tables only where digests differ. Raises
+    Damaged."""
     options = tuple(differing_options(ours, theirs))
     compared = shared = 0
     retired: list[str] = []
@@ -71,13 +70,13 @@ def diff(ours: Ledger, theirs: Ledger) -> Parting:
 
 
 def differing_options(ours: Ledger, theirs: Ledger) -> list[tuple[str, Any, Any]]:
-    """(option, its value in the one, in the other), as this version of the code reads both."""
+    """Return (option, value in the first, value in the second run), as this version of the code reads both."""
     one, other = (from_manifest(ledger.manifest.config).model_dump(mode="json") for ledger in (ours, theirs))
     return differing_fields(one, other)
 
 
 def _has_ended_before(commit: Commit, ledger: Ledger, commits: dict[str, Commit]) -> bool:
-    """Whether a run, with these commits in the iteration, has not come to the step of a commit that it lacks."""
+    """Whether a run, with these commits in the iteration, has not reached the step of a commit that it lacks."""
     order = list(Step)
     last = ledger.last_iteration()
     later = [c for c in commits.values() if c.step not in _BESIDE and order.index(c.step) > order.index(commit.step)]

@@ -1,4 +1,4 @@
-"""`fork`: a run that shares another's iterations up to one of them, and goes on with other options."""
+"""`fork`: create a run that shares another's iterations up to one of them, and continues with other options."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from cairn.tasks.steps import rules
 
 
 class CannotFork(Exception):
-    """What was asked for makes no run. The message says why, and what would."""
+    """The requested fork is impossible. The message contains the reason, and an alternative."""
 
 
 def fork(
@@ -35,8 +35,8 @@ def fork(
     """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
 
     Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration;
-    `reason` stands in the fork's manifest; `given` is the parent's recipe, where the user gave one. The parent may be
-    running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
+    `reason` is recorded in the fork's manifest; `given` is the parent's recipe, where the user passed one. The parent
+    may be running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
     config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, given))
     layout.check_name(name, "run")
@@ -49,7 +49,7 @@ def fork(
     lag = config.rollout.weights_lag
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
-    # What is said of a new run alone was let pass for the parent.
+    # Earlier versions digested model folders in another way: the parent's digests select the way to compare with.
     sources = Sources.open(config, parent.terms.inputs)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
         if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
@@ -64,7 +64,8 @@ def fork(
     if created.manifest.parent != origin:
         raise CannotFork(f"there is a run {name!r} already; choose another name")
     try:
-        # Before they could see the fork, the parent's driver may have removed files, and someone may have deleted it.
+        # Before they could see the fork, the parent's driver may have removed files, and another process may have
+        # deleted it.
         require_restorable(parent, iteration, lag)
         Ledger.open(parent.store, parent.run)
     except (Retired, BeingDeleted, FileNotFoundError):
@@ -118,12 +119,12 @@ def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
 
 
 def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
-    """The critic is part of the state that a fork goes on from, and so is how often the actor was updated: engines
-    tell it from the weight version."""
+    """Raise CannotFork if the fork changes the critic. The critic is part of the training state that a fork continues
+    from, and so is the number of the actor's updates: engines derive it from the weight version."""
     was = from_manifest(parent.owner(iteration).manifest.config)
     before = was.algorithm
     if config.algorithm.advantage_estimator != before.advantage_estimator:
-        # to be asked, both are loaded
+        # has_critic loads the estimators of both configurations
         had = has_critic(require_trusted(was, parent.store, config, of=f" of {parent.run}").algorithm)
         if has_critic(config.algorithm) != had:
             raise CannotFork(
@@ -140,13 +141,14 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
 
 
 def _critic_only_updates(config: RunConfig) -> tuple[int, int]:
-    """In so many iterations, so many each."""
+    """Return the number of critic-only iterations, and the number of updates in each."""
     iterations = config.algorithm.num_critic_only_steps
     return iterations, config.training.num_steps_per_rollout if iterations else 0
 
 
 def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
-    """A checkpoint holds the adapters alone, and what they add depends on how they are put into the model."""
+    """Raise CannotFork if the fork changes the LoRA options. A checkpoint contains only the adapters, and their effect
+    depends on how they are inserted into the model."""
     before = from_manifest(parent.owner(iteration).manifest.config).training.lora
     lora = config.training.lora
     if lora != before and (lora.r or before.r):
@@ -157,7 +159,8 @@ def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
 
 
 def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
-    """What a training state holds, and which engine reads it, the checkpoint says that a fork goes on from."""
+    """Raise CannotFork if the fork changes the options that define the training state of its checkpoint, or the engine
+    that reads it."""
     was = from_manifest(parent.owner(iteration).manifest.config)
     for (option, before), now in zip(_of_the_state(was).items(), _of_the_state(config).values(), strict=True):
         if now != before:

@@ -1,9 +1,9 @@
-"""`replay`: committed steps again, beside the ledger, and what they make held against what was committed.
+"""`replay`: execute committed steps again, outside the ledger, and compare the results with the commits.
 
-The iteration's own DAG is walked, and every step in it answered from the ledger, until it comes to the one that is
-wanted: that one's body runs, from the very inputs it was committed with, into a temporary folder. Engines start only
-where the step needs them, in a fleet of their own: a live driver of the run is not disturbed. Steps that sample, grade
-and publish nothing get the training engine alone.
+The iteration's own DAG is executed, and every step is looked up in the ledger, except the requested one: its body runs
+with the inputs of its commit, into a temporary folder. Engines start only where the step needs them, in a separate
+fleet: a live driver of the run is not disturbed. Steps that do not sample, grade or publish only get the training
+engine.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 UPDATES = frozenset({Step.SCORE, Step.ADVANTAGE, Step.TRAIN})
-"""What makes the weights of an iteration from its cut."""
+"""Steps that produce the weights of an iteration from its selected batch."""
 _ASKING_OTHERS = frozenset({Step.ROLLOUT, Step.REWARD, Step.SYNC, Step.EVAL})
 """Steps that may need other engines than the training engine."""
 
@@ -47,36 +47,36 @@ class NothingToReplay(Exception):
 
 
 class Replayed(Record):
-    """One commit and what its step makes when it is done again."""
+    """One commit, compared with the result of its replayed step."""
 
     name: str
-    """Of the commit: `000042/rollout.00-000`."""
+    """Name of the commit: `000042/rollout.00-000`."""
     differences: tuple[str, ...]
-    """Sentences; none if every bit is the same."""
+    """Sentences on differences; none if every bit is equal."""
     environment: tuple[str, ...]
-    """What differs from where it was committed."""
+    """Differences from the environment of the commit."""
     skipped: str | None = None
-    """Why it was not done again, where it cannot be."""
+    """Why the step was not replayed, where it cannot be."""
 
 
 class Weights(Record):
-    """The newest weights of a run, and whether all that made them makes them again."""
+    """The newest weights of a run, and whether the replay of all steps behind them reproduces them."""
 
     iteration: int
-    """That left them."""
+    """Iteration that produced the weights."""
     weight_version: int
     state_digest: str
-    """As committed."""
+    """Committed digest of the training state."""
     same: bool | None
-    """None: their own update cannot be done again."""
+    """Whether the replay is equal; None: the update that produced them cannot be replayed."""
     differs_at: str | None
-    """The first commit whose step makes something else."""
+    """First commit whose replayed result differs."""
     not_done_again: int
-    """Iterations whose update cannot be: it goes on from a checkpoint after them."""
+    """Number of iterations whose update cannot be replayed: the replay resumes from a checkpoint after them."""
 
 
 class Replaying:
-    """Answers steps from the ledger, and does the wanted ones again. A StepRunner."""
+    """A StepRunner that returns commits from the ledger, and executes the wanted steps again."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Replaying:
         tell: Callable[[Replayed], None] = lambda again: None,
         go_on: bool = False,
     ) -> None:
-        """`tell` is called with each step that was done again. `go_on`: past one that cannot be, or from whose inputs
-        the weights do not come back."""
+        """`tell` is called with each replayed step. `go_on`: continue after a step that cannot be replayed, or whose
+        input weights cannot be reproduced."""
         self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
         self._tell, self._go_on = tell, go_on
         self.replayed: list[Replayed] = []
@@ -164,10 +164,10 @@ def replay(
     shard: str | None = None,
     emit: Callable[[Event], None] = lambda event: None,
 ) -> list[Replayed]:
-    """Do a step of an iteration again, all its shards or one. Writes nothing into the ledger.
+    """Replay a step of an iteration, all its shards or one. Writes nothing into the ledger.
 
-    Raises NothingToReplay, RunDiffers where data, model or user code are no longer those of the run, and what the step
-    raises.
+    Raises NothingToReplay, RunDiffers where data, model or user code are no longer those of the run, and the errors of
+    the step.
     """
     owner = ledger.owner(index)
     if not any(commit.step is step and shard in (None, commit.shard) for commit in owner.commits(index)):
@@ -190,12 +190,15 @@ def replay_all(
     tell: Callable[[Replayed], None] = lambda again: None,
     emit: Callable[[Event], None] = lambda event: None,
 ) -> list[Replayed]:
-    """Do every committed step of some kinds again, in the order in which they were made; what a run shares with its
-    parent included. Engines are started once for each run that made a part of it, and weights go on from one iteration
-    to the next. `tell` is called with each when it is done.
+    """Replay every committed step of the kinds `steps`, in their original order, including iterations shared with a
+    parent.
 
-    What cannot be done again, since its files are retired or redacted, is among the results with the reason; weights
-    that do not come back are a difference, and the next step begins from a checkpoint. Raises RunDiffers as `replay`.
+    Engines are started once for each run that contributed iterations, and weights carry over from one iteration to the
+    next. `tell` is called with each replayed step.
+
+    Steps that cannot be replayed, because their files are retired or redacted, are in the results with the reason.
+    Weights that cannot be reproduced are a difference, and the next step begins from a checkpoint. Raises RunDiffers as
+    `replay`.
     """
     found: list[Replayed] = []
     numbers = ledger.iterations()
@@ -218,7 +221,7 @@ def replay_all(
 
 
 def newest_update(ledger: Ledger) -> Commit:
-    """The train step that left a run's newest weights. Raises NothingToReplay if it has none yet."""
+    """Return the train step that produced a run's newest weights. Raises NothingToReplay if there is none yet."""
     for index in reversed(ledger.iterations()):
         if (trained := ledger.find(index, Step.TRAIN)) is not None:
             return trained
@@ -226,7 +229,8 @@ def newest_update(ledger: Ledger) -> Commit:
 
 
 def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
-    """What `replay_all` of `UPDATES`, whose results are `found`, says of the weights that a train step left."""
+    """Return the conclusion for the weights of a train step, from the results `found` of `replay_all` with
+    `UPDATES`."""
     updates = [one for one in found if one.name.partition("/")[2] in ("", Step.TRAIN)]
     differs_at = next((one.name for one in found if one.differences), None)
     done = any(one.name == trained.name and one.skipped is None for one in updates)
@@ -243,8 +247,11 @@ def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
 
 
 def _walk(run: RunContext, runner: Replaying, index: int) -> None:
-    """The steps of an iteration; of one that a stream has admitted prompts for, before there was the batch that it
-    follows, no more than that; before the weights that it follows, its batch and the advantages."""
+    """Execute the steps of an iteration, as far as its driver could have executed them.
+
+    In a streaming run, before the previous batch is selected: only the admission. Before the previous update: the batch
+    and the advantages.
+    """
     if run.config.rollout.pipeline == "streaming" and index and not is_collected(run, index - 1):
         admit(run, runner, index)
     elif index and run.find(index - 1, Step.TRAIN) is None:
@@ -257,7 +264,7 @@ def _walk(run: RunContext, runner: Replaying, index: int) -> None:
 def beside_the_ledger(
     ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False
 ) -> Iterator[RunContext]:
-    """A context that reads a run as its driver does and owns nothing of it. `trains_only`: see `Fleet.start`."""
+    """Yield a context that reads a run as its driver does, but owns nothing of it. `trains_only`: see `Fleet.start`."""
     config = recorded_config(ledger)
     sources = Sources.open(config, ledger.terms.inputs)
     differing = input_differences(ledger.terms.inputs, sources.digests)
@@ -269,7 +276,7 @@ def beside_the_ledger(
 
         def fleet() -> "Fleet":
             if not started:
-                # Of no other replay either: on a joined cluster the later one would take the engines.
+                # Unique for each replay: on a joined cluster a later replay would otherwise take over the engines.
                 name = f"{fleet_name(ledger.store, ledger.run)}-replay-{uuid4().hex[:8]}"
                 steps = total_steps(ledger, config)
                 starting = starting_fleet(config, name, steps, sources.digests, None, trains_only=trains_only)
@@ -286,7 +293,7 @@ class _EndOfLedger(Exception):
 
 
 class _Done:
-    """A step that has been answered; None: it has no commit."""
+    """A completed step; a commit of None means that the ledger has none."""
 
     def __init__(self, commit: Commit | None) -> None:
         self._commit = commit

@@ -1,7 +1,8 @@
-"""`cairn episode --replay`: the code of one sample again, from the record, in this process.
+"""`cairn episode --replay`: run the code of one sample again, from its record, in this process.
 
-Nothing is asked: every call through its context is answered from `calls.parquet`. The function is the run's, by name;
-it may have been changed since, which is told and not refused: that is what one looks for.
+No engine or service is called: every call through the sample's context is served from `calls.parquet`. The function is
+the run's, looked up by name. It may have changed since, which is reported but not an error: finding such changes is the
+purpose.
 """
 
 import bdb
@@ -48,21 +49,21 @@ _OPTION = "rollout.custom_generate_function_path"
 
 
 class NotReplayable(Exception):
-    """There is no record to run the code from. The message says why."""
+    """The record that the replay needs is missing. The message contains the reason."""
 
 
 class EpisodeReplayed(Record):
-    """What came of it."""
+    """Result of a replayed episode."""
 
     outcome: Literal["same", "differs", "failed", "diverged"]
-    """Whether the trajectory is the committed one, bit for bit; *failed*: the code raised an error; *diverged*: it
-    asked for other things than are recorded."""
+    """Whether the trajectory is equal to the committed one, bit for bit; *failed*: the code raised an error;
+    *diverged*: it made other calls than the recorded ones."""
     told: str
-    """Where it first differs, or why it ended; empty where it is the same."""
+    """First difference, or why the code ended; empty where all is equal."""
     changed: bool
-    """Whether the source of the function, or of the run's tools, is another than the run's."""
+    """Whether the source of the function, or of the run's tools, differs from the run's."""
     answers: int
-    """That the code was given."""
+    """Number of responses that the code received."""
 
 
 def replay_episode(
@@ -74,11 +75,11 @@ def replay_episode(
     given: Callable[[CallRecord], None] = lambda record: None,
     debugger: bool = False,
 ) -> EpisodeReplayed:
-    """Run the code of a sample again. `given` is told each answer as the code is given it; with `debugger` the code is
-    stopped at its first line, and where it raises, on the terminal.
+    """Run the code of a sample again. `given` is called with each response that the code receives; with `debugger`, the
+    code stops in the terminal's debugger at its first line, and where it raises.
 
-    Raises NotReplayable, ConfigError where the code is not at hand (`cairn.flows.driver.trust`), BadPlugin, Damaged,
-    Retired, and bdb.BdbQuit where the person leaves the debugger.
+    Raises NotReplayable, ConfigError where the code is not in a working folder (`cairn.flows.driver.trust`), BadPlugin,
+    Damaged, Retired, and bdb.BdbQuit where the person leaves the debugger.
     """
     config = recorded_config(ledger)
     run = RecordedRun(config, ledger)
@@ -149,7 +150,7 @@ def _replayed(
         raise
     except (NotRecorded, EpisodeDiverged, BadTrajectory) as problem:
         return ended("diverged", str(problem))
-    # It is user code: whatever it raises is what came of it.
+    # It is user code: any exception that it raises is a result.
     except BaseException as problem:
         if debugger:
             _look_at(problem)
@@ -168,7 +169,8 @@ def _tokenizer(ledger: Ledger, config: RunConfig) -> Any:
 
 
 def first_difference(committed: GeneratedSample, made: GeneratedSample) -> str | None:
-    """Where what the code made is not what is committed, in a sentence; None where every bit is the same."""
+    """Return a sentence on the first difference between the replayed and the committed sample; None where every bit is
+    equal."""
     ours, theirs = made.trajectories, committed.trajectories
     if len(ours) != len(theirs):
         return f"it made {len(ours)} trajectories, and {len(theirs)} are committed"
@@ -226,7 +228,7 @@ def _segment_difference(made: Segment, committed: Segment) -> str | None:
 
 
 def _stopping_in(function: Generate) -> Generate:
-    """The function, stopped by the debugger at its first line."""
+    """Return the function with a debugger breakpoint at its first line."""
     code = inspect.unwrap(function).__code__
     lines = [line for _, line in dis.findlinestarts(code) if line is not None and line > code.co_firstlineno]
 
@@ -248,7 +250,7 @@ def _stopping_in(function: Generate) -> Generate:
 
 
 def _look_at(problem: BaseException) -> None:
-    """Where it was raised, in the debugger."""
+    """Open the debugger where the error was raised."""
     print(f"{type(problem).__name__}: {problem}")
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()

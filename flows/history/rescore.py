@@ -1,8 +1,8 @@
-"""`rescore`: the committed samples of a run graded again by another grader, or by today's code of the same one.
+"""`rescore`: grade the committed samples of a run again, with another grader or the current code of the same one.
 
-What the rewards would have been, without sampling and without training: rollout tables are read where they lie, graded
-as the reward step grades, and held against the rewards that were committed. Nothing of the run is changed, and a live
-driver of it is not disturbed.
+The result is the rewards that the run would have had, without sampling and without training. Rollout tables are read in
+place, graded as the reward step grades them, and compared with the committed rewards. The run does not change, and a
+live driver of it is not disturbed.
 """
 
 import os
@@ -41,19 +41,19 @@ from cairn.tasks.grading.reward import graded_columns, graded_shard, prompt_rows
 from cairn.tasks.grading.shaping import Overlong
 from cairn.tasks.rewards.grader import Grading
 
-# The tags of thoughts, and whether a tokenizer can tell them from other text.
+# Whether decoded text can contain tags of thoughts because of special tokens.
 #
-# `cairn.tasks.rewards.boxed` looks for tags in the text with special tokens that the text without them lacks.
-# Such a tag has letters of a special token: where none of those has a piece of a tag at its ends, nor is one, the two
-# texts hold the same tags, and a grader that reads no more of the first does without it.
+# `cairn.tasks.rewards.boxed` looks for tags in the text with special tokens that the text without them lacks. Such a
+# tag contains letters of a special token. If no special token has a part of a tag at its ends, or is such a part, both
+# texts contain the same tags. A grader that reads only the tags of the first text then does not need that text.
 
 
 TAGS = ("<think>", "</think>")
 
 
 def makes_tags(special: Iterable[str]) -> bool:
-    """Whether text can have a tag with these special tokens in it that it has not without them. Those that the classes
-    of transformers have by themselves, such as `<s>`, `<unk>` and `<|endoftext|>`, make none."""
+    """Whether text with these special tokens can contain a tag that the text without them lacks. The default special
+    tokens of transformers' classes, such as `<s>`, `<unk>` and `<|endoftext|>`, cannot produce one."""
     return any(_makes(token, tag) for token in special if token for tag in TAGS)
 
 
@@ -63,7 +63,7 @@ def _makes(token: str, tag: str) -> bool:
     return at_the_ends or tag in token or token in tag
 
 
-# What grading a run's samples again came to: the table of samples, the figures of iterations, and both for people.
+# Results of grading a run's samples again: table of samples, figures of iterations, and text for people.
 
 
 PASSED_OVER = {
@@ -71,7 +71,7 @@ PASSED_OVER = {
     "redacted": "they were redacted",
     "not graded": "the run has not graded them yet",
 }
-"""Why samples may be passed over."""
+"""Reasons why samples are passed over."""
 
 HEADER = ("iteration", "samples", "mean before", "mean after", "changed", "failed before", "failed after")
 
@@ -87,15 +87,16 @@ RESCORED = pa.schema(
         pa.field("grader_version", pa.string(), nullable=False),  # … and its version
     ]
 )
-"""A row a sample."""
+"""Schema of the results, one row for each sample."""
 
 
 class Figures(Record):
-    """Of the samples of an iteration, or of all. A mean is over the samples that have a reward; None if none has."""
+    """Figures of the samples of an iteration, or of all. A mean is over the samples that have a reward; None if none
+    has."""
 
     samples: int
     changed: int
-    """Samples whose reward is another now; those that fail now or do not fail any more are among them."""
+    """Number of samples whose reward has changed, including samples that fail only before or only after."""
     mean_before: float | None
     mean_after: float | None
     failed_before: int
@@ -103,7 +104,7 @@ class Figures(Record):
 
     @classmethod
     def of(cls, rows: pa.Table) -> "Figures":
-        """Those of a table RESCORED."""
+        """Return the figures of a table RESCORED."""
         before, after = rows["reward_before"], rows["reward_after"]
         return cls(
             samples=rows.num_rows,
@@ -116,7 +117,7 @@ class Figures(Record):
 
 
 class Rescored(Record):
-    """What the rewards of a run would have been."""
+    """Rewards of a run under the other grader."""
 
     run: str
     grader: str
@@ -124,14 +125,14 @@ class Rescored(Record):
     iterations: dict[int, Figures]
     overall: Figures
     passed_over: dict[str, int]
-    """Samples by the reason, see PASSED_OVER."""
+    """Number of samples by reason, see PASSED_OVER."""
 
     def sentences(self) -> list[str]:
-        """On what was passed over."""
+        """Return sentences on the samples that were passed over."""
         return [_passed_over(count, PASSED_OVER[why]) for why, count in self.passed_over.items()]
 
     def conclusion(self) -> str:
-        """All of it in one sentence."""
+        """Return the overall result in one sentence."""
         all_, own = self.overall, f"{self.grader} {self.grader_version}"
         return (
             f"{all_.changed} of {all_.samples} samples of run {self.run} get another reward from {own}: mean "
@@ -140,7 +141,7 @@ class Rescored(Record):
         )
 
     def lines(self) -> list[tuple[str, ...]]:
-        """The cells of a table under HEADER: a line an iteration, and one for all."""
+        """Return the cells of a table under HEADER: a line for each iteration, and one for all."""
         named = [*((str(index), one) for index, one in self.iterations.items()), ("all", self.overall)]
         return [
             (
@@ -151,13 +152,13 @@ class Rescored(Record):
         ]
 
     def markdown(self) -> str:
-        """The table, and what was passed over."""
+        """Return the table, and sentences on samples that were passed over."""
         heading = f"{code(self.run)} graded again by {code(f'{self.grader} {self.grader_version}')}"
         return "\n\n".join([heading, table(HEADER, self.lines()), *self.sentences()])
 
 
 def spelled(mean: float | None) -> str:
-    """A mean reward for people."""
+    """Return a mean reward as text."""
     return "–" if mean is None else f"{mean:.4f}"
 
 
@@ -170,7 +171,7 @@ _RANGE = re.compile(r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?")
 
 
 class CannotRescore(Exception):
-    """What was asked for is not there. The message is one clear sentence."""
+    """The request names no samples to grade. The message is one clear sentence."""
 
 
 def rescore(
@@ -179,15 +180,15 @@ def rescore(
     overrides: Sequence[str] = (),
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Rescored, pa.Table]:
-    """Grade what a run sampled again. Returns the figures, and a table RESCORED.
+    """Grade the samples of a run again. Returns the figures, and a table RESCORED.
 
     Args:
-        iterations: `ITER`, `A:B` with both ends, or `A:`; all by default. What is shared with a parent is among them.
-        overrides: `reward.option=value`, as `changed_config` takes them.
-        tell: is called with what is done now.
+        iterations: `ITER`, `A:B` with both ends, or `A:`; all by default. Iterations shared with a parent are included.
+        overrides: `reward.option=value`, as `changed_config` accepts them.
+        tell: called with a sentence on the work that begins.
 
-    Raises CannotRescore, what `changed_config` and `open_grader` raise, and BadModel where the grader needs the run's
-    tokenizer and the model is not the run's any more.
+    Raises CannotRescore, the errors of `changed_config` and `open_grader`, and BadModel where the grader needs the
+    run's tokenizer and the model is no longer the run's.
     """
     numbers = _chosen(ledger, iterations)
     config = changed_config(ledger, overrides)
@@ -217,11 +218,13 @@ def rescore(
 
 
 def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
-    """A run's configuration with options of its section `reward` changed by `reward.option=value`. Where `rm_type` is
-    given, `custom_rm_path` and `rm_type_key` are none if they are not: it grades all samples, as of a benchmark.
+    """Return a run's configuration with options of its section `reward` changed by `reward.option=value`.
 
-    Raises ConfigError for other options, and where a store must not ask for what the configuration does: what is given
-    here is the user's word. BadPlugin for a grader that would pay for nothing.
+    An override of `rm_type` also resets `custom_rm_path` and `rm_type_key`, unless they are overridden too: the grader
+    then grades all samples, as in a benchmark.
+
+    Raises ConfigError for other options, and where the stored configuration contains what a store may not set;
+    overrides are the user's own and trusted. Raises BadPlugin for a grader that would pay for nothing.
     """
     problems = [
         f"--set {override}: only options of the section reward can be changed here, such as reward.rm_type=math; "
@@ -247,7 +250,7 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
 
 
 def naming(grader: str) -> str:
-    """The override of a grader by its name, or by the import path or file of one's own."""
+    """Return the override that selects a grader by its name, or by the import path or file of a custom one."""
     return f"{_SECTION}{'custom_rm_path' if '.' in grader else 'rm_type'}={grader}"
 
 
@@ -268,8 +271,8 @@ def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:
 
 
 def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
-    """The run's: another one would make other texts of the same tokens. None where its texts are those that were
-    recorded, as far as the grader sees."""
+    """Return the run's tokenizer, since another one would decode the same tokens to other text. None where the recorded
+    texts are equal to the decoded ones, as far as the grader reads them."""
     folder, recorded = Path(config.model.path), ledger.terms.inputs.get("model")
     special = None if grader.sees_tokens else special_tokens(folder)
     if special is None or makes_tags(special):
@@ -284,12 +287,12 @@ def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
 
 
 def _all_cores(reward: RewardConfig) -> RewardConfig:
-    """A process for every core: graders do not see each other, and nothing else is done meanwhile."""
+    """Return the options with one process for each core: graders are independent, and nothing else runs meanwhile."""
     return reward.model_copy(update={"num_workers": max(reward.num_workers, os.cpu_count() or 1)})
 
 
 def _rows(config: RunConfig, tokenizer: Any) -> Callable[[int], PromptRow]:
-    """The run's data, in which the prompts stand as chats."""
+    """Return a function that looks up rows of the run's data, which contain the prompts as chats."""
     return prompt_rows(open_data(config, tokenizer))
 
 
@@ -298,11 +301,11 @@ class _Shard:
     rollout: Commit
     samples: pa.Table
     before: pa.Table
-    """`reward`, of the same rows."""
+    """Column `reward`, of the same rows."""
 
 
 def _ahead(shards: Iterator[_Shard]) -> Iterator[_Shard]:
-    """Each of them, while the next one is read."""
+    """Yield the shards, and read the next one in the background."""
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, shards, None)
         while (shard := coming.result()) is not None:
@@ -311,7 +314,7 @@ def _ahead(shards: Iterator[_Shard]) -> Iterator[_Shard]:
 
 
 class _Again:
-    """Grades shards, and counts what it passes over."""
+    """Grades shards, and counts the samples that it passes over."""
 
     def __init__(
         self,
@@ -329,7 +332,7 @@ class _Again:
         self.passed_over: Counter[str] = Counter()
 
     def shards(self, iterations: Sequence[int]) -> Iterator[_Shard]:
-        """All that can be graded, in order."""
+        """Yield all shards that can be graded, in order."""
         for index in iterations:
             commits = {(commit.step, commit.shard): commit for commit in self._ledger.commits(index)}
             for (step, name), rollout in commits.items():
@@ -355,7 +358,7 @@ class _Again:
         return _Shard(rollout, samples, before)
 
     def graded(self, shard: _Shard) -> pa.Table:
-        """A table RESCORED."""
+        """Return a table RESCORED."""
         found = graded_shard(self._grader, self._tokenizer, shard.samples, self._overlong, self._row, self._reward_keys)
         rows = pa.table(
             {

@@ -1,7 +1,7 @@
-"""`whatif`: the advantages that another algorithm would have given the samples that an iteration trained on.
+"""`whatif`: compute the advantages that another algorithm would have assigned to the trained samples of an iteration.
 
-From committed snapshots alone: rewards, masks and scores are read where they lie, and the function of the advantage
-step computes the rest. Nothing is scored, nothing of the run is changed, and a live driver of it is not disturbed.
+It only reads committed snapshots: rewards, masks and scores are read in place, and the function of the advantage step
+computes the rest. Nothing is scored, the run does not change, and a live driver of it is not disturbed.
 """
 
 import itertools
@@ -30,8 +30,7 @@ from cairn.tasks.batch.batch import arrays, rows_of_groups, trained_shards, trai
 from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.durable.selection import last_selection
 
-# Advantages of two algorithms held against each other: the table of samples, the figures of groups, and both for
-# people.
+# Comparison of the advantages of two algorithms: table of samples, figures of groups, and text for people.
 
 
 HEADER = ("group", "samples", "reward", "|A| before", "|A| after", "sign flips", "zero before", "zero after", "corr.")
@@ -54,30 +53,30 @@ COMPARED = pa.schema(
         pa.field("returns_after", _FLOATS, nullable=False),
     ]
 )
-"""A row a trained sample, in the order of the batch."""
+"""Schema of the results: one row for each trained sample, in the order of the batch."""
 
 
 class Figures(Record):
-    """Of the trained tokens of some samples, before and after."""
+    """Figures of the trained tokens of some samples, before and after."""
 
     samples: int
     trained_tokens: int
     reward: float
-    """Mean over the samples."""
+    """Mean reward of the samples."""
     size_before: float | None
     """Mean absolute advantage; None where no token is trained on."""
     size_after: float | None
     sign_flips: float | None
     """Share of tokens whose advantage has the other sign."""
     zero_before: float | None
-    """Share of tokens that teach nothing."""
+    """Share of tokens whose advantage is zero, which have no effect on training."""
     zero_after: float | None
     correlation: float | None
-    """Pearson's; None where either is the same at all tokens."""
+    """Pearson correlation; None where either is constant over all tokens."""
 
     @classmethod
     def of(cls, rewards: np.ndarray, before: np.ndarray, after: np.ndarray) -> "Figures":
-        """[N] rewards of samples, and [M] advantages of their trained tokens."""
+        """Return the figures of [N] rewards of samples, and [M] advantages of their trained tokens."""
         before, after = before.astype(np.float64), after.astype(np.float64)
         varies = len(before) > 0 and np.ptp(before) > 0 and np.ptp(after) > 0
         return cls(
@@ -93,7 +92,7 @@ class Figures(Record):
         )
 
     def line(self, name: str) -> tuple[str, ...]:
-        """The cells under HEADER."""
+        """Return the cells under HEADER."""
         return (
             *(name, str(self.samples), f"{self.reward:.4f}", spelled(self.size_before), spelled(self.size_after)),
             *(_percent(self.sign_flips), _percent(self.zero_before), _percent(self.zero_after)),
@@ -109,7 +108,7 @@ class Change(Record):
 
 
 class SampleChange(Record):
-    """A sample's mean advantage over its trained tokens."""
+    """Mean advantage of a sample over its trained tokens, before and after."""
 
     group_id: int
     sample_index: int
@@ -120,7 +119,7 @@ class SampleChange(Record):
     sign_flips: int
 
     def line(self) -> tuple[str, ...]:
-        """The cells under SAMPLE_HEADER."""
+        """Return the cells under SAMPLE_HEADER."""
         return (
             *(str(self.sample_index), str(self.trained_tokens), f"{self.reward:.4f}"),
             *(spelled(self.advantage_before), spelled(self.advantage_after), str(self.sign_flips)),
@@ -128,21 +127,21 @@ class SampleChange(Record):
 
 
 class WhatIf(Record):
-    """What the advantages of an iteration would have been."""
+    """Advantages of an iteration under the other algorithm."""
 
     run: str
     iteration: int
     options: dict[str, Change]
-    """Of `algorithm`, those that differ from the iteration's own."""
+    """Options of `algorithm` that differ from the iteration's own."""
     overall: Figures
     groups: dict[int, Figures]
-    """By group id, in the order of the batch."""
+    """Figures by group id, in the order of the batch."""
     samples: list[SampleChange]
     metrics: dict[str, Change]
-    """Of the advantage step, those that would have been others."""
+    """Metrics of the advantage step that change."""
 
     def conclusion(self) -> str:
-        """All of it in one sentence."""
+        """Return the overall result in one sentence."""
         one = self.overall
         changed = ", ".join(f"{name}={_value(change.after)}" for name, change in self.options.items())
         return (
@@ -154,7 +153,7 @@ class WhatIf(Record):
 
 
 def spelled(value: float | None) -> str:
-    """A number for people."""
+    """Return a number as text."""
     return "–" if value is None else f"{value:.4f}"
 
 
@@ -174,17 +173,17 @@ _SECTION = "algorithm."
 
 
 class CannotTell(Exception):
-    """What was asked for is not there. The message is one clear sentence."""
+    """The requested comparison is impossible. The message is one clear sentence."""
 
 
 def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tuple[WhatIf, pa.Table]:
     """Compute an iteration's advantages again. Returns the figures, and a table COMPARED.
 
     Args:
-        overrides: `algorithm.option=value`, as `changed_config` takes them.
+        overrides: `algorithm.option=value`, as `changed_config` accepts them.
 
-    Raises CannotTell, what `changed_config` raises, BadPlugin where the estimator cannot be had, and Retired where the
-    run does not keep the tables.
+    Raises CannotTell, the errors of `changed_config`, BadPlugin where the estimator is unavailable, and Retired where
+    the run no longer retains the tables.
     """
     committed = ledger.find(iteration, Step.ADVANTAGE)
     if committed is None:
@@ -225,11 +224,11 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
 
 
 def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of an iteration with options of its section `algorithm` changed by `algorithm.option=value`,
-    held against the rules of that section.
+    """Return the configuration of an iteration with options of its section `algorithm` changed by
+    `algorithm.option=value`, checked against the rules of that section.
 
-    Raises ConfigError for other options, where none of them is read by the advantage step, and where a store must not
-    ask for what the configuration does: what is given here is the user's word.
+    Raises ConfigError for other options, where the advantage step reads none of them, and where the stored
+    configuration contains what a store may not set; overrides are the user's own and trusted.
     """
     problems = [
         f"--set {override}: only options of the section algorithm can be changed here, such as "

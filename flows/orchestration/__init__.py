@@ -1,1 +1,1 @@
-"""Prefect: the embedded server, the flow runs of a driver, and steps as tasks."""
+"""Prefect integration: the embedded server, the flow runs of a driver, and steps as tasks."""

@@ -7,25 +7,27 @@
             for index in range(first, total):
                 iterate(run, index)
 
-What this module knows of Prefect, measured on two cores with eight no-op steps an iteration (`bench/orchestration.py`:
-about 40 ms as tasks of a running flow, 1200 as a plain subflow), besides what `child_engine` knows of making flow runs:
+Facts about Prefect behind this module, measured on two cores with eight no-op steps an iteration
+(`bench/orchestration.py`: about 40 ms as tasks of a running flow, 1200 as a plain subflow). `Child` documents how flow
+runs are created.
 
-- A flow run sends heartbeats from a thread that it waits up to a second for at its end. The driver's flow run sends
-  them; those of the iterations would cost more than all else. `temporary_settings` validates every setting, 50 ms, so
-  the driver enters it once.
-- A line in the log of each task run that succeeds, that it has, would cost driver and server 6 ms of CPU time each.
-- Tasks take the tags of the context they run in, and a tagged task run asks the API for a concurrency slot, 2.5 ms,
-  whether a limit exists or not. So flow runs are tagged here, and the context is empty when steps run.
-- Parameters of a flow are turned into JSON by walking into them, attributes of any object included, and stored: give a
-  subflow names and numbers, and let its body close over everything else. Parameters of a task are not stored.
-- A graph has an edge from one step to another where the very object that the first returned is passed to the second,
-  alone or inside a list. What an earlier iteration returned is no edge.
-- The graph of an iteration is `GET /flow_runs/<id>/graph-v2`. Task runs reach it about a second late.
+- A flow run sends heartbeats from a thread, and waits up to a second for that thread at its end. Only the driver's flow
+  run sends them; heartbeats of the iterations would cost more than everything else. `temporary_settings` validates
+  every setting, 50 ms, so the driver enters it once.
+- Prefect logs a line for each successful task run. It is filtered out: it would cost driver and server 6 ms of CPU time
+  each.
+- Tasks inherit the tags of their context, and a tagged task run requests a concurrency slot from the API, 2.5 ms,
+  whether a limit exists or not. So flow runs are tagged here, and the context has no tags when steps run.
+- Prefect converts parameters of a flow into JSON, including attributes of any object, and stores them: pass only names
+  and numbers to a subflow, and let its body close over everything else. Parameters of a task are not stored.
+- The graph has an edge from one step to another if the very object that the first returned is passed to the second,
+  alone or inside a list. Results of an earlier iteration produce no edge.
+- The graph of an iteration is `GET /flow_runs/<id>/graph-v2`. Task runs appear in it about a second late.
 
-**Retry.** Prefect's interface offers Retry for flow runs of a deployment (`serve`, or a worker) that are in a final
-state: it sets AwaitingRetry, and the runner or worker executes the same flow run again, in a new process with the same
-parameters. For a flow run that a script made it offers none, since nobody would pick it up: there, `cairn resume` goes
-on. Either way each iteration that is entered again gets a flow run of its own and the broken one stays as history.
+**Retry.** Prefect's UI offers Retry for flow runs of a deployment (`serve`, or a worker) in a final state: it sets
+AwaitingRetry, and the runner or worker executes the same flow run again, in a new process with the same parameters. For
+a flow run that a script created, the UI offers no Retry, because no process would execute it; use `cairn resume`. In
+both cases each iteration that is entered again gets a new flow run, and the interrupted one stays as history.
 """
 
 import hashlib
@@ -62,23 +64,23 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import DurableStep
 
-# A flow run below the current one, made in two requests of Prefect's API and read in a third.
+# Flow runs below the current one, created with two requests to Prefect's API and read with a third.
 #
-# Prefect's own engine sends seven before the body of a subflow begins: it asks whether the flow is there, and whether
-# the flow run, which gets its name and its first states one after the other. Here the flow is asked for once, and the
-# flow run is made with its name, running. It is always a new one. All else is left to Prefect's engine.
+# Prefect's own engine sends seven requests before the body of a subflow begins: it queries the flow and the flow run,
+# then sets the name and the first states one after the other. Here the flow is queried once, and the flow run is
+# created with its name, in state Running. It is always new. Prefect's engine does everything else.
 
 
 class Child:
-    """A flow whose runs are made so. Threads may share it."""
+    """A flow whose runs are created this way. Thread-safe."""
 
     def __init__(self, flow: Flow[..., Any], run_name: str) -> None:
-        """`flow`: without retries. `run_name`: a format string over its parameters."""
+        """`flow`: a flow without retries. `run_name`: a format string over its parameters."""
         self._flow, self._run_name = flow, run_name
         self._flow_id: UUID | None = None
 
     def __call__(self, parameters: dict[str, Any]) -> Any:
-        """Run it within the body of another flow; returns what it returns. Raises what it raises."""
+        """Run the flow within the body of another flow; return its result and raise its errors."""
         engine = _Engine(flow=self._flow, parameters=parameters)
         engine.child = self
         with engine.start():
@@ -88,7 +90,7 @@ class Child:
         return engine.result()
 
     def create(self, client: SyncPrefectClient, parent: UUID, parameters: dict[str, Any]) -> FlowRun:
-        """Make a flow run, with the task run that stands for it in the graph of its parent."""
+        """Create a flow run, and the task run that represents it in the graph of its parent."""
         if self._flow_id is None:
             self._flow_id = client.create_flow_from_name(self._flow.name)
         name, flow = self._run_name.format(**parameters), self._flow
@@ -109,7 +111,7 @@ class Child:
 
 
 class _Engine(FlowRunEngine[..., Any]):
-    """Prefect's, but for how its flow run comes about."""
+    """Prefect's flow engine, with another way to create the flow run."""
 
     child: Child
 
@@ -124,11 +126,11 @@ class _Engine(FlowRunEngine[..., Any]):
         return self.state
 
 
-# Steps as Prefect tasks: each visible in its iteration's graph, with every new try.
+# Steps as Prefect tasks: each is visible in its iteration's graph, with every retry.
 
 
 class PrefectSteps:
-    """Executes the steps of a run as tasks of the flow run it is called in."""
+    """Executes the steps of a run as tasks of the current flow run."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -149,15 +151,15 @@ class PrefectSteps:
 
 
 def _closed(argument: Any) -> Any:
-    """An argument of a task, for Prefect to resolve and to draw an edge from, but not to walk through. It would do so
-    twice a task."""
+    """Wrap an argument of a task: Prefect resolves it and draws an edge from it, but does not traverse it, which it
+    would do twice for each task."""
     return [_closed(item) for item in argument] if isinstance(argument, list) else opaque(argument)
 
 
 def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
-    """A Prefect task of a durable step. Whether it has happened is for the ledger to say: nothing is cached here.
+    """Return a Prefect task of a durable step. Nothing is cached here: the ledger knows whether the step is committed.
 
-    Which errors are worth a new try, and after which wait, is for `cairn.tasks.durable.retries` to say.
+    `cairn.tasks.durable.retries` decides which errors are retried, and after which wait.
     """
 
     def execute(index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
@@ -193,18 +195,18 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 CANCEL_INTERVAL = 2.0
-"""Seconds between two questions to Prefect."""
+"""Seconds between two queries to Prefect."""
 
 _LOOKS_ALIVE = {"type": {"any_": [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]}}
 
 
 @contextmanager
 def driving(run: str, store_url: str, require_held: Callable[[], None] = lambda: None) -> Iterator[frozenset[str]]:
-    """Make the current flow run the driver of `run`; yields the tags for the flow runs below it.
+    """Make the current flow run the driver of `run`; yield the tags for the flow runs below it.
 
-    To be entered with the lease in hand: what still looks alive of earlier drivers is marked Crashed, since a process
-    that was killed cannot say so itself and would be shown as running for ever. `require_held` raises LeaseLost if what
-    looks alive is a later driver.
+    Must be entered while the caller holds the lease. Flow runs of earlier drivers that look alive are marked Crashed: a
+    killed process cannot report its end, and its flow run would be shown as running for ever. `require_held` raises
+    LeaseLost if the flow runs belong to a later driver.
     """
     own, tags = current_flow_run(), run_tags(run, store_url)
     with get_client(sync_client=True) as client:
@@ -220,7 +222,7 @@ def driving(run: str, store_url: str, require_held: Callable[[], None] = lambda:
 
 
 def _says_more_than_the_state(record: logging.LogRecord) -> bool:
-    """False for the line that Prefect logs of each task run that succeeds."""
+    """Return False for the line that Prefect logs for each successful task run."""
     return not record.getMessage().startswith("Finished in state Completed")
 
 
@@ -234,9 +236,9 @@ def subflow(
 ) -> Callable[Parameters, Result]:
     """Make every call of `body` a flow run with `tags`, named by `run_name`, a format string over its parameters.
 
-    The parameters are stored with the flow run: JSON values, and few. What it returns Prefect does not walk through.
-    Task runs in it get none of the tags. `ends_in`: the final state of a flow run that an error ends, where it is not
-    to be Failed. Who called gets the error either way.
+    The parameters are stored with the flow run: pass few, and only JSON values. Prefect does not traverse the return
+    value. Task runs in it get none of the tags. `ends_in` returns the final state of a flow run for an error, where it
+    is not to be Failed. The caller gets the error in any case.
     """
 
     @wraps(body)
@@ -265,14 +267,15 @@ def subflow(
 
 
 def run_tags(run: str, store_url: str) -> frozenset[str]:
-    """Tags of the flow runs of `run`. A run of the same name in another store, on a shared server, has others."""
+    """Return the tags of the flow runs of `run`. On a shared server, a run of the same name in another store has
+    others."""
     place = store_url if "://" in store_url else f"{socket.gethostname()}:{Path(store_url).resolve()}"
     digest = hashlib.sha256(f"{place.rstrip('/')}/{run}".encode()).hexdigest()
     return frozenset(("cairn", f"run:{run}", f"ledger:{digest[:12]}"))
 
 
 def current_flow_run() -> FlowRun:
-    """For the body of a flow: its flow run."""
+    """Return the flow run of the current flow's body."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("there is no flow run outside of a flow's body")
@@ -280,8 +283,10 @@ def current_flow_run() -> FlowRun:
 
 
 def wait_for_cancel(flow_run: UUID, over: threading.Event) -> bool:
-    """Whether somebody cancels the flow run before the event is set. To be asked where no runner or worker has started
-    it: Prefect has nobody then who could tell its process."""
+    """Wait, and return whether a person cancels the flow run before the event is set.
+
+    Needed where no runner or worker has started the flow run: then Prefect cannot notify its process.
+    """
     with get_client(sync_client=True) as client:
         while not over.wait(CANCEL_INTERVAL):
             with suppress(Exception):  # the server may come back
@@ -292,7 +297,7 @@ def wait_for_cancel(flow_run: UUID, over: threading.Event) -> bool:
 
 
 def confirm_cancel(flow_run: UUID) -> None:
-    """Mark a flow run that has ended because somebody cancelled it so; its engine takes that for a crash."""
+    """Mark a cancelled flow run as Cancelled after it has ended; its engine would mark it as crashed."""
     state: State[None] = Cancelled(message="The driver has ended in order; `cairn resume` goes on from the last commit")
     with suppress(Exception), get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run, state, force=True)
@@ -301,11 +306,11 @@ def confirm_cancel(flow_run: UUID) -> None:
 def crash_stale_runs(
     client: SyncPrefectClient, tags: Collection[str], *, besides: Collection[UUID], require_held: Callable[[], None]
 ) -> list[FlowRun]:
-    """Mark flow runs that have all of `tags` and look alive as Crashed, and the task runs in them; return them. One
-    that a person was cancelling is Cancelled.
+    """Mark flow runs that have all of `tags` and look alive as Crashed, with their task runs; return the flow runs.
 
-    `besides`: flow runs of drivers that live. A task run that stands for a subflow follows the subflow's state.
-    `require_held` is called when they are known, and raises if they are not for the caller to judge.
+    Flow runs in state Cancelling are marked Cancelled. `besides`: flow runs of live drivers, which are skipped. A task
+    run that represents a subflow follows the subflow's state. `require_held` is called after the query, and raises if
+    the caller may not mark them.
     """
     stale = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(
@@ -319,7 +324,7 @@ def crash_stale_runs(
 
 
 def crash_with_all_below(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """The same for a flow run whose process is gone, and those that it made."""
+    """Mark a flow run whose process is gone, and the flow runs that it created, in the same way."""
     wanted = {"parent_flow_run_id": {"any_": [flow_run.id]}, "state": _LOOKS_ALIVE}
     below = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted))
     _crash(client, [*below, flow_run], lambda: None)
@@ -341,7 +346,7 @@ def _crash(client: SyncPrefectClient, stale: list[FlowRun], require_held: Callab
 
 
 def silence_console() -> None:
-    """Keep Prefect's log records off this process's terminal; the API and the interface still get them."""
+    """Keep Prefect's log records off this process's terminal; the API and the UI still get them."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL + 1)

@@ -1,29 +1,31 @@
-"""The embedded Prefect server: a child process of the driver that keeps its history in a folder.
+"""The embedded Prefect server: a child process of the driver that stores its history in a folder.
 
-`prefect_api(home)` is what a driver wraps its flows in. An API that the user configured, by `PREFECT_API_URL` or by a
-Prefect profile, always wins; only without one is a server started, once a process and home:
+A driver wraps its flows in `prefect_api(home)`. An API that the user configured, by `PREFECT_API_URL` or by a Prefect
+profile, always takes precedence. Only without one is a server started, once for each process and home:
 
-    <home>/prefect.db    SQLite, kept between runs: every server of this home shows the same history
-    <home>/server.log    what servers of this home had to say
-    <home>/start.lock    held while a server migrates the database
+    <home>/prefect.db    SQLite, retained between runs: every server of this home shows the same history
+    <home>/server.log    output of the servers of this home
+    <home>/start.lock    locked while a server migrates the database
 
-Why a server of our own and not the one Prefect starts by itself: that one gives up after 20 s, serves no UI, keeps its
-history in the user's home and prints tracebacks when it goes. This one
+Prefect can start a server by itself, but that one gives up after 20 s, serves no UI, stores its history in the user's
+home folder and prints tracebacks when it ends. The server of this module
 
-- makes its imports beside the driver's, and neither serves nor opens the database until it is told to;
-- takes a socket that is already bound, so no port can be lost in between and a request waits in the backlog until the
+- imports its modules while the driver imports its own, and neither serves nor opens the database until it is signalled;
+- receives a socket that is already bound, so no port can be lost meanwhile, and requests wait in the backlog until the
   server is up;
-- polls its parent's process id, so it leaves within seconds however the driver died, SIGKILL included;
-- lives in a session of its own, so Ctrl-C reaches the driver alone, which can still report its last state;
-- is started again if it dies: the driver keeps the socket, so requests wait in its backlog meanwhile, and those that
-  broke off are repeated by Prefect's client.
+- polls its parent's process id, so it exits within seconds however the driver died, SIGKILL included;
+- runs in its own session, so Ctrl-C reaches only the driver, which can still report its last state;
+- is restarted if it dies: the driver holds the socket, so requests wait in its backlog meanwhile, and Prefect's client
+  retries interrupted ones.
 
 Several drivers in one folder have a server each, on one database: none loses its API when another driver ends.
 Measured, with eight no-op steps an iteration, on two cores (see also `bench/orchestration.py`):
 
-- SQLite transactions that begin DEFERRED fail at once when another connection wrote meanwhile; the API answers 503 and
-  Prefect's client sleeps about 2 s. On a slow machine that was every iteration. IMMEDIATE ones wait a few ms instead.
-- A listening socket made without `IPPROTO_TCP` gets no TCP_NODELAY from asyncio, and each request waits 40 ms more.
+- SQLite transactions that begin DEFERRED fail at once when another connection wrote meanwhile; the API responds with
+  503 and Prefect's client sleeps about 2 s. On a slow machine this happened in every iteration. IMMEDIATE transactions
+  wait a few ms instead.
+- For a listening socket created without `IPPROTO_TCP`, asyncio sets no TCP_NODELAY, and each request waits 40 ms
+  longer.
 - Task events recorded in batches instead of one by one: 260 -> 150 ms of the server's CPU time an iteration.
 - Events not compressed on their way over loopback: 3 ms of the driver's CPU time an iteration, 2 of the server's.
 - No event persister (the UI's event feed; runs, task runs, states and logs do not need it): 150 -> 115 ms, and 40
@@ -61,18 +63,18 @@ from cairn.engines.processes.ports import spare_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
 
 PREFECT_HOME = Path(".cairn/prefect")
-"""Database and log of the embedded server, below the folder one stands in."""
+"""Folder with database and log of the embedded server, relative to the working directory."""
 
 CHILD = "cairn.flows.orchestration.server_process"
 
 START_TIMEOUT = 120.0
-"""Seconds a server may take to answer: 4 on an idle machine, 27 seen on a loaded one."""
+"""Seconds until a server must respond; measured: 4 on an idle machine, 27 on a loaded one."""
 
 MOST_RESTARTS = 3
-"""How often in a row a server that died is started again."""
+"""Number of consecutive restarts of a server that dies, at most."""
 
 LASTING = 60.0
-"""Seconds after which a server that dies does not count as having died in a row."""
+"""Seconds of uptime after which a death of the server no longer counts as consecutive."""
 
 _DEFAULTS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "64",
@@ -82,23 +84,25 @@ _DEFAULTS = {
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "DO_NOT_TRACK": "1",
 }
-"""Settings of an embedded server; the environment overrides each."""
+"""Settings of an embedded server; environment variables override each."""
 
 
 class ServerFailed(Exception):
-    """Prefect's server did not start, or was lost for good. The message says why and what to do."""
+    """Prefect's server did not start, or has ended for good. The message contains the reason and what to do."""
 
 
 class Server:
-    """A Prefect server in a child process, over the database in `home`. It dies with this process.
+    """A Prefect server in a child process, over the database in `home`. It ends with this process.
 
-    Once it has answered it is started again whenever it dies, at most `MOST_RESTARTS` times in a row.
+    After its first response it is restarted whenever it dies, at most `MOST_RESTARTS` times in a row.
     """
 
     def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0, is_shared: bool = False) -> None:
-        """Start the process, which waits to be told to serve, and return at once. Port 0 takes a free one; raises
-        ServerFailed if `port` is taken. `is_shared`: others use it too, with the password that the environment names;
-        else it takes none."""
+        """Start the process and return at once; it waits for `serve`.
+
+        Port 0 selects a free port; raises ServerFailed if `port` is in use. `is_shared`: other users connect too, with
+        the password in the environment; otherwise the server requires none.
+        """
         self.home = home = folder_for(home)
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -114,14 +118,14 @@ class Server:
         self._watcher.start()
 
     def serve(self) -> None:
-        """Let it serve, as soon as it can."""
+        """Let the server serve as soon as it can."""
         with self._changing:
             if not self._serves:
                 self._serves = True
                 _tell_to_serve(self._process)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Let it serve, and return when it answers. Raises ServerFailed, the server stopped, if it does not within
+        """Let the server serve, and return when it responds. Stops it and raises ServerFailed if it does not within
         `timeout`."""
         self.serve()
         try:
@@ -139,11 +143,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that serves, or was the last to do so."""
+        """Process id of the server; after its end, of the last process."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the server runs, or is about to again."""
+        """Whether the server is running or being restarted."""
         return self._watcher.is_alive()
 
     def wait(self) -> int:
@@ -152,7 +156,7 @@ class Server:
         return self._process.wait()
 
     def stop(self) -> None:
-        """End the process; it writes what it holds first. Does nothing if it has ended."""
+        """End the process; it writes pending data first. Does nothing if it has ended."""
         with self._changing:
             self._stopped = True
             self._process.terminate()
@@ -175,7 +179,7 @@ class Server:
             )
 
     def _watch(self) -> None:
-        """Start the server again while that may help; then reset the connections that wait for it."""
+        """Restart the server within the limit; then close the listener, which resets waiting connections."""
         in_a_row = 0
         with self._listener:
             while True:
@@ -207,7 +211,7 @@ _servers_lock = threading.Lock()
 def ensure_server(home: Path) -> Server:
     """Return this process's server over `home`, started if there is none; it ends with the process.
 
-    Returns before the server serves, so that it can start beside other things: call `wait_ready`.
+    Returns before the server serves, so that the caller can do other work meanwhile: call `wait_ready`.
     """
     with _servers_lock:
         server = _servers.get(home.resolve())
@@ -219,13 +223,13 @@ def ensure_server(home: Path) -> Server:
 
 
 def prepare_server(home: Path) -> None:
-    """Begin to start the server that `prefect_api(home)` will need, if it will need one."""
+    """Start the server that `prefect_api(home)` will need, if it will need one; do not wait for it."""
     if configured_api() is None:
         ensure_server(home)
 
 
 def folder_for(home: Path) -> Path:
-    """The folder, made where it is not there. Raises ServerFailed."""
+    """Return the resolved folder; create it where it is missing. Raises ServerFailed."""
     home = home.resolve()
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -239,7 +243,7 @@ def folder_for(home: Path) -> Path:
 
 
 def require_answer(api: str) -> None:
-    """Raise ServerFailed unless the server that is configured, whose URL this is, answers as Prefect's."""
+    """Raise ServerFailed unless the configured server, with the URL `api`, responds as a Prefect server."""
     try:
         with get_client(sync_client=True) as client:
             client.read_flows(limit=1)
@@ -253,7 +257,7 @@ def require_answer(api: str) -> None:
 
 
 def configured_api() -> str | None:
-    """URL of the API that the environment or the active Prefect profile names."""
+    """Return the URL of the API that the environment or the active Prefect profile names; None without one."""
     return PREFECT_API_URL.value()
 
 
@@ -261,9 +265,9 @@ def configured_api() -> str | None:
 def prefect_api(home: Path) -> Iterator[str]:
     """Run flows against the configured API, or else against the embedded server over `home`. Yields the API's URL.
 
-    Holds for this thread and for what copies its context, as Prefect's task runners do: a thread that runs flows and
-    is started in another way needs `contextvars.copy_context().run`. A process should stay with one API: Prefect sends
-    task runs to the first that it met. Raises ServerFailed, also where the block fails because the API did.
+    Applies to this thread and to threads that copy its context, as Prefect's task runners do. A thread that runs flows
+    and is started in another way needs `contextvars.copy_context().run`. A process should use one API only: Prefect
+    sends task runs to the first API that it used. Raises ServerFailed, also where the block fails because the API did.
     """
     configured = configured_api()
     if configured is not None:
@@ -277,12 +281,12 @@ def prefect_api(home: Path) -> Iterator[str]:
         {
             PREFECT_API_URL: server.api_url,
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
-            # Those of a team's server.
+            # Credentials of a team's server, which must not go to this one.
             PREFECT_API_AUTH_STRING: None,
             PREFECT_API_KEY: None,
             PREFECT_CLIENT_CUSTOM_HEADERS: {},
-            # Each client reads its trust store: 20 ms for all of certifi's, none of which plain HTTP over loopback
-            # needs.
+            # Each client reads its trust store: 20 ms for that of certifi, and plain HTTP over loopback needs no
+            # certificate.
             PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
         }
     )
@@ -292,7 +296,7 @@ def prefect_api(home: Path) -> Iterator[str]:
 
 @contextmanager
 def _naming_failures(server: str, advice: str) -> Iterator[None]:
-    """Make a ServerFailed of what Prefect's client raises after its last try."""
+    """Convert errors of Prefect's client, after its last retry, into ServerFailed."""
     try:
         yield
     except (httpx.HTTPError, PrefectHTTPStatusError, ObjectNotFound) as error:
@@ -313,12 +317,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Where this machine reaches what listens there."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches what listens there."""
+    """Whether only this machine reaches a server that listens on `host`."""
     return host == "localhost" or host.startswith("127.")
 
 
@@ -327,17 +331,17 @@ def _environment(home: Path, api_url: str) -> dict[str, str]:
     return {
         **_DEFAULTS,
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url_in(home),
-        # A page that another server gave may read nothing here, and ask nothing: see `own_pages`.
+        # Pages of other servers may neither read anything here nor send requests: see `OwnPages`.
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
         **{name: value for name, value in os.environ.items() if name not in client_only},
         "PREFECT_HOME": str(home),
-        # Relative, so that a page finds it under whatever name of this machine it was opened.
+        # Relative, so that a page works under every name of this machine.
         "PREFECT_SERVER_UI_API_URL": "/api",
     }
 
 
 def environment_of_our_own(home: Path, api_url: str) -> dict[str, str]:
-    """The environment of a server for this process alone: without what it says of a team's server, such as its
+    """Return the environment of a server for this process alone: without settings of a team's server, such as its
     password."""
     given = _environment(home, api_url)
     return {name: value for name, value in given.items() if name not in _OF_A_TEAM} | _WITHOUT_CHECKS

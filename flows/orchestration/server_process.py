@@ -1,4 +1,4 @@
-"""The process of the embedded Prefect server, which `cairn.flows.orchestration.server` starts: see there."""
+"""The process of the embedded Prefect server, which `cairn.flows.orchestration.server` starts and documents."""
 
 import argparse
 import asyncio
@@ -24,23 +24,23 @@ from typing import Any
 
 from cairn.engines.processes.deferred import collecting_later
 
-# Prefect's server answers its own pages and programs, and no page of somebody else's.
+# Protection of Prefect's server against requests from pages of other sites.
 #
-# A browser sends a request for whatever page asks it to, and says on whose behalf. What is refused (403):
+# A browser sends requests on behalf of any page, and names that page's origin in headers. Rejected (403) are requests
 #
-# | a request | because |
+# | with | because |
 # |---|---|
-# | whose `Host` is neither an address, nor `localhost`, nor a name of this machine | the page's name was pointed here |
-# | with the `Origin` of another host or port, or none that can be told (`null`) | a page of another origin asks |
-# | whose `Sec-Fetch-Site` says so, but for a link that is followed | the same |
-# | with a body that is not declared `application/json` | pages may send such without being allowed to |
+# | a `Host` that is no address, not `localhost`, and no name of this machine | DNS may point another name here |
+# | an `Origin` with another host or port, or without one (`null`) | a page of another origin sends it |
+# | a `Sec-Fetch-Site` of another site, except for a followed link | a page of another site sends it |
+# | a body that is not declared `application/json` | pages may send such bodies without permission |
 #
-# Programs send neither of the two headers in the middle. Names of this machine are its host name, the one that the
-# server was told to listen at, and those in the environment variable `CAIRN_HOSTS`, separated by commas.
+# Programs send neither `Origin` nor `Sec-Fetch-Site`. Names of this machine are its host name, the one that the server
+# listens at, and those in the environment variable `CAIRN_HOSTS`, separated by commas.
 
 
 HOSTS = "CAIRN_HOSTS"
-"""Environment variable with further names of this machine."""
+"""Environment variable with further names of this machine, separated by commas."""
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?")
 
@@ -49,10 +49,10 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 
 
 class OwnPages:
-    """An ASGI application that hands on to another what may be asked."""
+    """An ASGI application that passes allowed requests to another one, and rejects the others."""
 
     def __init__(self, app: App, *names: str) -> None:
-        """`names`: of this machine, beside those that the module names."""
+        """`names`: further names of this machine."""
         more = [name.strip() for name in os.environ.get(HOSTS, "").split(",")]
         self._app = app
         self._names = frozenset(name.lower() for name in ("localhost", socket.gethostname(), *names, *more) if name)
@@ -76,7 +76,8 @@ class OwnPages:
 
 
 def refusal(method: str, headers: Collection[tuple[bytes, bytes]], names: Collection[str]) -> str | None:
-    """Why a request is refused; None if it is not. `headers` are in lower case, `names` those of this machine."""
+    """Return why a request is rejected; None if it is allowed. `headers` are in lower case, `names` those of this
+    machine."""
     found: dict[str, list[str]] = {}
     for name, value in headers:
         found.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
@@ -115,17 +116,17 @@ def _follows_a_link(method: str, found: dict[str, list[str]]) -> bool:
 
 
 def prefect() -> OwnPages:
-    """Prefect's application, for `uvicorn --factory`."""
+    """Return Prefect's application, for `uvicorn --factory`."""
     from prefect.server.api.server import create_app
 
     return OwnPages(create_app(final=True))
 
 
 def create(database: Path) -> None:
-    """Make Prefect's SQLite database, whole or not at all, unless it is there.
+    """Create Prefect's SQLite database atomically, unless it exists.
 
-    All of Prefect's migrations take six seconds of CPU time, so they run once a machine and version of Prefect, into a
-    file in the user's cache, of which a new database is a copy.
+    All of Prefect's migrations take six seconds of CPU time. So they run once for each machine and version of Prefect,
+    into a file in the user's cache, and a new database is a copy of that file.
     """
     if database.exists():
         return
@@ -144,7 +145,7 @@ def _cache() -> Path:
 
 
 def _become(file: Path, make: Callable[[Path], object]) -> None:
-    """Have a file made under another name, which it loses when it is whole."""
+    """Create a file under a temporary name, and rename it when it is complete."""
     made = file.with_suffix(f".{os.getpid()}")
     made.unlink(missing_ok=True)
     try:
@@ -171,22 +172,25 @@ def _migrate(database: Path) -> None:
 DATABASE = "prefect.db"
 
 STOP_TIMEOUT = 10.0
-"""Seconds a server may take to write what it still holds and leave; then it is killed."""
+"""Seconds that a server has to write pending data and exit before it is killed."""
 
 
 def database_url_in(home: Path) -> str:
-    """Of the server over `home`, unless the environment names another database."""
+    """Return the database URL of the server over `home`; the environment may override it."""
     return database_url(home / DATABASE)
 
 
 def database_url(file: Path) -> str:
-    """As SQLAlchemy reads it."""
+    """Return the SQLAlchemy URL of a database file."""
     return "sqlite+aiosqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
 
 
 def _mend_bulk_inserts() -> None:
-    """Let Prefect schedule flow runs. It inserts them in bulk with values for attributes that are computed and no
-    columns; SQLAlchemy 2.0 passed over these, 2.1 refuses the whole insert. They are passed over again."""
+    """Let Prefect schedule flow runs with SQLAlchemy 2.1.
+
+    Prefect inserts them in bulk with values for computed attributes, which have no columns. SQLAlchemy 2.0 ignored such
+    values, 2.1 rejects the whole insert. With this change they are ignored again.
+    """
     from prefect.server.database.orm_models import FlowRun, TaskRun
     from sqlalchemy import inspect
     from sqlalchemy.ext.hybrid import hybrid_property
@@ -202,8 +206,8 @@ def _mend_bulk_inserts() -> None:
 
 
 def serve(listener: socket.socket, parent: int, host: str) -> None:
-    """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone. `host`: the name
-    or address that it was told to listen at."""
+    """Serve Prefect's application on `listener` until SIGTERM, or until process `parent` is gone. `host`: the name or
+    address that the server listens at."""
     server: Any = None
 
     def leave_with_parent() -> None:
@@ -227,13 +231,13 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
     _mend_bulk_inserts()
 
     class ImmediateTransactions(AioSqliteConfiguration):
-        """Takes SQLite's write lock when a transaction begins, instead of failing when it first writes."""
+        """Takes SQLite's write lock at the beginning of a transaction, instead of failing at its first write."""
 
         def begin_transaction(self, session: Any, with_for_update: bool = False) -> Any:
             return super().begin_transaction(session, with_for_update=True)
 
     class OneAtATime(uvicorn.Server):
-        """Migrates the database alone, whoever else starts over the same home."""
+        """Holds a lock while it migrates the database, against other servers that start over the same home."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             with alone():

@@ -1,15 +1,15 @@
-"""How Prefect shows that a run may not go on until a person says so (`cairn.flows.driver.approval`).
+"""States in Prefect of a run that waits for a person's approval, or was rejected (`cairn.flows.driver.approval`).
 
-| the run | state of its driver's flow run | executed again by | of the iteration's |
+| the run | state of its driver's flow run | executed again by | state of the iteration's flow run |
 |---|---|---|---|
 | waits, and its driver with it | AwaitingApproval, of type Running | | the same |
 | waits, and its driver has ended | AwaitingApproval, of type Paused | Resume | AwaitingApproval, of type Cancelled |
 | was rejected | Rejected, of type Cancelled | Retry | the same |
 
-The message of each is the sentence that says how to decide, and what goes on then. None of these is started again by
-itself. A flow run that no deployment made cannot be executed again, and is cancelled in the place of paused.
+The message of each state explains how to decide, and what happens then. None of these flow runs restarts automatically.
+A flow run without a deployment cannot be executed again, and is cancelled instead of paused.
 
-The event `cairn.approval.requested` is for automations. Prefect may be away: the ledger says the same.
+The event `cairn.approval.requested` is for automations. If Prefect is unavailable, the ledger has the same information.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -41,7 +41,7 @@ GONE_ON = "A later driver has gone on with the run"
 
 @contextmanager
 def waiting(driver: FlowRun, run: str, gate: GateStanding, sentence: str) -> Iterator[None]:
-    """Show, for the length of the block, that a run waits at a gate, and its driver with it."""
+    """Show in Prefect, while the block runs, that a run and its driver wait at a gate."""
     shown = {driver.id, current_flow_run().id}
     _show(shown, Running(name=AWAITING_APPROVAL, message=sentence))
     tell_requested(driver, run, gate)
@@ -52,7 +52,7 @@ def waiting(driver: FlowRun, run: str, gate: GateStanding, sentence: str) -> Ite
 
 
 def tell_requested(driver: FlowRun, run: str, gate: GateStanding) -> None:
-    """Raise the event: somebody is to decide."""
+    """Emit the event that requests a decision."""
     with suppress(Exception):
         emit_event(
             REQUESTED,
@@ -71,15 +71,16 @@ def tell_requested(driver: FlowRun, run: str, gate: GateStanding) -> None:
 
 
 def end_of_iteration(error: Exception) -> "State[Any] | None":
-    """For `subflow`: the state of an iteration that may not begin, or does not since its driver ends."""
+    """Return the final state of an iteration that may not begin, or does not begin because its driver ends. For
+    `subflow`."""
     if isinstance(error, Withheld):
         return Cancelled(name=_name(error), message=str(error))
     return Cancelled(message=str(error)) if isinstance(error, Stopping) else None
 
 
 def end_of_driver(error: Withheld, run: str, store_url: str) -> "State[Any]":
-    """The state for the body of the current flow run, which drove the run, to return: its caller then gets the error.
-    Raises Pause where the flow run can be executed again, for Prefect's engine."""
+    """Return the state that the body of the driver's current flow run must return; its caller then gets the error.
+    Raises Pause, for Prefect's engine, where the flow run can be executed again."""
     own = current_flow_run()
     if isinstance(error, AwaitingApproval):
         tell_requested(own, run, error.gate)
@@ -89,8 +90,8 @@ def end_of_driver(error: Withheld, run: str, store_url: str) -> "State[Any]":
 
 
 def end_paused(driver: FlowRun, tags: Collection[str], require_held: Callable[[], None]) -> None:
-    """Cancel the run's flow runs that wait for a person, but for the driver's own: it has the lease, and none of them
-    need be resumed any more. `require_held` raises LeaseLost if they are a later driver's."""
+    """Cancel the run's flow runs that wait for a person, except the driver's own. The driver holds the lease, so none
+    of them needs to be resumed. `require_held` raises LeaseLost if they belong to a later driver."""
     waits = FlowRunFilter.model_validate(
         {
             "tags": {"all_": sorted(tags)},
@@ -106,7 +107,7 @@ def end_paused(driver: FlowRun, tags: Collection[str], require_held: Callable[[]
 
 
 def _pause(own: FlowRun, sentence: str, tags: Collection[str]) -> "State[Any] | None":
-    """The state that it then has; None where Prefect's server will not pause it."""
+    """Pause a flow run and return its new state; None where Prefect's server does not pause it."""
     paused: State[Any] = Paused(name=AWAITING_APPROVAL, message=sentence, reschedule=True)
     with suppress(Exception), get_client(sync_client=True) as client:
         client.update_flow_run(own.id, tags={*tags, *own.tags})

@@ -1,1 +1,1 @@
-"""What a recipe needs of machines, before any of them is asked."""
+"""Resource needs of a recipe, computed before any machine is used."""

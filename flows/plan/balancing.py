@@ -1,4 +1,4 @@
-"""Which options would make a run faster whose balance was measured: those that its bottleneck leaves to be changed."""
+"""Options that would make a run faster, given its measured balance: those that affect its bottleneck."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from cairn.flows.reading.balance import Balance, Bottleneck
 from cairn.storage.ledger.commits import Step
 
 NOTABLE = 0.1
-"""Shares of the time below this are not worth a change."""
+"""Share of the time below which a wait does not justify a change."""
 _NAMES = {
     Bottleneck.ROLLOUT: "rollout is",
     Bottleneck.TRAINER: "training is",
@@ -23,30 +23,30 @@ _NAMES = {
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether each side waits while the other works, by construction."""
+    """Whether each side waits while the other works, by design: without a lag."""
     return not config.rollout.weights_lag
 
 
 def shares_gpus(config: RunConfig) -> bool:
-    """Whether one side's memory is the other's, so that they cannot work side by side."""
+    """Whether both sides use the memory of the same GPUs, so that they cannot work concurrently."""
     return config.fleet.colocate or config.fleet.offloads_train or config.fleet.offloads_rollout
 
 
 def is_balanced(balance: Balance) -> bool:
-    """Whether neither side waits notably."""
+    """Whether neither side waits for a notable share of the time."""
     return max(balance.rollout_wait, balance.trainer_wait) < NOTABLE
 
 
 def advice(balance: Balance, recorded: Mapping[str, Any], config: RunConfig) -> tuple[Change, ...]:
-    """Changes that would help, each by itself, that change first which needs no more machines. Of those that a fork of
-    the run could be given: `recorded` is the manifest's configuration."""
+    """Return changes that would help, each on its own; changes that need no more machines come first. Only changes that
+    a fork of the run accepts: `recorded` is the manifest's configuration."""
     if is_balanced(balance):
         return ()
     return tuple(change for change in _changes(balance, config) if _is_sound(recorded, change))
 
 
 def spelled(balance: Balance, changes: Sequence[Change], config: RunConfig) -> str:
-    """`the trainer waits 41 % of the time, the rollout engines 3 %: rollout is the bottleneck; …`."""
+    """Return `the trainer waits 41 % of the time, the rollout engines 3 %: rollout is the bottleneck; …`."""
     said = f"the trainer waits {_percent(balance.trainer_wait)} of the time, the rollout engines "
     said += _percent(balance.rollout_wait)
     if is_balanced(balance):
@@ -93,7 +93,7 @@ def _changes(balance: Balance, config: RunConfig) -> Iterator[Change]:
     lag = config.rollout.weights_lag
     both_wait = min(balance.rollout_wait, balance.trainer_wait) >= NOTABLE
     if lag and both_wait and balance.bottleneck in (Bottleneck.ROLLOUT, Bottleneck.TRAINER):
-        # Their times differ from one iteration to the next, which a longer row evens out.
+        # Their times vary between iterations; a longer queue evens them out.
         yield {"rollout.max_age" if config.rollout.pipeline == "streaming" else "rollout.lag": lag + 1}
 
 

@@ -1,4 +1,4 @@
-"""What steps took in earlier runs of the same model in the same layout: a better guide than a machine's rates."""
+"""Measured step times of earlier runs of the same model in the same layout: more accurate than a machine's rates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from cairn.storage.store.errors import BeingDeleted, Damaged, StoreError
 from cairn.storage.store.store import Store
 
 ITERATIONS = 5
-"""Newest complete iterations of a run that times are taken from; the first of a run is left out where there are
-others, for engines warm up in it."""
+"""Number of newest complete iterations from which times are taken. Iteration 0 is left out where there are others,
+because engines warm up in it."""
 
 TIMED = (Step.ROLLOUT, Step.REWARD, Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC)
 _COUNTED = {Step.ROLLOUT: "responses", Step.REWARD: "responses", Step.SCORE: "sequences", Step.TRAIN: "sequences"}
-"""Steps whose time grows with tokens, and whose."""
+"""Steps whose time grows with tokens, and the field of `Earlier` with those tokens."""
 
 _ROLLOUT = ("engine", "num_engines", "num_gpus_per_engine", "num_threads", "dtype", "sglang")
 _TRAINING = (
@@ -41,22 +41,22 @@ _TRAINING = (
 
 @dataclass(frozen=True)
 class Earlier:
-    """A run, and what its iterations took."""
+    """A run, and the times and tokens of its iterations."""
 
     run: str
     seconds: dict[str, float]
-    """Of each step, in an iteration that has it."""
+    """Seconds of each step, averaged over the iterations that have it."""
     responses: float
-    """Tokens that an iteration generated, on average."""
+    """Mean number of generated tokens in an iteration."""
     sequences: float
-    """That it trained on, prompts included."""
+    """Mean number of tokens that an iteration trained on, prompts included."""
     response: float
-    """Tokens of a response."""
+    """Mean number of tokens of a response."""
     sequence: float
-    """Tokens of a sample that was trained on."""
+    """Mean number of tokens of a trained sample."""
 
     def scaled(self, subject: Subject) -> list[StepTime]:
-        """To the tokens of a recipe, step by step."""
+        """Return the step times, scaled to the tokens of a recipe."""
         config, lengths = subject.config, subject.lengths
         prompts = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
         planned = {
@@ -74,13 +74,14 @@ class Earlier:
 
 
 def earlier_run(store: Store, config: RunConfig, gpu: str | None, like: str | None) -> Earlier | None:
-    """The newest run of the store whose model, engines and layout are those of a configuration, or the one that is
-    named, whatever it is of; None where there is none with a complete iteration.
+    """Return the measurements of the newest run in the store with the model, engines and layout of a configuration;
+    None without one that has a complete iteration.
 
     Args:
-        gpu: by which the GPUs name themselves; None where there are none.
+        gpu: device name that the GPUs report; None where there are none.
+        like: name of a run to use instead, whatever its model and layout.
 
-    Raises FileNotFoundError where there is no run of the name.
+    Raises FileNotFoundError where there is no run of that name.
     """
     if like is not None:
         return _measured(Ledger.open(store, like))

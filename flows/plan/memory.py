@@ -1,4 +1,4 @@
-"""Memory of the ranks that train."""
+"""Memory of training ranks and of rollout engines."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,29 +15,29 @@ from cairn.engines.training.exactly_once import untrained_models
 from cairn.engines.training.needs import has_critic
 from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model
 
-# Memory of the rollout engines, and how many samples have room in it.
+# Memory of the rollout engines, and the number of samples that fit in it.
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of each device of a rollout engine; without GPUs of the whole engine."""
+    """Memory of each device of a rollout engine; without GPUs, of the whole engine."""
 
     rows: tuple[Row, ...]
     need: CacheNeed
     pool: float
-    """Bytes for caches."""
+    """Bytes of the cache for keys and values."""
     serving: Serving
 
 
 def engine_options(subject: Subject) -> Mapping[str, Any]:
-    """SGLang's options of the engines; with groups of servers those of the first that decodes."""
+    """Return SGLang's options of the engines; with server groups, those of the first group that decodes."""
     rollout = subject.config.rollout
     group = next((group for group in rollout.server_groups if group.worker_type != "prefill"), None)
     return {**rollout.sglang, **(group.overrides if group else {})}
 
 
 def gpus_of_engine(subject: Subject) -> float:
-    """GPUs of an engine; with groups of servers of the first that decodes."""
+    """Return the number of GPUs of an engine; with server groups, of an engine of the first group that decodes."""
     rollout = subject.config.rollout
     group = next((group for group in rollout.server_groups if group.worker_type != "prefill"), None)
     own = None if group is None else group.num_gpus_per_engine
@@ -45,15 +45,15 @@ def gpus_of_engine(subject: Subject) -> float:
 
 
 def serving_of(subject: Subject) -> Serving:
-    """How an engine's ranks share its model."""
+    """Return how an engine's ranks share its model."""
     if subject.config.rollout.engine != "sglang":
         return Serving(1)
     return Serving.of(engine_options(subject), gpus_of_engine(subject))
 
 
 def weight_bytes(subject: Subject) -> float:
-    """Of a weight, on average. A server that reads a folder in FP8 holds the matrices of layers in a byte, but for
-    routers."""
+    """Return the mean number of bytes of a weight. A server that reads an FP8 folder stores matrices of layers, except
+    routers, in one byte a weight."""
     size, model = bytes_of(subject.config.rollout.dtype), subject.model
     published = getattr(model.config, "quantization_config", None) or {}
     if subject.config.rollout.engine != "sglang" or published.get("quant_method") != "fp8":
@@ -63,20 +63,21 @@ def weight_bytes(subject: Subject) -> float:
 
 
 def is_in_fp8(tensor: Tensor) -> bool:
-    """Whether a folder in FP8 has it so."""
+    """Whether an FP8 folder stores the tensor in FP8."""
     in_layer = tensor.layer is not None and len(tensor.shape) > 1
     return in_layer and not tensor.name.endswith((".gate.weight", ".router.weight"))
 
 
 def samples_of_engine(subject: Subject) -> float:
-    """Of a first round, of each engine."""
+    """Return the number of samples of a first round for each engine."""
     rollout = subject.config.rollout
     prompts = rollout.over_sampling_batch_size or rollout.rollout_batch_size
     return prompts * subject.config.group_size / rollout.num_engines
 
 
 def most_at_once(subject: Subject) -> int:
-    """Samples that an engine is allowed to generate at a time, or has."""
+    """Return the number of samples that an engine generates concurrently at most: its limits, or the samples that it
+    has."""
     rollout = subject.config.rollout
     bounds = [rollout.max_running_requests, samples_of_engine(subject)]
     if rollout.engine == "sglang":
@@ -86,10 +87,10 @@ def most_at_once(subject: Subject) -> int:
 
 
 def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
-    """What an engine holds while it generates.
+    """Return the memory of an engine while it generates.
 
     Args:
-        taken: bytes of each GPU that others hold when a server begins.
+        taken: bytes of each GPU that other processes hold when a server starts.
     """
     rollout, serving = subject.config.rollout, serving_of(subject)
     options, size = engine_options(subject), bytes_of(rollout.dtype)
@@ -119,7 +120,7 @@ def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
 
 
 def cache_plan(subject: Subject, memory: EngineMemory) -> CachePlan:
-    """How many samples have room."""
+    """Return the number of samples that fit in the cache."""
     engines, groups, lengths = subject.config.rollout.num_engines, memory.serving.data, subject.lengths
 
     def room(tokens: float) -> int:
@@ -140,7 +141,7 @@ def cache_plan(subject: Subject, memory: EngineMemory) -> CachePlan:
 
 
 def decoding(subject: Subject) -> Decoding:
-    """An engine at work."""
+    """Return the model of an engine's decoding speed."""
     rollout, on_gpu = subject.config.rollout, subject.rolls_out_on_gpu
     flops = subject.flops(on_gpu, rollout.dtype) * (1 if on_gpu else rollout.num_threads)
     return Decoding(
@@ -164,23 +165,23 @@ def _times(rows: tuple[Row, ...], count: int) -> tuple[Row, ...]:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Of an optimizer step, on a rank."""
+    """Micro-batches of an optimizer step, on a rank."""
 
     tokens: int
-    """Of the fullest, as far as this rank has them."""
+    """Number of tokens of the fullest micro-batch, as far as they are on this rank."""
     count: int
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one rank."""
+    """Memory of one rank."""
 
     stage: int
-    """Of its pipeline."""
+    """Pipeline stage of the rank."""
     state: tuple[Row, ...]
-    """From one step to the next."""
+    """Memory that is held from one step to the next."""
     step: tuple[Row, ...]
-    """While it trains."""
+    """Memory that is only held during a training step."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -192,8 +193,9 @@ class RankMemory:
 
 
 def micro_batches(subject: Subject) -> MicroBatches:
-    """As the engine cuts a step's samples, if all are of mean length but for those of the fullest, which are of the
-    longest. A step whose length nothing bounds is one micro-batch, in a pipeline one for each stage."""
+    """Return the micro-batches into which the engine splits a step's samples, if all have mean length except those of
+    the fullest micro-batch, which have maximum length. A step without a length limit is one micro-batch; in a pipeline,
+    one for each stage."""
     config, lengths = subject.config, subject.lengths
     training, stages = config.training, config.training.pipeline_model_parallel_size
     context = training.context_parallel_size
@@ -213,15 +215,15 @@ def micro_batches(subject: Subject) -> MicroBatches:
 
 
 def heaviest_rank(subject: Subject) -> RankMemory:
-    """Of the pipeline stage that needs most: the first keeps most micro-batches and has the embedding, the last has the
-    output layer."""
+    """Return the memory of a rank of the pipeline stage that needs most: the first stage holds most micro-batches and
+    the embedding, the last one the output layer."""
     training = subject.config.training
     found = [rank_memory(subject, stage) for stage in range(training.pipeline_model_parallel_size)]
     return max(found, key=lambda rank: rank.total)
 
 
 def rank_memory(subject: Subject, stage: int) -> RankMemory:
-    """Of a rank of a pipeline stage."""
+    """Return the memory of a rank of a pipeline stage."""
     config, training = subject.config, subject.config.training
     state = list(_learner_rows(subject.model, training, stage, ""))
     if has_critic(config.algorithm):
@@ -245,11 +247,13 @@ def _held(model: Model, training: TrainingConfig, stage: int, *, trained: bool =
 
 
 def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str, *, critic: bool = False) -> list[Row]:
-    """Weights, gradients and optimizer. Gradients and moments are float32 on both engines. Megatron holds weights in
-    the number format of training, and in bfloat16 a float32 copy with its optimizer, 6 + 12 bytes a parameter, of which
-    the distributed optimizer divides the 12 by the ranks that hold the same (Megatron-LM's
-    `theoretical_memory_usage.py`); torch holds float32 weights, 4 + 4 + 8. With LoRA all but adapters is in the number
-    format of training."""
+    """Return weights, gradients and optimizer state.
+
+    Gradients and moments are float32 on both engines. Megatron stores weights in the number format of training; for
+    bfloat16 its optimizer also has a float32 copy. Of these 6 + 12 bytes a parameter, the distributed optimizer divides
+    the 12 by the number of ranks with the same parameters (Megatron-LM's `theoretical_memory_usage.py`). torch stores
+    float32 weights: 4 + 4 + 8 bytes. With LoRA everything except adapters is in the number format of training.
+    """
     held, size = _held(model, training, stage, critic=critic), bytes_of(training.dtype)
     if training.lora.r and not critic:
         adapters = adapter_size(model, training.lora) / training.world_size
@@ -272,7 +276,8 @@ def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str
 
 
 def replicas(training: TrainingConfig) -> tuple[int, int]:
-    """Ranks that share the optimizer's state of what they hold alike: of all but experts, and of experts."""
+    """Return the number of ranks that share the optimizer state of the same parameters: for all but experts, and for
+    experts."""
     options = training.megatron
     if not options.get("use_distributed_optimizer"):
         return 1, 1
@@ -302,14 +307,14 @@ def _step_rows(subject: Subject, stage: int) -> list[Row]:
         outside, layer = _gathered(model, training)
         at_output.append(Row(what="weights gathered from all ranks", bytes=outside))
         in_layers.append(Row(what="weights and gradients of layers gathered from all ranks", bytes=outside + layer))
-    # Logits are gone when the backward pass has come to the layers.
+    # The logits are freed when the backward pass reaches the layers.
     largest = max(at_output, in_layers, key=lambda rows: sum(row.bytes for row in rows))
     return [Row(what="activations", bytes=kept.kept), *largest]
 
 
 def _gathered(model: Model, training: TrainingConfig) -> tuple[float, float]:
-    """Bytes that FSDP2 gathers: of what is outside the layers, in the number format of training; and of a layer and the
-    next one, with the gradient of one in it and in float32."""
+    """Return the bytes that FSDP2 gathers: of weights outside the layers, in the number format of training; and of two
+    consecutive layers, with the gradient of one in that format and in float32."""
     size, wanted = bytes_of(training.dtype), is_trained(training)
     layers: Counter[int] = Counter()
     gradients: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Which options would let a recipe fit, found by planning it with them."""
+"""Options that would let a recipe fit, found by planning it with them."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -9,18 +9,20 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.plan.subject import Plan, Remedy
 
 MOST = 4
-"""Remedies that are told."""
+"""Number of remedies that are reported at most."""
 _DEPTH = 4
-"""Options that are changed together at most, where none does by itself."""
+"""Number of options that are changed together at most, where no single one is enough."""
 
 Change = dict[str, Any]
 """Options with their new values."""
 
 
 def remedies(config: RunConfig, plan: Plan, planned: Callable[[RunConfig], Plan]) -> tuple[Remedy, ...]:
-    """Changes after which a recipe fits, those first that leave most room; one option each, with what it entails, or
-    where none is enough the shortest row of changes that each time takes most of the overflow away. More GPUs are the
-    last that is thought of."""
+    """Return changes after which a recipe fits; those that leave most room come first.
+
+    Each changes one option, with its consequences. Where none is enough: the shortest sequence of changes, each of
+    which removes most of the excess. More GPUs are only suggested where nothing else helps.
+    """
     if plan.fits:
         return ()
     full = {memory.of.partition(",")[0] for memory in plan.memory if not memory.fits}
@@ -42,7 +44,7 @@ def remedies(config: RunConfig, plan: Plan, planned: Callable[[RunConfig], Plan]
 
 
 def _tried(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
-    """Changes that make a sound configuration."""
+    """Yield changes that produce a valid configuration."""
     values = config.model_dump(mode="json", exclude_unset=True)
     for change in _changes(config):
         changed = _with(values, change)
@@ -95,7 +97,7 @@ def _megatron_changes(config: RunConfig, machine: int) -> Iterator[Change]:
 
 
 def more_ranks(config: RunConfig, times: int) -> Change:
-    """More GPUs for training, and where they are shared as many more rollout engines."""
+    """Return a change to more training GPUs, and where these are shared, to as many times more rollout engines."""
     change: Change = {"training.world_size": config.training.world_size * times}
     if config.fleet.colocate:
         change["rollout.num_engines"] = config.rollout.num_engines * times
@@ -103,7 +105,7 @@ def more_ranks(config: RunConfig, times: int) -> Change:
 
 
 def _with(values: dict[str, Any], change: Change) -> dict[str, Any]:
-    """A copy with some options changed."""
+    """Return a copy with some options changed."""
     changed = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
     for option, value in change.items():
         *sections, name = option.split(".")
@@ -116,12 +118,12 @@ def _with(values: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _excess(plan: Plan) -> tuple[int, float]:
-    """Problems, and how much of the memories is overfilled."""
+    """Return the number of problems, and the sum of the relative excess of all memories."""
     return len(plan.problems), sum(max(0.0, memory.total / memory.capacity - 1) for memory in plan.memory)
 
 
 def _remedy(changes: Change, plan: Plan, full: Collection[str]) -> Remedy:
-    """`full`: what had too little memory before, where anything had."""
+    """Return a remedy. `full`: memories that were too small before, if any."""
     asked = [memory for memory in plan.memory if memory.of.partition(",")[0] in full] or list(plan.memory)
     fullest = max(asked, key=lambda memory: memory.total / memory.capacity)
     return Remedy(options=changes, of=fullest.of, highest=fullest.total, capacity=fullest.capacity)

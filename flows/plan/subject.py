@@ -1,4 +1,5 @@
-"""What is planned: a recipe's model, the lengths of its samples, its machines, and what is assumed of them."""
+"""Input of a plan: a recipe's model, the lengths of its samples, its machines, and assumptions about them. Records of a
+plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,28 +16,28 @@ from cairn.engines.types.errors import BadModel
 from cairn.storage.records import Record
 from cairn.storage.store.canonical import from_json
 
-# A plan as it is told.
+# Records of a plan.
 
 
 class Row(Record):
-    """Memory for one thing."""
+    """Memory for one purpose."""
 
     what: str
     bytes: float
 
 
 class Memory(Record):
-    """What stands in the memory of one device at a time, or of one machine."""
+    """Memory use of one device, or of one machine."""
 
     of: str
-    """Whose memory."""
+    """Owner of the memory, such as `a GPU that trains`."""
     rows: tuple[Row, ...]
     capacity: float
-    """Bytes that it has."""
+    """Bytes of the device or machine."""
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Bytes in use."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -45,15 +46,15 @@ class Memory(Record):
 
 
 class ModelFacts(Record):
-    """The model that is trained."""
+    """The trained model."""
 
     name: str
     source: str
-    """Where its config was read."""
+    """Source of its config."""
     architecture: str
     parameters: int
     active_parameters: int
-    """That a token goes through."""
+    """Number of parameters that process each token."""
     layers: int
 
 
@@ -61,25 +62,25 @@ class CachePlan(Record):
     """Keys and values of rollout engines."""
 
     bytes_per_token: float
-    """On each rank, of layers that look at all tokens."""
+    """Bytes on each rank, for layers that attend to all tokens."""
     bytes_per_sample: float
-    """Of what does not grow with a sample, or no further than a window."""
+    """Bytes of state that does not grow with a sample, or only up to a window."""
     pool: float
-    """Bytes for it on each rank."""
+    """Bytes for the cache on each rank."""
     tokens: int
-    """That it has room for on an engine, in samples of the longest kind."""
+    """Number of tokens that fit on an engine, in samples of maximum length."""
     samples_longest: int
-    """As long as they may be, at a time on all engines."""
+    """Number of samples of maximum length that fit on all engines."""
     samples_mean: int
-    """Of mean length."""
+    """Number of samples of mean length that fit on all engines."""
     at_once: int
-    """That the engines generate at a time: as many as have room, are allowed, and there are."""
+    """Number of samples that the engines generate concurrently: limited by memory, by options, and by the batch."""
     asked: int
-    """Samples of an iteration's first round."""
+    """Number of samples of an iteration's first round."""
 
 
 class Transfer(Record):
-    """Bytes that go somewhere."""
+    """A transfer of bytes."""
 
     bytes: float
     seconds: float
@@ -87,28 +88,28 @@ class Transfer(Record):
 
 
 class StepTime(Record):
-    """How long a step of an iteration takes."""
+    """Duration of a step of an iteration."""
 
     step: str
     seconds: float
     source: str
-    """`rates`, or the run that it was measured in."""
+    """`rates`, or the run in which it was measured."""
 
 
 class Remedy(Record):
-    """What would fit."""
+    """A change after which the recipe fits."""
 
     options: dict[str, object]
-    """With the values that they would have."""
+    """Changed options with their new values."""
     of: str
-    """Whose memory is the fullest then, of those that had too little."""
+    """Owner of the fullest memory after the change, among those that were too small."""
     highest: float
-    """Bytes of it."""
+    """Bytes in use there."""
     capacity: float
 
 
 class Plan(Record):
-    """What a recipe needs."""
+    """Resource needs of a recipe."""
 
     recipe: str
     gpu: str
@@ -117,14 +118,14 @@ class Plan(Record):
     model: ModelFacts
     memory: tuple[Memory, ...]
     cache: CachePlan | None = None
-    """None where nothing is sampled, or servers run elsewhere."""
+    """None where nothing is sampled, or external servers generate."""
     sync: Transfer | None = None
     checkpoint: Transfer
     steps: tuple[StepTime, ...]
     overlapped: bool
-    """Whether rollout and training run side by side."""
+    """Whether rollout and training run concurrently."""
     problems: tuple[str, ...]
-    """Why it cannot run whatever the memory, or has too little."""
+    """Reasons why it cannot run with any memory, or has too little cache."""
     remedies: tuple[Remedy, ...] = ()
     assumptions: tuple[str, ...]
 
@@ -134,28 +135,28 @@ class Plan(Record):
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         rollout = sum(step.seconds for step in self.steps if step.step == "rollout")
         rest = sum(step.seconds for step in self.steps) - rollout
         return max(rollout, rest) if self.overlapped else rollout + rest
 
 
 USUAL_PROMPT = 1024
-"""Tokens of the longest prompt where a recipe does not bound it."""
+"""Tokens of the longest prompt where a recipe sets no limit."""
 USUAL_SEQUENCE = 4096
-"""Tokens of the longest demonstration or pair where a recipe does not bound it."""
+"""Tokens of the longest demonstration or pair where a recipe sets no limit."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of samples, in tokens."""
+    """Lengths of samples, in tokens."""
 
     longest_prompt: int
     longest_response: int
     prompt: float
-    """On average."""
+    """Mean length of a prompt."""
     response: float
-    """On average."""
+    """Mean length of a response."""
 
     @property
     def longest(self) -> int:
@@ -167,26 +168,26 @@ class Lengths:
 
     @property
     def trained(self) -> float:
-        """Share of tokens that are trained on, in the longest sample."""
+        """Share of trained tokens in the longest sample."""
         return self.longest_response / self.longest
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A recipe, and all that a plan reckons with."""
+    """A recipe, and all inputs of its plan."""
 
     recipe: str
     config: RunConfig
     model: Model
     source: str
-    """Where the model's config was read."""
+    """Source of the model's config."""
     lengths: Lengths
     gpu: str
     """Name of the GPUs; `cpu` where there are none."""
     gpu_hardware: Hardware
     cpu_hardware: Hardware
     memory_of_this_machine: float
-    """Bytes."""
+    """Memory of this machine in bytes."""
     assumptions: tuple[str, ...] = field(default=())
 
     @property
@@ -201,7 +202,8 @@ class Subject:
         return self.gpu_hardware if on_gpu else self.cpu_hardware
 
     def flops(self, on_gpu: bool, dtype: str) -> float:
-        """A second, of a GPU or of a CPU's thread at most. Without tensor cores a GPU does a sixteenth of them."""
+        """Return the peak operations per second of a GPU or of a CPU thread. A GPU does a sixteenth of them without
+        tensor cores."""
         hardware = self.hardware_of(on_gpu)
         if hardware.tflops is not None:
             return hardware.tflops * 1e12
@@ -212,7 +214,7 @@ class Subject:
 
 @lru_cache(maxsize=32)
 def planned_model(path: str) -> tuple[Model, str]:
-    """The model of a folder, or else a published one of the folder's name, and where its config was read.
+    """Return the model of a folder, or else a published one of the folder's name, and the source of its config.
 
     Raises:
         BadModel: there is neither, or it is no causal language model.
@@ -221,7 +223,7 @@ def planned_model(path: str) -> tuple[Model, str]:
     if (file := folder / "config.json").is_file():
         try:
             written = from_json(file.read_bytes())
-            # As published ones are: how the weights are quantised is a part of it.
+            # Published configs keep the quantization of the weights too.
             config = config_of(written if isinstance(written, dict) else {})
         except (ValueError, BadModel) as error:
             raise BadModel(f"{file} cannot be read: {error}") from error
@@ -247,13 +249,13 @@ def subject_of(
     response_tokens: float | None = None,
     rates: dict[str, float] | None = None,
 ) -> Subject:
-    """All that a plan of a configuration reckons with.
+    """Return all inputs of a configuration's plan.
 
     Args:
-        gpu: name of the GPUs that it runs on, where it asks for any.
-        prompt_tokens: of a prompt on average; half the longest by default.
-        response_tokens: the same of a response.
-        rates: in the place of the machine's own `mfu` and `mbu`.
+        gpu: name of the GPUs, where the configuration uses any.
+        prompt_tokens: mean length of a prompt; half the longest by default.
+        response_tokens: mean length of a response; half the longest by default.
+        rates: overrides of the machine's own `mfu` and `mbu`.
 
     Raises ConfigError where there is no such GPU, and BadModel as `planned_model`.
     """

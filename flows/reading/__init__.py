@@ -1,1 +1,1 @@
-"""What is read out of ledgers for people and programs. Nothing here writes or starts anything."""
+"""Views of ledgers for people and programs. Nothing here writes or starts anything."""

@@ -1,13 +1,13 @@
-"""Who waits for whom: the shares of wall time in which the two sides of a run work, as the ledger's times tell.
+"""Balance of a run: the shares of wall time in which its two sides work or wait, from the times in the ledger.
 
 | side | works in |
 |---|---|
 | rollout engines | `rollout`, `eval`; each engine in its own shards |
 | trainer | `score`, `train`, `checkpoint`, `sync` |
 
-A side waits when it does not work. With a lag of k the engines work on iterations up to k after the one that is learned
-from, and on none further: between the ends of two iterations' learning, all that either side did is known once k more
-iterations are complete, and is cut to that window. The time in which no driver was alive does not count.
+A side waits when it does not work. With a lag of k the engines work on iterations at most k after the one that is
+trained on. The window reaches from the end of one iteration's learning to the end of another's. All work within it is
+known once k more iterations are complete; work is cut to the window. Time without a live driver does not count.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -23,62 +23,62 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
 
 WINDOW = 10
-"""Iterations that are measured at most."""
+"""Number of iterations that are measured at most."""
 LEAST = 3
-"""Fewer say nothing."""
+"""Number of iterations that are measured at least: fewer are not conclusive."""
 _READERS = 4
-"""Iterations whose commits are read at a time."""
+"""Number of iterations whose commits are read concurrently."""
 _ON_ROLLOUT = frozenset({Step.ROLLOUT, Step.EVAL})
 _COLLECTING = frozenset({Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.EVAL})
-"""The half of an iteration that `lagged` has beside that of an earlier one; evaluations hold the same engines."""
+"""Steps that `lagged` runs concurrently with the learning of an earlier iteration; evaluations use the same engines."""
 
 Interval = tuple[float, float]
 """Start and end, Unix seconds."""
 
 
 class Bottleneck(StrEnum):
-    """What works most of the time, so that a run is as fast as it."""
+    """The part that works for most of the time, and so limits the speed of a run."""
 
     ROLLOUT = "rollout"
     TRAINER = "trainer"
     GRADERS = "graders"
     DRIVER = "driver"
-    """Steps without a device, and what orchestration costs."""
+    """Steps without a device, and orchestration overhead."""
 
 
 class Balance(Record):
     """Shares of the wall time of some iterations, from 0 to 1."""
 
     first: int
-    """Iteration."""
+    """First iteration of the window."""
     last: int
     seconds: float
-    """Of the window, without those in which no driver was alive."""
+    """Seconds of the window in which a driver was alive."""
     rollout_wait: float
-    """In which a rollout engine waits, the mean over engines."""
+    """Share of time in which a rollout engine waits, averaged over engines."""
     trainer_wait: float
     neither: float
-    """In which neither side works: graders, steps without a device, orchestration. Of a run that streams it is known of
-    engines how long they worked, and not when: the least that it can be."""
+    """Share of time in which neither side works: graders, steps without a device, orchestration. In a streaming run
+    this is a lower bound: only the amount of the engines' working time is known, not when they worked."""
     engines_apart: float
-    """In which some rollout engines work and others have nothing left to do, the mean over engines."""
+    """Share of time in which some rollout engines work and others have nothing left to do, averaged over engines."""
     steps: dict[Step, float]
-    """In which at least one shard of a step is at work."""
+    """Share of time in which at least one shard of a step is running, by step."""
     bottleneck: Bottleneck
     overlap: float
-    """How many times as fast iterations are at best whose halves, collecting and learning, run side by side: the sum of
-    the halves by the larger one. 1 where they do."""
+    """Upper bound of the speedup from overlapping the halves of iterations, collecting and learning: the sum of the
+    halves divided by the larger one. 1 where they already overlap."""
     rounds: float
-    """Of rollout, an iteration."""
+    """Mean number of rollout rounds of an iteration."""
     groups: float
-    """Generated, an iteration."""
+    """Mean number of generated groups of an iteration."""
     queued: float
-    """Most requests that waited in an engine for others."""
+    """Largest number of requests that waited in an engine's queue."""
 
 
 def iteration_waits(commits: Sequence[Commit], earlier: Sequence[Commit], config: RunConfig) -> dict[str, float]:
-    """The metrics of an iteration that say how long each side waited; none for the first, which follows on nothing, and
-    where nothing is sampled. `earlier`: the commits of the 1 + `weights_lag` iterations before."""
+    """Return the metrics of an iteration on the waits of each side; none for the first iteration, which has no
+    predecessor, and where nothing is sampled. `earlier`: the commits of the 1 + `weights_lag` iterations before."""
     if not earlier or not config.samples_responses:
         return {}
     this, everything = commits[0].iteration, [*earlier, *commits]
@@ -98,8 +98,8 @@ def iteration_waits(commits: Sequence[Commit], earlier: Sequence[Commit], config
 
 
 def measured(ledger: Ledger, config: RunConfig, complete: int) -> Balance | None:
-    """The balance of the newest iterations of a run of which `complete` are complete. None where they are too few
-    besides the first, which warm up and fill the pipeline, and where nothing is sampled.
+    """Return the balance of the newest iterations of a run with `complete` complete iterations. Returns None where
+    nothing is sampled, and where too few are left after the first ones, which warm up and fill the pipeline.
 
     Reads the commits of `WINDOW` + 1 + 2 × lag iterations at most. Raises Damaged.
     """
@@ -156,12 +156,12 @@ def _balance(window: "_Window", own: Sequence[Commit], config: RunConfig, first:
 
 
 def _end(commits: Iterable[Commit], iteration: int, steps: Collection[Step]) -> float:
-    """When the last of these steps of an iteration was committed."""
+    """Return when the last of these steps of an iteration was committed."""
     return max(commit.committed_at for commit in commits if commit.iteration == iteration and commit.step in steps)
 
 
 class _Window:
-    """What commits did between two moments."""
+    """The commits' work between two times."""
 
     def __init__(self, commits: Iterable[Commit], start: float, end: float) -> None:
         self._start, self._end = start, end
@@ -175,14 +175,14 @@ class _Window:
                 for own in drivers.values()
             )
         )
-        """In which a driver was alive."""
+        """Seconds in which a driver was alive."""
 
     def busy(self, steps: Collection[Step]) -> float:
-        """Seconds in which one of the steps was at work."""
+        """Return the seconds in which at least one of the steps was running."""
         return self._covered(commit for commit in self._commits if commit.step in steps)
 
     def engines(self, config: RunConfig) -> list[float]:
-        """Seconds in which each rollout engine was at work; of a stream all have the mean."""
+        """Return the seconds in which each rollout engine was working; in a streaming run all have the mean."""
         shared = [commit for commit in self._commits if commit.step is Step.EVAL]
         own: list[list[Commit]] = [[] for _ in range(config.rollout.num_engines)]
         for commit in self._commits:

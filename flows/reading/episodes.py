@@ -1,9 +1,9 @@
-"""What samples went through, turn by turn: what the world gave, what the policy answered, and what was called between.
+"""Episodes turn by turn: environment input, responses of the policy, and the calls in between.
 
 Tokens are those of the committed trajectory. Where the sample's code was recorded (`calls.parquet`), its calls of tools
-and graders stand after the answer that they followed, and answers tell when they began and what the engine had cached.
-A call that was side by side with others follows the newest answer of its own task, of those that started that, or of
-those that it has started.
+and graders appear after the response that they followed, and responses have their start time and their number of cached
+tokens. A call that ran concurrently with others follows the newest response of its own task, of the tasks that started
+this task, or of those that it has started.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,24 +31,24 @@ from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.logs.call_log import calls_of
 from cairn.storage.records import Record
 
-# The texts of tokens, by the tokenizer of the run that made them, if that is where the run had it.
+# Texts of tokens, from the run's own tokenizer, if it is still where the run had it.
 
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 8
-"""Tokens that one character may be made of, in any tokenizer that falls back to bytes."""
+"""Number of tokens of one character at most, in any tokenizer with byte fallback."""
 
 
 class Texts:
-    """The text of each token of a response, so that all together are the response."""
+    """Converts each token of a response to its text; the concatenation is the text of the response."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """A tokenizer of Transformers."""
+        """`tokenizer`: a tokenizer of Transformers."""
         self._tokenizer = tokenizer
         self._alone: dict[int, str] = {}
 
     def __call__(self, ids: np.ndarray) -> list[str]:
-        """A text a token; "" for one that only begins or goes on with a character that a later one ends."""
+        """Return a text for each token; "" for a token with an incomplete character that a later token completes."""
         listed = ids.tolist()
         for one in set(listed) - self._alone.keys():
             self._alone[one] = self._decode([one])
@@ -56,22 +56,22 @@ class Texts:
         return texts if "".join(texts) == self._decode(listed) else self._in_company(listed)
 
     def are_of(self, ids: np.ndarray, response: str) -> bool:
-        """Whether this tokenizer makes the response of the ids: another model may lie at the place by now."""
+        """Whether this tokenizer decodes the ids to the response; the folder may contain another model by now."""
         return self._decode(ids.tolist(), skip_special_tokens=True) == response
 
     def whole(self, ids: np.ndarray) -> str:
-        """The text of tokens that belong together, special ones included."""
+        """Return the text of consecutive tokens, special tokens included."""
         return self._decode(ids.tolist())
 
     def _in_company(self, ids: Sequence[int]) -> list[str]:
-        """As `__call__`, for tokens whose texts depend on those before them."""
+        """Return what `__call__` returns, for tokens whose texts depend on earlier ones."""
         texts, begin, shown = [], 0, ""
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[begin:end])
             is_part = text.endswith(_REPLACEMENT) and end < len(ids) and end - begin < 2 * _LONGEST_CHARACTER
             texts.append("" if is_part else text[len(shown) :])
             if not is_part:
-                # One token of the past is enough to decode the next as it is decoded in its place.
+                # One previous token as context is enough to decode the next token as in the whole sequence.
                 begin, shown = end - 1, self._decode(ids[end - 1 : end])
         return texts
 
@@ -80,8 +80,8 @@ class Texts:
 
 
 def texts_of(model: str, tried: Iterable[tuple[np.ndarray, str]]) -> Texts | None:
-    """Those of the tokenizer in a model's folder; None where there is none, or it makes other texts of the ids that are
-    `tried`, each with the response that the run made of them."""
+    """Return the texts with the tokenizer in a model's folder. None where there is none, or where it does not decode
+    the ids in `tried` to the run's own responses next to them."""
     from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.engines.types.errors import BadModel
 
@@ -95,7 +95,7 @@ def texts_of(model: str, tried: Iterable[tuple[np.ndarray, str]]) -> Texts | Non
 SampleKey = tuple[int, int]
 """(group_id, index in the group)."""
 _TRIED = 4
-"""Responses by which a tokenizer shows that it is the run's."""
+"""Number of responses by which a tokenizer is recognized as the run's."""
 _COLUMNS = (
     *("group_id", "sample_index", "prompt_ids", "response_ids", "response_text", "segments", "log_probs", "loss_mask"),
     *("weight_versions", "seed", "finish_reason", *(field.name for field in SEQUENCES)),
@@ -103,16 +103,16 @@ _COLUMNS = (
 
 
 class CallView(Record):
-    """A call of a sample's code: of a tool, a grader or the clock."""
+    """A call by a sample's code: of a tool, a grader or the clock."""
 
     call: str
-    """Its id, unique in the sample."""
+    """Id of the call, unique in the sample."""
     kind: str
     """See `cairn.engines.types.trajectories.CallKind`."""
     name: str
-    """Of the tool or the grader."""
+    """Name of the tool or the grader."""
     order: int | None
-    """Which of the sample's answers it got; None: it got none, and what it did is not known."""
+    """Position of its response among the sample's responses; None: it has none, and its effect is unknown."""
     arguments: str | None
     """JSON."""
     result: str | None
@@ -127,89 +127,89 @@ class CallView(Record):
 
 
 class WorldView(Record):
-    """Tokens that the world gave."""
+    """Tokens from the environment."""
 
     ids: tuple[int, ...]
     text: str | None
-    """None where the run's tokenizer is not to be had."""
+    """None where the run's tokenizer is unavailable."""
 
 
 class AnswerView(Record):
-    """What the policy sampled in one call."""
+    """Response of the policy to one call."""
 
     call: str
     ids: tuple[int, ...]
     text: str | None
     given_tokens: int
-    """That the policy went on from, the prompt's included."""
+    """Number of tokens before the response, prompt included."""
     cached_tokens: int | None
-    """Of these, found in the engine's prefix cache; None: not recorded."""
+    """Number of these that were in the engine's prefix cache; None: not recorded."""
     trained_tokens: int
-    """Of its own, those that the loss may count."""
+    """Number of its own tokens that the loss may include."""
     loss_mask: tuple[int, ...]
-    """1 of each of these."""
+    """Loss mask of its own tokens: 1 for those that the loss may include."""
     log_probs: tuple[float, ...]
-    """Of its tokens under the rollout engine."""
+    """Log-probs of its tokens under the rollout engine."""
     log_prob: float | None
-    """Their mean."""
+    """Mean of the log-probs."""
     weight_version: int | None
-    """The newest that sampled one of them."""
+    """Newest weight version that sampled one of its tokens."""
     finish_reason: str | None
     error: str | None
-    """Why the engine refused the call."""
+    """Why the engine rejected the call."""
     began_at: float | None
     """Unix seconds; None: not recorded."""
     seconds: float | None
 
 
 class TurnView(Record):
-    """An answer of the policy, with what the world gave before it and what was called after it."""
+    """A response of the policy, with the environment's input before it and the calls after it."""
 
     world: WorldView | None
     answer: AnswerView | None
-    """None after the last one, where the world has the last word."""
+    """None in a last turn that ends with input from the environment."""
     calls: tuple[CallView, ...] = ()
     reward: float | None = None
-    """Of the turn itself, where its code gave it one."""
+    """Reward of the turn itself, where its code assigned one."""
 
 
 class TrajectoryView(Record):
     """A sequence of turns after a prompt."""
 
     prompt: WorldView | None
-    """Its own; None: it comes after the sample's."""
+    """Own prompt of the trajectory; None: it follows the sample's prompt."""
     turns: tuple[TurnView, ...]
     role: str | None = None
-    """Who acted, where several do."""
+    """Name of the acting agent, where there are several."""
     reward: float | None = None
-    """Its own, where its code gave it one, or its turns."""
+    """Own reward of the trajectory, where its code assigned one."""
 
 
 class EpisodeView(Record):
-    """All of one sample."""
+    """All turns and calls of one sample."""
 
     prompt_ids: tuple[int, ...]
     trajectories: tuple[TrajectoryView, ...]
     opening: tuple[CallView, ...] = ()
-    """Calls before the first answer."""
+    """Calls before the first response."""
     unused: tuple[TurnView, ...] = ()
-    """Answers that are in no trajectory."""
+    """Responses that belong to no trajectory."""
     recorded: bool = False
-    """Whether its code's calls were."""
+    """Whether its code's calls were recorded."""
     began_at: float | None = None
     """Unix seconds; None: not recorded."""
     seconds: float | None = None
-    """From its first call to the end of its last."""
+    """Seconds from its first call to the end of its last."""
 
 
 def episodes(
     ledger: Ledger, places: Mapping[SampleKey, tuple[int, str | None]], *, every: bool = False
 ) -> dict[SampleKey, EpisodeView]:
-    """Of the samples that went through more than one call of the policy, or whose code made other calls.
+    """Return the episodes of samples with more than one call of the policy, or with other calls in their code.
 
     Args:
-        places: iteration and shard of the rollout of each sample that is wanted.
-        every: of those that are one answer to their prompt, too.
+        places: iteration and shard of the rollout of each requested sample.
+        every: include samples with a single response to their prompt.
     """
     found: dict[SampleKey, EpisodeView] = {}
     texts: list[Texts | None] = []
@@ -232,7 +232,7 @@ def episodes(
 
 
 def run_texts(ledger: Ledger, tried: Sequence[tuple[np.ndarray, str]] = ()) -> Texts | None:
-    """The texts of a run's tokens, of which some are `tried`: see `cairn.flows.reading.episodes`."""
+    """Return the texts of a run's tokens. `tried`: see `texts_of`."""
     return texts_of(from_manifest(ledger.manifest.config).model.path, tried)
 
 
@@ -243,7 +243,7 @@ def _rows(table: pa.Table, wanted: set[SampleKey]) -> dict[SampleKey, dict[str, 
 
 
 def _calls(ledger: Ledger, commit: Commit, wanted: set[SampleKey]) -> dict[SampleKey, list[dict[str, Any]]]:
-    """The calls of samples in the order in which they were answered; those that were not come last."""
+    """Return the calls of samples in the order of their responses; calls without a response come last."""
     found: dict[SampleKey, list[dict[str, Any]]] = {}
     for row in calls_of(ledger.store, commit, {group for group, _ in wanted}):
         found.setdefault((row["group_id"], row["sample_index"]), []).append(row)
@@ -251,7 +251,7 @@ def _calls(ledger: Ledger, commit: Commit, wanted: set[SampleKey]) -> dict[Sampl
 
 
 def _last_ids(row: Mapping[str, Any]) -> np.ndarray:
-    """The tokens that `response_text` is of."""
+    """Return the tokens of `response_text`: those of the last trajectory."""
     lengths = row.get(TRAJECTORIES.name)
     ids = np.asarray(row["response_ids"], np.int32)
     return ids if lengths is None else ids[len(ids) - lengths[-1] :]
@@ -259,13 +259,13 @@ def _last_ids(row: Mapping[str, Any]) -> np.ndarray:
 
 @dataclass
 class _Episode:
-    """One sample on its way to a view."""
+    """Converter of one sample to a view."""
 
     row: Mapping[str, Any]
     calls: Sequence[Mapping[str, Any]] | None
     texts: Texts | None
     shown: set[str] = field(default_factory=set)
-    """Ids of the answers whose calls have been told."""
+    """Ids of the responses whose calls have been added."""
 
     def __post_init__(self) -> None:
         self.of_policy = {call["call"]: call for call in self.calls or () if call["kind"] == "sample"}
@@ -299,7 +299,7 @@ class _Episode:
         )
 
     def _spans(self) -> Iterator[tuple[Sequence[int] | None, int, int]]:
-        """The own prompt of each trajectory, and which tokens of the response are its."""
+        """Yield for each trajectory its own prompt, and the bounds of its tokens in the response."""
         lengths = self.row.get(TRAJECTORIES.name) or [len(self.row["response_ids"])]
         prompts = self.row.get(TRAJECTORY_PROMPTS.name) or [None] * len(lengths)
         spans = pairwise(np.cumsum([0, *lengths]).tolist())
@@ -307,12 +307,12 @@ class _Episode:
             yield prompt, start, end
 
     def _of_each(self, name: str) -> list[Any]:
-        """What a column has of each trajectory."""
+        """Return a column's value for each trajectory."""
         found: list[Any] | None = self.row.get(name)
         return [None] * len(self.row.get(TRAJECTORIES.name) or [0]) if found is None else found
 
     def _segments(self) -> Iterator[tuple[int, int, Mapping[str, Any], float | None]]:
-        """Begin and end of each segment in the response, what it is, and its reward."""
+        """Yield start and end of each segment in the response, the segment, and its reward."""
         row = self.row
         segments = row.get("segments")  # of which the first versions wrote none
         if segments is None:
@@ -326,7 +326,7 @@ class _Episode:
             start += segment["tokens"]
 
     def _turns(self, prompt: Sequence[int] | None, first: int, last: int) -> Iterator[TurnView]:
-        """Of the trajectory whose tokens are these of the response."""
+        """Yield the turns of the trajectory whose tokens are `first` to `last` of the response."""
         before = len(self.row["prompt_ids"] if prompt is None else prompt)
         world: list[int] = []
         for start, end, segment, reward in self._segments():
@@ -394,19 +394,19 @@ class _Episode:
         return None if self.texts is None else self.texts.whole(np.asarray(ids, np.int32))
 
     def _answer_before(self, call: Mapping[str, Any]) -> str | None:
-        """Id of the answer that a call follows; None where it came before all."""
+        """Return the id of the response that a call follows; None where it came before all responses."""
         answers = [one["call"] for one in self.of_policy.values() if one["order"] is not None][: call["turn"]]
         own = [id for id in answers if _same_line(_task(id), _task(call["call"]))]
         return next(iter(own[-1:] or answers[-1:]), None)
 
 
 def _task(call: str) -> str:
-    """The path of the task that made a call."""
+    """Return the path of the task that made a call."""
     return call[: call.rfind(".") + 1]
 
 
 def _same_line(one: str, other: str) -> bool:
-    """Whether one of two tasks started the other, or both are one."""
+    """Whether one of two tasks started the other, or both are the same."""
     return one.startswith(other) or other.startswith(one)
 
 

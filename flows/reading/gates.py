@@ -1,6 +1,6 @@
-"""Gates of a run: which are due, which stand, and deciding about them.
+"""Gates of a run: which are due, their state, and decisions about them.
 
-What a driver does at one is in `cairn.flows.driver.approval`.
+`cairn.flows.driver.approval` implements the driver's side.
 """
 
 from cairn.configs.loader import from_manifest
@@ -13,21 +13,23 @@ from cairn.tasks.evaluation.evaluate import eval_shard
 
 
 def holding(ledger: Ledger, index: int) -> GateStanding | None:
-    """The first gate before iteration `index`, or before an earlier one, that is not approved."""
+    """Return the first gate before iteration `index`, or before an earlier one, that is not approved; None without
+    one."""
     standing = ledger.decisions.gates()
     held = (standing[i] for i in sorted(standing) if i <= index and standing[i].state is not GateState.APPROVED)
     return next(held, None)
 
 
 def asking(held: GateStanding, run: str) -> str:
-    """One sentence: for what a run waits, and how to decide."""
+    """Return one sentence: why a run waits, and how to decide."""
     why = f" ({held.gate.why})" if held.gate is not None and held.gate.why else ""
     place = f"{run} {held.iteration}"
     return f"Run {run} waits before iteration {held.iteration}{why}: cairn approve {place}, or cairn reject {place}"
 
 
 def due(ledger: Ledger, config: RunConfig, index: int) -> tuple[str, str] | None:
-    """The cause of a gate before iteration `index` that has no verdict yet, and a sentence; None if none is due."""
+    """Return the cause of a gate that is due before iteration `index` and has no record yet, and a sentence; None if
+    none is due."""
     approval = config.approval
     verdict = ledger.decisions.gates().get(index)
     if verdict is not None:
@@ -43,8 +45,8 @@ def due(ledger: Ledger, config: RunConfig, index: int) -> tuple[str, str] | None
 def decide(
     ledger: Ledger, config: RunConfig, index: int | None, *, approved: bool, why: str | None, by: str | None
 ) -> Decision:
-    """Approve or reject the gate before an iteration, by default the one at which the run stands. Raises ValueError
-    with a sentence where there is nothing to decide."""
+    """Approve or reject the gate before an iteration, by default the one at which the run waits. Raises ValueError with
+    a sentence where there is nothing to decide."""
 
     def verdict(so_far: tuple[Decision, ...]) -> Verdict:
         standing = gates(so_far)
@@ -66,11 +68,11 @@ def decide(
 
 
 def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
-    """Let a run wait before the next iteration that it has not begun, for a program that has found a reason: such as an
-    evaluation elsewhere that fell. Its driver finds the gate before it begins that iteration, or the one after.
+    """Let a run wait before the next iteration that has not begun, for a reason that a program has found, such as a
+    regression in an external evaluation. Its driver finds the gate before it begins that iteration, or the one after.
 
-    A reason is good for one gate: None, and nothing is recorded, where the run was asked for the same before, or is
-    rejected anyway. Of a run that waits already the gate stays where it is, and has both reasons. Raises ValueError
+    Each reason opens one gate: returns None and records nothing where the same reason was recorded before, or the run
+    is rejected. If the run already waits, its gate stays in place and gets the reason in addition. Raises ValueError
     with a sentence where the run has begun all its iterations.
     """
     total = from_manifest(ledger.manifest.config).rollout.num_rollout
@@ -111,8 +113,8 @@ def _undecided(ledger: Ledger, standing: dict[int, GateStanding]) -> int:
 
 
 def _fall(ledger: Ledger, config: RunConfig, index: int) -> str | None:
-    """Whether the newest evaluation that the iteration may know of is new to it, and lies below the best since a fall
-    was last approved."""
+    """Return a sentence if the newest evaluation that the iteration may know of is new to it, and its score is below
+    the best since a drop was last approved; else None."""
     fall, newest = config.approval.eval_drop, index - 1 - config.rollout.weights_lag
     if fall is None or newest < 0:
         return None
@@ -133,7 +135,7 @@ def _fall(ledger: Ledger, config: RunConfig, index: int) -> str | None:
 
 
 def _last_approved_fall(ledger: Ledger, index: int) -> int:
-    """The iteration before which a fall was last approved, by a parent's gates too; 0 if none was."""
+    """Return the iteration before which a drop was last approved, in a parent's gates too; 0 if none was."""
     found = 0 if ledger.parent is None else _last_approved_fall(ledger.parent, ledger.first_iteration)
     for iteration, gate in ledger.decisions.gates().items():
         fallen = gate.gate is not None and isinstance(gate.gate.what, Gate) and gate.gate.what.cause == "eval_drop"

@@ -1,11 +1,11 @@
-"""Where one sample came from and what it went into, or one token of it: a walk along the digests of the ledger.
+"""Lineage of one sample, or of one of its tokens: its origin and its use, found by following digests in the ledger.
 
     prompt row ─▶ rollout ─▶ reward ─▶ filter ─▶ advantage ─▶ train ─▶ checkpoint, sync
                      ▲                                           │
-                  weights (a train step before it)            weights
+                  weights (an earlier train step)             weights
 
-A dozen commits and a row of each table are read, whatever the length of the run, and one marker an iteration after the
-update to see which checkpoints there are. Every commit and table is held against its digest.
+It reads about a dozen commits and a row of each table, whatever the length of the run, and one marker for each
+iteration after the update to find the checkpoints. Every commit and table is checked against its digest.
 """
 
 import math
@@ -25,28 +25,28 @@ from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.records import Environment, Record
 from cairn.storage.store.canonical import from_json
 
-# What a lineage is made of. None stands for what has not happened, or is not known.
+# Records of a lineage. None means not yet, or unknown.
 
 
 class Made(Record):
-    """The commit that says so."""
+    """The commit that recorded a fact."""
 
     name: str
-    """`000042/train`; `cairn verify` names commits alike."""
+    """`000042/train`, as in `cairn verify`."""
     iteration: int
     run: str
-    """That made it: of a fork's shared iterations the parent."""
+    """Name of the run that made it: for shared iterations of a fork, the parent."""
     digest: str
 
 
 class Prompt(Record):
-    """The row of the data set."""
+    """Row of the data set."""
 
     data: str
     """Path or URL of the data, as the run's configuration names it."""
     data_digest: str | None
     row: int
-    """From 0."""
+    """Number of the row, from 0."""
     epoch: int
     text: str
     label: str | None
@@ -59,19 +59,19 @@ class Weights(Record):
 
     version: int
     state_digest: str | None = None
-    """Of weights and optimizer, as the train step left them; None: the run's initial weights."""
+    """Digest of weights and optimizer after the train step; None: the run's initial weights."""
     published_digest: str | None = None
-    """Of the weights as the rollout engine had to have them."""
+    """Digest of the weights that the rollout engine was required to have."""
     made_by: Made | None = None
 
 
 class Sampled(Record):
-    """The response and how it came about."""
+    """The response and its origin."""
 
     response: str
     tokens: int
     log_prob: float | None
-    """Sum over the tokens, of the rollout engine; None where the data hold the response."""
+    """Sum over the tokens, under the rollout engine; None where the data contain the response."""
     finish_reason: str
     status: str
     error: str | None
@@ -80,16 +80,16 @@ class Sampled(Record):
     seconds: float
     segments: int
     weights: tuple[Weights, ...]
-    """Several where it was continued after an update; none where the data hold the response."""
+    """Several where the response was resumed after an update; none where the data contain the response."""
     model_digest: str | None
-    """Of the folder of the initial weights."""
+    """Digest of the folder of the initial weights."""
     environment: Environment
-    """Of the engine."""
+    """Environment of the engine."""
     made_by: Made
 
 
 class Grade(Record):
-    """Its reward and what gave it."""
+    """Reward of the sample and its grader."""
 
     reward: float | None
     components: str | None
@@ -105,7 +105,7 @@ class Grade(Record):
 
 
 class Judgement(Record):
-    """What the filter of an iteration made of its group."""
+    """Decision of an iteration's filter about the sample's group."""
 
     iteration: int
     disposition: str
@@ -116,34 +116,34 @@ class Judgement(Record):
 
 
 class Update(Record):
-    """The train step that consumed it."""
+    """The train step that used the sample."""
 
     reward: float | None
-    """As the update used it; None: it follows no rewards."""
+    """Reward that the update used; None: it uses no rewards."""
     advantage: float | None
     """Mean over the response's tokens."""
     age: int | None
-    """Of its oldest token, in publications."""
+    """Age of its oldest token, in publications."""
     weight_version_in: int | None
     weight_version_out: int | None
     state_digest: str | None
     published_digest: str | None
     loss: float | None
     samples: int
-    """Of the batch."""
+    """Number of samples in the batch."""
     estimated_by: Made | None
-    """The advantages; None: it follows none."""
+    """Commit of the advantages; None: the update uses none."""
     made_by: Made
 
 
 class Checkpoint(Record):
-    """A restore point whose weights have seen the sample."""
+    """A restore point whose weights were trained on the sample."""
 
     iteration: int
     run: str
     state_digest: str | None
     retired: bool
-    """Retention removed its files."""
+    """Whether retention removed its files."""
 
 
 class Token(Record):
@@ -153,20 +153,20 @@ class Token(Record):
     token_id: int
     segment: int
     log_prob: float | None
-    """Of the rollout engine; None where the data hold the response."""
+    """Log-prob under the rollout engine; None where the data contain the response."""
     loss_mask: int
     weight_version: int
     advantage: float | None
     returned: float | None
     age: int | None
-    """When it was trained on, in publications."""
+    """Age when it was trained on, in publications."""
     old_log_prob: float | None
-    """Under the policy before the update; None: not scored."""
+    """Log-prob under the policy before the update; None: not scored."""
     ref_log_prob: float | None
     teacher_log_prob: float | None
     value: float | None
     ratio: float | None
-    """Probability under the policy before the update over that under the rollout engine."""
+    """Probability under the policy before the update divided by that under the rollout engine."""
 
     @classmethod
     def of(
@@ -178,7 +178,7 @@ class Token(Record):
         trained: Mapping[str, Any],
         scores: Mapping[str, float | None],
     ) -> "Token":
-        """From the token's values in the tables, by column."""
+        """Create the record from the token's values in the tables, by column."""
         old, sampled = scores.get("log_probs"), row["log_probs"]
         return cls(
             position=position,
@@ -199,11 +199,11 @@ class Token(Record):
 
 
 class Lineage(Record):
-    """Where a sample came from and what it went into."""
+    """Origin and use of a sample."""
 
     run: str
     iteration: int
-    """That generated it."""
+    """Iteration that generated the sample."""
     shard: str | None
     group_id: int
     sample_index: int
@@ -220,10 +220,10 @@ _WAITS = {Disposition.BUFFER, Disposition.CONTINUE}
 
 
 def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, token: int | None = None) -> Lineage:
-    """The origin and the use of a sample, and of its token number `token`. `iteration` is the one that generated it, or
-    one whose filter judged it.
+    """Return the origin and the use of a sample, and of its token number `token`. `iteration` is the one that generated
+    it, or one whose filter decided about it.
 
-    Raises LookupError if there is none, Retired if retention removed what tells of it, and Damaged.
+    Raises LookupError if there is none, Retired if retention removed the tables, and Damaged.
     """
     rollout = _rollout_of(ledger, iteration, group_id)
     key = (group_id, sample_index)
@@ -259,7 +259,7 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
 
 
 def _rollout_of(ledger: Ledger, iteration: int, group_id: int) -> Commit | None:
-    """The commit that holds a group's samples as the iteration knows them."""
+    """Return the commit with a group's samples from the point of view of an iteration; None without one."""
     selection = _newest_selection(ledger, iteration)
     if selection is not None:
         for row in _rows(ledger, selection, pc.field("group_id") == group_id):
@@ -271,7 +271,7 @@ def _rollout_of(ledger: Ledger, iteration: int, group_id: int) -> Commit | None:
 
 
 def _newest_selection(ledger: Ledger, iteration: int) -> Commit | None:
-    """The filter step of the last round."""
+    """Return the filter step of the last round; None without one."""
     newest, rounds = None, 0
     while (found := ledger.find(iteration, Step.FILTER, f"{rounds:02d}")) is not None:
         newest, rounds = found, rounds + 1
@@ -279,7 +279,8 @@ def _newest_selection(ledger: Ledger, iteration: int) -> Commit | None:
 
 
 def _judgements(ledger: Ledger, rollout: Commit, group_id: int) -> Iterator[Judgement]:
-    """What the filter steps made of the group, from its rollout's iteration until it is trained on or dropped."""
+    """Yield the filter steps' decisions about the group, from its rollout's iteration until it is trained on or
+    dropped."""
     iteration = rollout.iteration
     while (selection := _newest_selection(ledger, iteration)) is not None:
         here = (pc.field("group_id") == group_id) & (pc.field("iteration") == rollout.iteration)
@@ -333,7 +334,8 @@ def _sampled(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Sampled:
 
 
 def _weights(ledger: Ledger, rollout: Commit, version: int) -> Weights:
-    """A version that sampled tokens of the rollout: the newest, or one before it where the response was continued."""
+    """Return a version that sampled tokens of the rollout: the newest, or an earlier one where the response was
+    resumed."""
     trained = _train_step(rollout)
     while trained is not None and trained >= 0:
         commit = ledger.find(trained, Step.TRAIN)
@@ -352,7 +354,7 @@ def _weights(ledger: Ledger, rollout: Commit, version: int) -> Weights:
 
 
 def _train_step(commit: Commit) -> int | None:
-    """The iteration whose weights a step read; None: the run's initial ones."""
+    """Return the iteration whose weights a step read; None: the run's initial ones."""
     made_from = [name.partition("/") for name in commit.inputs]
     return next((int(iteration) for iteration, _, step in made_from if step == Step.TRAIN), None)
 
@@ -375,7 +377,7 @@ def _grade(ledger: Ledger, commit: Commit, row: dict[str, Any]) -> Grade:
 def _update(
     ledger: Ledger, iteration: int, rollout: Commit, advantage: Commit | None, row: dict[str, Any] | None
 ) -> Update | None:
-    """None until the train step is committed. `row`: of the advantage step, where there is one."""
+    """Return the update; None until the train step is committed. `row`: of the advantage step, where there is one."""
     trained = ledger.find(iteration, Step.TRAIN)
     if trained is None:
         return None
@@ -397,7 +399,7 @@ def _update(
 
 
 def _checkpoints(ledger: Ledger, trained: int) -> Iterator[Checkpoint]:
-    """All from the update on: the weights of each of them have seen the sample."""
+    """Yield all checkpoints since the update: their weights were trained on the sample."""
     last = ledger.last_iteration()
     if last is None:
         return
@@ -440,7 +442,7 @@ def _token(
 
 
 def _at(row: Mapping[str, Any], column: str, token: int) -> Any:
-    """A token's value in a list column that may be null."""
+    """Return a token's value in a list column that may be null."""
     return None if row.get(column) is None else row[column][token]
 
 

@@ -1,8 +1,8 @@
 """The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
 
-A step writes its metrics into its commit. They are shown under the step's prefix (`train/`, `eval/`, otherwise
-`rollout/`; `age/` stands for itself), slime's names where slime has the metric. Everything under `perf/` is computed
-here, from when steps began and were committed and from the sizes of their files.
+A step writes its metrics into its commit. They are shown with the step's prefix (`train/`, `eval/`, otherwise
+`rollout/`; `age/` is a prefix of its own), under slime's names where slime has the metric. Everything under `perf/` is
+computed here, from start and commit times of steps and from the sizes of their files.
 """
 
 import functools
@@ -18,21 +18,21 @@ from cairn.storage.ledger.commits import Commit, Step
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or a family of them: `<…>` in the name stands for what differs."""
+    """One metric, or a family of them: `<…>` in the name is the variable part."""
 
     name: str
     unit: str
     source: str
-    """The step whose commit holds it, or `timings` or `outputs` of all commits, or `waits`: timings of these and of the
-    iterations before."""
+    """The step whose commit contains it, or `timings` or `outputs` of all commits, or `waits`: timings of these and of
+    earlier iterations."""
     meaning: str
     is_count: bool = False
-    """Shards add up; of other metrics the last commit's value stands, or"""
+    """Whether the values of shards are added. Other metrics have the last commit's value, or their maximum."""
     is_maximum: bool = False
-    """the largest."""
+    """Whether the largest value of the shards counts."""
 
     def matches(self, name: str) -> bool:
-        """Whether `name` is this metric or one of this family."""
+        """Whether `name` is this metric or belongs to this family."""
         pattern = "[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", self.name))
         return re.fullmatch(pattern, name) is not None
 
@@ -422,7 +422,8 @@ METRICS: tuple[Metric, ...] = (
 
 _OWN_PREFIX = ("age/", "retries/", "recovery/")
 _OF_SAMPLES = ("raw_reward", "truncated_ratio", "response_len/")
-"""Of all that was generated in the filter step's commit, of what is trained on in the advantage step's."""
+"""Metrics that are computed over all generated samples in the filter step's commit, and over trained samples in the
+advantage step's."""
 _PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
 _TIMES = {
     "perf/log_probs_time": Step.SCORE,
@@ -436,13 +437,13 @@ _ROLLOUT = (Step.ROLLOUT, Step.REWARD, Step.FILTER)
 
 @functools.cache
 def find_metric(name: str) -> Metric | None:
-    """The entry of `METRICS` that documents `name`; a literal name goes before a family."""
+    """Return the entry of `METRICS` that documents `name`; a literal name takes precedence over a family."""
     fitting = [metric for metric in METRICS if metric.matches(name)]
     return min(fitting, key=lambda metric: (metric.name.count("<"), -len(metric.name)), default=None)
 
 
 def shown_metrics(commit: Commit) -> dict[str, float]:
-    """The metrics of one commit under the names of `METRICS`."""
+    """Return the metrics of one commit under the names in `METRICS`."""
     return {_shown_name(commit.step, name): value for name, value in commit.metrics.items()}
 
 
@@ -456,7 +457,7 @@ def _shown_name(step: Step, name: str) -> str:
 
 
 def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
-    """All metrics of one iteration but its evaluations, from its commits, in no particular order."""
+    """Return all metrics of one iteration except its evaluations. The commits may be in any order."""
     commits = sorted(commits, key=lambda commit: (commit.committed_at, commit.name))
     metrics: dict[str, float] = {}
     for commit in commits:
@@ -472,7 +473,7 @@ def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str,
 
 
 def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
-    """The metrics of evaluations by the number of iterations that the evaluated weights were trained for."""
+    """Return the metrics of evaluations, by the number of iterations that the evaluated weights were trained for."""
     points: dict[int, dict[str, float]] = {}
     for commit in commits:
         if commit.step is Step.EVAL:
@@ -482,7 +483,7 @@ def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
 
 
 def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
-    """Seconds in which at least one shard of a step was at work, by step."""
+    """Return the seconds in which at least one shard of a step was running, by step."""
     commits = list(commits)
     return {
         step: busy for step in Step if (busy := busy_seconds(commit for commit in commits if commit.step is step)) > 0
@@ -490,12 +491,12 @@ def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
 
 
 def busy_seconds(commits: Iterable[Commit]) -> float:
-    """Seconds covered by at least one of the commits."""
+    """Return the seconds covered by at least one of the commits."""
     return covered_seconds((commit.started_at, commit.committed_at) for commit in commits)
 
 
 def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds covered by at least one of the intervals, each from its start to its end."""
+    """Return the seconds covered by at least one of the intervals, each from its start to its end."""
     busy, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         busy += max(0.0, end - max(start, until))
@@ -504,13 +505,14 @@ def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def spell_score(score: float | None, failed: float | None, graded: float | None) -> str:
-    """A benchmark's score and, where samples failed, that of the others: `0.250 (6 failed; 1.000 without them)`."""
+    """Return a benchmark's score and, where samples failed, that of the others: `0.250 (6 failed; 1.000 without
+    them)`."""
     spelled = "–" if score is None else f"{score:.3f}"
     return spelled + (f" ({failed:.0f} failed; {graded:.3f} without them)" if failed and graded is not None else "")
 
 
 def _of_episodes(metrics: dict[str, float]) -> dict[str, float]:
-    """Ratios of what shards count."""
+    """Return ratios of counts that shards report."""
     ratios = {
         "rollout/policy_calls/mean": ("rollout/policy_calls", "rollout/samples"),
         "rollout/world_tokens_ratio": ("rollout/world_tokens", "rollout/response_tokens"),
@@ -555,7 +557,7 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
 
 
 def _utilization(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
-    """Of the training devices while they updated weights."""
+    """Return the utilization of the training devices during weight updates."""
     trained = next((commit for commit in commits if commit.step is Step.TRAIN and "flops" in commit.metrics), None)
     if trained is None or not trained.timings.get("update"):
         return {}
@@ -569,7 +571,7 @@ def _bytes(commits: Iterable[Commit]) -> int:
 
 
 def _span(commits: Sequence[Commit]) -> float:
-    """Seconds from the first start to the last commit; the time between two drivers does not count."""
+    """Return the seconds from the first start to the last commit, without the time between two drivers."""
     spans = 0.0
     for epoch in {commit.epoch for commit in commits}:
         own = [commit for commit in commits if commit.epoch == epoch]

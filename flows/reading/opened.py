@@ -1,4 +1,4 @@
-"""`cairn.open`: a store as Python code asks it, by SQL and by the origin of single samples."""
+"""`cairn.open`: access to a store from Python code, by SQL and by the lineage of single samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,24 +13,26 @@ if TYPE_CHECKING:
 
 
 class OpenedStore:
-    """All runs of a store, to be read. Keeps nothing open."""
+    """Read access to all runs of a store. Holds no open resources."""
 
     def __init__(self, url: str):
-        """Use `cairn.open`."""
+        """Do not call this directly; use `cairn.open`."""
         self.store = open_store(url)
         self.store.check()
 
     def sql(self, text: str, params: Sequence[Any] | Mapping[str, Any] | None = None) -> "pa.Table":
-        """The result of a SELECT over the views of docs/sql.md, as a pyarrow table: `.to_pylist()` and `.column(name)`
-        lead on, and `.to_pandas()` where pandas is installed. `params` are the values of its `?` or `$name`.
-        Raises cairn.BadQuery."""
+        """Return the result of a SELECT over the views of docs/sql.md, as a pyarrow table.
+
+        Its `.to_pylist()`, `.column(name)` and, where pandas is installed, `.to_pandas()` convert it further. `params`
+        are the values of the query's `?` or `$name`. Raises cairn.BadQuery.
+        """
         return open_query(self.store).sql(text, params)
 
     def lineage(
         self, run: str, iteration: int, group_id: int, sample_index: int, token: int | None = None
     ) -> "Lineage":
-        """Where a sample came from and what it went into; see `cairn.flows.reading.lineage`. Raises FileNotFoundError
-        if there is no such run and LookupError if it has no such sample."""
+        """Return the origin and the use of a sample; see `cairn.flows.reading.lineage`. Raises FileNotFoundError if
+        there is no such run and LookupError if it has no such sample."""
         from cairn.flows.reading.lineage import lineage
         from cairn.storage.ledger.ledger import Ledger
 
@@ -38,6 +40,6 @@ class OpenedStore:
 
 
 def opened(url: str = ".") -> OpenedStore:
-    """The store at a folder or `s3://bucket/prefix`, with the keys that AWS tools use. Raises
-    `cairn.storage.store.errors.StoreRefused` if it does not answer."""
+    """Return the store at a folder or `s3://bucket/prefix`, with the credentials that AWS tools use. Raises
+    `cairn.storage.store.errors.StoreRefused` if it does not respond."""
     return OpenedStore(url)

@@ -1,4 +1,4 @@
-"""The samples of one iteration as a person wants to see them: prompt, response, reward, advantage and fate."""
+"""The samples of one iteration for people: prompt, response, reward, advantage and the filter's decision."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,11 +17,11 @@ from cairn.storage.records import Record
 from cairn.tasks.durable.versions import weight_version_after
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard, initial_eval_due
 
-# What the samples of a run scored: its evaluations, by benchmark, and the mean reward of what it generated.
+# Scores of a run: its evaluations by benchmark, and the mean reward of generated samples.
 
 
 class Scores(Record):
-    """A benchmark's scores, in which failed samples count as wrong; None where there are none yet."""
+    """A benchmark's first and last score, in which failed samples count as wrong; None where there are none yet."""
 
     first: float | None
     last: float | None
@@ -29,13 +29,13 @@ class Scores(Record):
     """Mean reward of the samples that were graded."""
     last_graded: float | None = None
     first_failed: int = 0
-    """Samples that could not be generated or graded."""
+    """Number of samples that could not be generated or graded."""
     last_failed: int = 0
 
 
 def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
-    """(iteration, weight version) of every evaluation of a run; the first iteration holds that of the initial weights
-    too."""
+    """Yield (iteration, weight version) of every evaluation of a run; the first iteration also has that of the initial
+    weights."""
     config = from_manifest(ledger.manifest.config)
     if ledger.parent is not None:
         yield from (place for place in evaluations(ledger.parent) if place[0] < ledger.first_iteration)
@@ -49,8 +49,8 @@ def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
 
 
 def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, float]]:
-    """Every score of every benchmark, by the iterations that the weights were trained for. Where samples failed, the
-    mean over the others stands under `<benchmark>, graded`."""
+    """Return every score of every benchmark, by the number of iterations that the weights were trained for. Where
+    samples failed, the mean over the others is stored under `<benchmark>, graded`."""
     last = ledger.last_iteration()
     if last is None:
         return {}
@@ -69,7 +69,7 @@ def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, f
 
 
 def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -> dict[str, Scores]:
-    """The first and the newest score of every benchmark, reading no others."""
+    """Return the first and the newest score of every benchmark; read no others."""
     places = [place for place in evaluations(ledger) if last is not None and place[0] <= last]
 
     def metrics(benchmark: BenchmarkConfig, places: Sequence[tuple[int, int]]) -> Mapping[str, float]:
@@ -95,8 +95,11 @@ def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -
 
 
 def generated_reward(ledger: Ledger, trained: Commit) -> float | None:
-    """Mean reward of all samples that an iteration generated, by its advantage step's commit; of those that it trained
-    on where the filter step has not told it; None where nothing is graded. One request."""
+    """Return the mean reward of all samples that an iteration generated, from its advantage step's commit.
+
+    Falls back to the mean of the trained samples where the filter step did not record it; None where nothing is graded.
+    Needs one request.
+    """
     shard = next(name.partition("/filter.")[2] for name in trained.inputs if "/filter." in name)
     selection = ledger.find(trained.iteration, Step.FILTER, shard)
     metrics = trained.metrics if selection is None else {**trained.metrics, **selection.metrics}
@@ -104,7 +107,7 @@ def generated_reward(ledger: Ledger, trained: Commit) -> float | None:
 
 
 def graded_score(metrics: Mapping[str, float], benchmark: str) -> float | None:
-    """The mean over the samples that were graded, of an evaluation's metrics as its commit names them."""
+    """Return the mean over the samples that were graded. `metrics`: an evaluation's, under the names in its commit."""
     return metrics.get(f"{benchmark}-graded", metrics.get(benchmark))
 
 
@@ -118,23 +121,23 @@ class ImageView(Record):
     """An image of a prompt."""
 
     sha256: str
-    """Of its bytes, in hex."""
+    """SHA-256 of its bytes, in hex."""
     height: int
-    """In pixels, as the model saw it."""
+    """Height in pixels after the model's preprocessing."""
     width: int
 
 
 class SampleView(Record):
-    """One sample with what the later steps made of it; None where they have not come to it."""
+    """One sample with the results of later steps; None for steps that have not run."""
 
     number: int
     """Position among the iteration's samples, from 0."""
     group_id: int
     sample_index: int
     iteration: int
-    """In which it was generated: an earlier one if it waited in the buffer."""
+    """Iteration that generated the sample: an earlier one if it waited in the buffer."""
     shard: str | None = None
-    """Of that iteration's rollout."""
+    """Shard of that iteration's rollout."""
     prompt: str
     response: str
     label: str | None
@@ -150,15 +153,15 @@ class SampleView(Record):
     prompt_tokens: int
     response_tokens: int
     images: tuple[ImageView, ...] = ()
-    """Of the prompt, in order."""
+    """Images of the prompt, in order."""
     episode: EpisodeView | None = None
-    """What it went through; None where it is one answer to the prompt, or nobody has asked."""
+    """Turns and calls of the sample; None for a single response to the prompt, or where they were not requested."""
 
 
 def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
-    """All samples that the iteration generated or took from the buffer, by group.
+    """Return all samples that the iteration generated or took from the buffer, by group.
 
-    Raises LookupError if the iteration has none, Damaged if a file is not what was committed.
+    Raises LookupError if the iteration has none, Damaged if a file differs from what was committed.
     """
     commits = ledger.commits(iteration)
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
@@ -210,7 +213,7 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
 
 
 def with_episodes(ledger: Ledger, views: Sequence[SampleView]) -> list[SampleView]:
-    """The samples, each with what it went through where that was more than one answer. Raises Damaged."""
+    """Return the samples, with their episodes where they have more than a single response. Raises Damaged."""
     found = episodes(ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views})
     return [one.model_copy(update={"episode": found.get((one.group_id, one.sample_index))}) for one in views]
 

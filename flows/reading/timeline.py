@@ -1,8 +1,8 @@
 """An iteration as a trace in Chrome's format, which https://ui.perfetto.dev and chrome://tracing open.
 
-Rows are what worked: each rollout engine, the trainer, and the driver with its graders. A slice is a commit, from the
-start of its step to its commit; within it lie the step's body, the writing of its files, and the commit itself. New
-tries stand before it: how long the tries that failed took, and what was waited, which the ledger adds up.
+Rows are the workers: each rollout engine, the trainer, and the driver with its graders. A slice is a commit, from the
+start of its step to its commit; inside it are the step's body, the writing of its files, and the commit itself. Retries
+appear before it, as one slice for all failed attempts and waits, of which the ledger records the sums.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, JSON object format; times are
 microseconds from the start of the iteration's first step.
@@ -21,7 +21,7 @@ _DRIVER = "driver and graders"
 
 
 def trace(commits: Sequence[Commit], config: RunConfig) -> dict[str, Any]:
-    """The trace of an iteration's commits."""
+    """Return the trace of an iteration's commits."""
     began = min(commit.started_at for commit in commits)
     rows: dict[str, list[list[Commit]]] = {}
     for commit in sorted(commits, key=lambda commit: (commit.started_at, commit.committed_at)):
@@ -40,7 +40,7 @@ def trace(commits: Sequence[Commit], config: RunConfig) -> dict[str, Any]:
 
 
 def _rows(commit: Commit, config: RunConfig) -> list[str]:
-    """The names of all that worked on it."""
+    """Return the names of the rows of a commit."""
     if "engines" in commit.timings:
         return ["stream"]
     if commit.step is Step.ROLLOUT:
@@ -51,13 +51,13 @@ def _rows(commit: Commit, config: RunConfig) -> list[str]:
 
 
 def _place(row: str) -> tuple[bool, bool, int]:
-    """Engines by their numbers, the trainer, the driver."""
+    """Return a sort key of a row: engines by their numbers, then the trainer, then the driver."""
     number = row.rpartition(" ")[2]
     return row == _DRIVER, row == "trainer", int(number) if number.isdecimal() else 0
 
 
 def _add(lanes: list[list[Commit]], commit: Commit) -> None:
-    """Into the first lane that is free: slices of one must not overlap."""
+    """Add a commit to the first free lane: slices of one lane must not overlap."""
     for lane in lanes:
         if lane[-1].committed_at <= _first_try(commit):
             lane.append(commit)
@@ -106,7 +106,7 @@ def _slices(commit: Commit, began: float) -> Iterator[TraceEvent]:
 
 
 def _first_try(commit: Commit) -> float:
-    """When the first try began, as far as the ledger tells, in Unix seconds."""
+    """Return when the first attempt began, as far as the ledger knows, in Unix seconds."""
     return commit.started_at - sum(commit.timings.get(name, 0.0) for name in ("failed_tries", "retry_wait"))
 
 

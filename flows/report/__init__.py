@@ -1,14 +1,13 @@
-"""A run as one file to read: curves, time, filters, samples with their tokens, lineage, verification. Works offline.
+"""A run as one HTML file that works offline: curves, time, filters, samples with their tokens, lineage, verification.
 
-| module | makes |
+| module | content |
 |---|---|
-| `data.py` | what the report tells, read from the ledger |
-| `choice.py` | which samples are shown with their tokens |
-| `tokens.py` | those samples' tokens, their texts and what is known of each |
-| `blocks.py` | columns, packed for a browser |
-| `panels.py` | which metrics are drawn together |
-| `page.py` | the page |
+| `build.py` | writing the file |
+| `data.py` | the report's data, read from the ledger, and the choice of samples that are shown with their tokens |
+| `blocks.py` | columns, tokens and turns, packed for a browser |
+| `facts.py` | tables and figures |
+| `page.py` | the page, and which metrics are drawn together |
 | `curve.py` | the reward curve alone, as a picture |
 
-`assets/` is the page's own template, style and scripts; `vendor/` the libraries that it brings along, unchanged.
+`assets/` contains the page's own template, style and scripts; `vendor/` the libraries that it includes, unchanged.
 """

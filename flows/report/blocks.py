@@ -1,4 +1,4 @@
-"""Columns, packed for a browser: bytes that a typed array or a text decoder takes as they are, in gzip.
+"""Columns packed for a browser: gzip of bytes that a typed array or a text decoder reads without conversion.
 
     u32      bytes of the header
     header   JSON: {"rows": n, "columns": [{"name", "kind", "at", "bytes", …}]}
@@ -6,13 +6,13 @@
 
 | kind | bytes | |
 |---|---|---|
-| `f32`, `f64`, `i32`, `u8` | one number a row | NaN: not known |
-| `i16` | one number a row, times `scale` | −32768: not known |
-| `text` | UTF-8, all rows | u32 offsets of the rows, and of the end, stand before it |
+| `f32`, `f64`, `i32`, `u8` | one number a row | NaN: unknown |
+| `i16` | one number a row, times `scale` | −32768: unknown |
+| `text` | UTF-8, all rows | preceded by u32 offsets of the rows and of the end |
 | `words` | i32, an index into `words` | −1: none |
 | `json` | none | `value` |
 
-Everything is little-endian, as browsers are.
+Everything is little-endian, like browsers.
 """
 
 import gzip
@@ -33,7 +33,7 @@ _UNKNOWN = -32768
 
 
 class Block:
-    """One block, column by column."""
+    """One block, built column by column."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -42,12 +42,12 @@ class Block:
         self._size = 0
 
     def numbers(self, name: str, values: np.ndarray) -> None:
-        """A column of float32, float64, int32 or uint8."""
+        """Add a column of float32, float64, int32 or uint8."""
         kind = _KINDS[values.dtype.str[1:]]
         self._add(name, kind, np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes())
 
     def scaled(self, name: str, values: np.ndarray) -> None:
-        """A column of floats to 1/32767 of the largest."""
+        """Add a column of floats, rounded to multiples of 1/32767 of the largest absolute value."""
         known = np.isfinite(values)
         largest = float(np.abs(values[known]).max()) if known.any() else 0.0
         scale = largest / 32767 or 1.0
@@ -55,7 +55,7 @@ class Block:
         self._add(name, "i16", codes.tobytes(), scale=scale)
 
     def text(self, name: str, values: pa.Array) -> None:
-        """A column of texts; null is as empty."""
+        """Add a column of texts; null becomes empty."""
         texts = pc.fill_null(values.cast(pa.large_string()), "")
         texts = pa.concat_arrays([texts])  # a slice's buffers are those of the whole
         _, offsets, data = texts.buffers()
@@ -64,18 +64,18 @@ class Block:
         self._add(name, "text", (ends - ends[0]).astype("<u4").tobytes() + letters)
 
     def words(self, name: str, values: pa.Array) -> None:
-        """A column of texts of which there are few; null is none."""
+        """Add a column of texts with few distinct values; null is stored as none."""
         coded = values.dictionary_encode()
         codes = pc.fill_null(coded.indices, -1).to_numpy(zero_copy_only=False).astype("<i4")
         self._add(name, "words", codes.tobytes(), words=coded.dictionary.to_pylist())
 
     def value(self, name: str, value: Any) -> None:
-        """One JSON value for the whole block."""
+        """Add one JSON value for the whole block."""
         self._add(name, "json", b"", value=value)
 
     def to_bytes(self) -> bytes:
-        """The block in gzip; equal for equal blocks."""
-        # ASCII: what JSON can spell and UTF-8 cannot, lone surrogates, comes through too.
+        """Return the gzipped block; equal bytes for equal blocks."""
+        # ASCII, because lone surrogates are valid in JSON but not in UTF-8.
         header = json.dumps({"rows": self.rows, "columns": self._columns}, separators=(",", ":")).encode("ascii")
         header += b" " * (-(len(header) + 4) % 8)
         return gzip.compress(struct.pack("<I", len(header)) + header + b"".join(self._data), _LEVEL, mtime=0)
@@ -88,8 +88,8 @@ class Block:
 
 
 def text_blocks(name: str, values: pa.ChunkedArray | pa.Array, most: int) -> list[Block]:
-    """A long column of texts in blocks of at most `most` bytes each, or of one row where that is longer. Each holds
-    `first`, the number of its first row."""
+    """Split a long column of texts into blocks of at most `most` bytes each, or of one row where that is longer. Each
+    block has the value `first`, the number of its first row."""
     texts = pc.fill_null(values.cast(pa.large_string()), "")
     ends = np.cumsum(pc.binary_length(texts).to_numpy(zero_copy_only=False)) if len(texts) else np.zeros(0, np.int64)
     blocks, first, passed = [], 0, 0
@@ -105,8 +105,8 @@ def text_blocks(name: str, values: pa.ChunkedArray | pa.Array, most: int) -> lis
 
 
 def shortened(values: pa.ChunkedArray | pa.Array, most: int) -> tuple[Any, int | None]:
-    """The texts, each cut to the length at which all together have at most about `most` bytes, and that length in
-    characters; None where nothing had to be cut."""
+    """Return the texts, all cut to the same length so that they have about `most` bytes together at most, and that
+    length in characters; None as the length where nothing was cut."""
     sizes = pc.binary_length(pc.fill_null(values, "")).to_numpy(zero_copy_only=False)
     if int(sizes.sum()) <= most:
         return values, None
@@ -118,17 +118,17 @@ def shortened(values: pa.ChunkedArray | pa.Array, most: int) -> tuple[Any, int |
 
 
 def joined(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """Arrays one after the other; none of them: an empty one."""
+    """Concatenate arrays; return an empty one for no arrays."""
     return np.concatenate([np.asarray(v, dtype) for v in values]) if values else np.zeros(0, dtype)
 
 
-# The tokens of a few samples, as the page takes them: their ids, their texts, and what each step knew of them.
+# Tokens of the selected samples for the page: ids, texts, and the values of each step.
 
 
 MOST = 2_000_000
-"""Tokens of all samples together. Of longer samples the middle is left out, of all to the same length."""
+"""Number of tokens of all samples together at most. Longer samples lose their middle, all down to the same length."""
 _HEAD = 0.75
-"""Of what is left of a sample stands before the gap."""
+"""Share of a shortened sample that comes before the gap."""
 _WHOLE = {"id": np.int32, "version": np.int32, "age": np.int32, "mask": np.uint8}
 _FLOATS = ("log_prob", "advantage", "return", "value", "log_ratio", "ref_log_ratio", "teacher_log_ratio")
 
@@ -136,11 +136,11 @@ _FLOATS = ("log_prob", "advantage", "return", "value", "log_ratio", "ref_log_rat
 def token_blocks(
     tokens: pa.Table, texts: Callable[[np.ndarray], list[str]] | None, most: int = MOST
 ) -> tuple[Block, Block]:
-    """A row a sample, and a row a token.
+    """Return a block with a row for each sample, and one with a row for each token.
 
     Args:
-        tokens: as `read_tokens` gives them.
-        texts: gives the ids of a sample a text each; None: ids must do.
+        tokens: as `read_tokens` returns them.
+        texts: returns a text for each id of a sample; None: ids only.
     """
     rows, begins, lengths = np.unique(tokens.column("row").to_numpy(), return_index=True, return_counts=True)
     longest = _cut(lengths, most)
@@ -169,7 +169,7 @@ def token_blocks(
 
 
 def _cut(lengths: np.ndarray, most: int) -> int:
-    """The longest length at which all samples together have at most so many tokens."""
+    """Return the longest length at which all samples together have at most `most` tokens."""
     low, high = 0, int(lengths.max(initial=0))
     while low < high:
         middle = (low + high + 1) // 2
@@ -177,15 +177,16 @@ def _cut(lengths: np.ndarray, most: int) -> int:
     return low
 
 
-# The turns and calls of a few samples, as the page takes them: a JSON text a sample, long results cut.
+# Turns and calls of the selected samples for the page: a JSON text for each sample, long results cut.
 
 
 MOST_TURNS = 2000
-"""Characters of arguments, of a result or of an error."""
+"""Number of characters of arguments, of a result or of an error at most."""
 
 
 def turn_block(episodes: Mapping[int, EpisodeView]) -> Block:
-    """A row a sample that is an episode. `episodes`: by the sample's row, among all."""
+    """Return a block with a row for each sample that is an episode. `episodes`: by the sample's row among all
+    samples."""
     block = Block(len(episodes))
     block.numbers("row", np.array(list(episodes), np.int32))
     told = [json.dumps(list(_pieces(one)), ensure_ascii=True) for one in episodes.values()]

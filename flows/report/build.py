@@ -1,4 +1,4 @@
-"""From a ledger to the report's file."""
+"""Writing a report: from a ledger to the file."""
 
 import os
 import tempfile
@@ -39,16 +39,16 @@ from cairn.storage.upkeep.verification import Verified, verify
 from cairn.tasks.batch.sequences import last_trajectory
 
 WITH_TOKENS = 500
-"""Samples that are shown with their tokens."""
+"""Number of samples that are shown with their tokens."""
 _LARGEST = 50_000_000
-"""Bytes of the file that are aimed at."""
+"""Target size of the file in bytes."""
 _TEXTS = 128 * 2**20
-"""Bytes of all responses before they are packed: what a browser searches in a second."""
+"""Number of bytes of all responses before compression at most: what a browser searches in a second."""
 _TEXTS_OF_A_BLOCK = 4 * 2**20
 _TRIED = 20
-"""Responses by which a tokenizer shows that it is the run's."""
+"""Number of responses by which a tokenizer is recognized as the run's."""
 _ROOM = 0.72
-"""Of a block's share of the file, base64 taken off and room left."""
+"""Usable part of a block's share of the file, after base64 overhead and a reserve."""
 _PARTS = (
     ("overview", "Overview"),
     ("curves", "Curves"),
@@ -63,7 +63,7 @@ _PARTS = (
 
 
 class Report(Record):
-    """What was written."""
+    """A written report."""
 
     run: str
     file: str
@@ -72,17 +72,19 @@ class Report(Record):
     samples: int
     with_tokens: int
     findings: int | None
-    """Of the verification; None where there was none."""
+    """Number of findings of the verification; None without one."""
 
 
 def write_report(
     ledger: Ledger, file: Path, tell: Progress, *, verified: bool = True, price: float | None = None
 ) -> Report:
-    """Write the report of a run into a file, whole or not at all. Reads all of its commits and samples, and with
-    `verified` every other file too. Raises Damaged if a commit is, and OSError.
+    """Write the report of a run into a file, atomically.
+
+    Reads all commits and samples, and with `verified` every other file too. Raises Damaged if a commit is damaged, and
+    OSError.
 
     Args:
-        price: of a device for an hour.
+        price: price of a device for an hour.
     """
     status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
     checks = _verified(ledger, tell) if verified else None
@@ -140,7 +142,8 @@ def _verified(ledger: Ledger, tell: Progress) -> list[Verified]:
 
 
 def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
-    """The texts of tokens, if the model's tokenizer is where the run had it and makes the responses of their ids."""
+    """Return the texts of tokens; None if the model's tokenizer is missing, or does not decode the ids to the
+    responses."""
     if not tokens.num_rows:
         return None
     rows, ids = tokens.column("row").to_numpy(), tokens.column("id").to_numpy()
@@ -152,7 +155,8 @@ def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
 
 
 def _episodes(ledger: Ledger, samples: Samples, why: np.ndarray) -> dict[int, EpisodeView]:
-    """Of those samples that have their tokens in the report, by row; without those whose tables are not kept."""
+    """Return the episodes of samples that have their tokens in the report, by row, without those whose tables are no
+    longer retained."""
     chosen = np.flatnonzero(why != Why.NONE)
     names = ("iteration", "shard", "group_id", "sample_index")
     columns = (samples.rows.column(name).take(pa.array(chosen)).to_pylist() for name in names)
@@ -178,7 +182,7 @@ def _blocks(
     texts: Texts | None,
     config: Any,
 ) -> tuple[dict[str, bytes], int | None]:
-    """The page's data by name, and the length to which responses had to be cut, in characters."""
+    """Return the page's data by name, and the length to which responses were cut, in characters."""
     found = {"curves": _curves(history, groups, config).to_bytes()}
     if not samples.rows.num_rows:
         return found, None
@@ -226,7 +230,7 @@ def _rows(rows: pa.Table, prompts: Any, why: np.ndarray, cut: int | None, counts
 
 
 def _curves(history: History, groups: pa.Table, config: Any) -> Block:
-    """Everything that is drawn over the iterations."""
+    """Return a block with all curves over the iterations."""
     block = Block(len(history.iterations))
     numbers = np.array([one.number for one in history.iterations], np.int32)
     block.numbers("iteration", numbers)
@@ -282,7 +286,7 @@ def _samples_facts(samples: Samples, with_tokens: int, cut: int | None) -> dict[
 
 
 def _write(file: Path, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> int:
-    """Write beside the file and rename. Returns its size in bytes."""
+    """Write a temporary file next to the target and rename it. Return its size in bytes."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as out:

@@ -1,4 +1,4 @@
-"""What a report tells, read from the ledger: commits as iterations, samples and their tokens by its views."""
+"""Data of a report, read from the ledger: iterations from commits, samples and their tokens from the SQL views."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,32 +15,34 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import DATA
 from cairn.storage.query.database import open_query
 
-# Which samples of a long run are shown with their tokens.
+# Choice of the samples of a long run that are shown with their tokens.
 
 
 _SHARE = 0.1
 
 
 class Why(IntEnum):
-    """Why a sample was chosen; a sample of several kinds has the first."""
+    """Why a sample was chosen."""
 
     NONE = 0
-    """It was not."""
+    """Not chosen."""
     ALL = 1
-    """All were: they are few."""
+    """All samples were chosen, because they are few."""
     BEST = 2
     """One of the highest rewards."""
     WORST = 3
     """One of the lowest rewards, or failed."""
     MEDIAN = 4
-    """Its reward is in the middle."""
+    """A reward near the median."""
     SPREAD = 5
-    """Drawn at random, so that every iteration has about as many."""
+    """Drawn at random, about equally many from every iteration."""
 
 
 def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """A `Why` for every sample, of which at most `most` are not NONE: a tenth of those the best, the worst and the
-    median ones each, the others drawn from all iterations alike. Equal for equal arguments.
+    """Return a `Why` for every sample, of which at most `most` are not NONE.
+
+    A tenth of these are the best, a tenth the worst, a tenth the median ones; the others are drawn evenly from all
+    iterations. Equal arguments give equal results.
 
     Args:
         rewards: NaN where a sample has none.
@@ -61,7 +63,7 @@ def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) ->
     why[ascending[max(0, len(ascending) - each) :]] = Why.BEST
     left = most - int((why != Why.NONE).sum())
     others = shuffled[why[shuffled] == Why.NONE]
-    # The nth of every iteration before the n + 1st of any.
+    # Take the nth sample of every iteration before the (n + 1)th of any.
     by_iteration = others[np.argsort(iterations[others], kind="stable")]
     _, firsts, counts = np.unique(iterations[by_iteration], return_index=True, return_counts=True)
     turns = np.arange(len(by_iteration)) - np.repeat(firsts, counts)
@@ -71,32 +73,32 @@ def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) ->
 
 
 _READERS = 4
-"""Iterations whose commits are read at a time."""
+"""Number of iterations whose commits are read concurrently."""
 Progress = Callable[[str, int, int], None]
-"""(what is being done, done, of so many)"""
+"""Function of (current work, number done, total number)."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration, as its commits tell it. Times are Unix seconds."""
+    """One iteration, from its commits. Times are Unix seconds."""
 
     number: int
     metrics: Mapping[str, float]
     seconds: Mapping[Step, float]
-    """In which at least one shard of a step was at work."""
+    """Seconds in which at least one shard of a step was running."""
     began_at: float
     ended_at: float
 
 
 @dataclass
 class History:
-    """A run's iterations and evaluations, in their order."""
+    """A run's iterations and evaluations, in order."""
 
     iterations: list[Iteration] = field(default_factory=list)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by the number of iterations that the evaluated weights were trained for."""
     machines: dict[tuple[str, str, int], set[Step]] = field(default_factory=dict)
-    """(device, host, threads) → what ran there."""
+    """(device, host, threads) → steps that ran there."""
 
 
 def read_history(ledger: Ledger, tell: Progress) -> History:
@@ -133,9 +135,9 @@ class Samples:
     """Every sample of a run once, by iteration and group."""
 
     rows: pa.Table
-    """See `_SAMPLES`."""
+    """Table with the columns of `_SAMPLES`."""
     notes: tuple[str, ...] = ()
-    """What could not be read, a sentence each."""
+    """A sentence for each part that could not be read."""
 
 
 _SAMPLES = f"""
@@ -166,10 +168,11 @@ WHERE run = $run
 QUALIFY row_number() OVER (PARTITION BY group_id, sample_index ORDER BY iteration DESC, shard DESC) = 1
 ORDER BY iteration, group_id, sample_index
 """
-"""One that was continued as the last shard left it. What the data hold nobody sampled, so it has no log-prob."""
+"""Query for all samples. A resumed sample appears once, as its last shard stored it. Responses from the data were not
+sampled, so they have no log-prob."""
 
 _SAMPLED = "sampled AND (loss_mask = 1 OR log_prob <> 0)"
-"""Of a token that the policy sampled; those that the world gave are masked and have the log-prob 0."""
+"""SQL condition for a token that the policy sampled; tokens from the environment are masked and have log-prob 0."""
 _TOKENS = f"""
 SELECT
     row, token_id AS id, CASE WHEN {_SAMPLED} THEN log_prob END AS log_prob, loss_mask AS mask,
@@ -186,19 +189,19 @@ JOIN (
 WHERE run = $run
 ORDER BY row, position
 """
-"""Ratios are of the policy before the update, as the trainer computes it, over the rollout engine's, the reference
-model's and the teacher's. `row` is the sample's, among all."""
+"""Query for the tokens of samples. Log-ratios compare the policy before the update, as the trainer computes it, with
+the rollout engine, the reference model and the teacher. `row` is the sample's row among all samples."""
 
 
 def read_samples(ledger: Ledger, tell: Progress) -> Samples:
-    """Read every sample of a run. What cannot be read is noted and left out."""
+    """Read every sample of a run. Unreadable parts are noted and left out."""
     tell("reading samples", 0, 0)
     query = open_query(ledger.store, ledger.run)
     return Samples(query.sql(_SAMPLES, {"run": ledger.run}), query.notes)
 
 
 def read_tokens(ledger: Ledger, samples: Samples, chosen: Sequence[int], tell: Progress) -> pa.Table:
-    """A row a token of some rows of samples, in their order: see `_TOKENS`."""
+    """Return a row for each token of the chosen samples, in their order: see `_TOKENS`."""
     tell("reading tokens", 0, 0)
     few = samples.rows.take(pa.array(chosen, pa.int64()))
     keys = {name: few.column(name).to_pylist() for name in ("iteration", "shard", "group_id", "sample_index")}

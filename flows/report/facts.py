@@ -1,4 +1,4 @@
-"""The report's tables: what stands on the page as text, for people and for paper."""
+"""The report's tables: its text content, for screen and print."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.upkeep.verification import Verified
 
-# What a run cost, as tables: devices, tokens and money by step, and what was wasted.
+# Cost tables: devices, tokens and money by step, and waste.
 
 
 _PARTS = {
@@ -32,7 +32,7 @@ _PARTS = {
 
 
 def cost_tables(costs: Costs) -> list[dict[str, Any]]:
-    """Tables as the page's template takes them: a caption, heads, rows of texts."""
+    """Return tables in the form of the page's template: caption, headers, rows of texts."""
     unit = f"{costs.devices.kind}-seconds"
     rate = costs.price_per_device_hour
     priced = ["Price"] if rate is not None else []
@@ -100,7 +100,7 @@ _TROUBLE = {
 
 
 def run_facts(status: RunStatus, config: RunConfig, history: History) -> Facts:
-    """The head of the page."""
+    """Return the head of the page."""
     place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
     ends = history.iterations
     return {
@@ -131,7 +131,7 @@ def _recipe(config: RunConfig) -> str:
 
 
 def tiles(status: RunStatus, history: History, samples: Samples, checks: Sequence[Verified] | None) -> list[Facts]:
-    """The few figures that say how a run went."""
+    """Return the key figures of a run."""
     found: list[Facts] = []
     rewards = [one.metrics["rollout/raw_reward"] for one in history.iterations if "rollout/raw_reward" in one.metrics]
     if rewards:
@@ -168,7 +168,7 @@ def _since(values: Sequence[float]) -> str:
 
 
 def time_facts(history: History) -> Facts:
-    """Where the time of the iterations went. Steps that ran side by side count each."""
+    """Return how the time of the iterations was spent. Steps that ran concurrently each count."""
     whole = [one.metrics["perf/step_time"] for one in history.iterations]
     rows = []
     for step in Step:
@@ -195,14 +195,14 @@ def _time_row(name: str, spent: Sequence[float], whole: float) -> Facts:
 
 
 def groups_of(samples: Samples) -> pa.Table:
-    """A row a group: `iteration`, `fate`, `reason`, `reward`, the mean of its samples'."""
+    """Return a row for each group: `iteration`, `fate`, `reason`, `reward`, the mean of its samples'."""
     rows = samples.rows.select(["iteration", "group_id", "fate", "reason", "reward"])
     kept = rows.group_by(["iteration", "group_id", "fate", "reason"]).aggregate([("reward", "mean")])
     return kept.rename_columns({"reward_mean": "reward"})
 
 
 def selection_facts(groups: pa.Table) -> Facts:
-    """What became of the groups, and why."""
+    """Return the filter's decisions about the groups, with reasons."""
     found = groups.group_by(["fate", "reason"]).aggregate([("group_id", "count"), ("reward", "mean")]).to_pylist()
     order = list(map(str, _FATES))
     found.sort(key=lambda row: (order.index(row["fate"]) if row["fate"] in order else 9, -row["group_id_count"]))
@@ -220,12 +220,12 @@ def selection_facts(groups: pa.Table) -> Facts:
 
 
 def fate_name(fate: str | None) -> str:
-    """As people say it."""
+    """Return the filter's decision in words."""
     return UNDECIDED if fate is None else _FATES[Disposition(fate)]
 
 
 def fates_by_iteration(groups: pa.Table, iterations: np.ndarray) -> dict[str, np.ndarray]:
-    """Groups of each iteration by what became of them and why."""
+    """Return the number of groups of each iteration, by decision and reason."""
     counted: dict[str, np.ndarray] = {}
     names = [
         f"{fate_name(fate)}: {reason}" if reason else fate_name(fate)
@@ -238,7 +238,7 @@ def fates_by_iteration(groups: pa.Table, iterations: np.ndarray) -> dict[str, np
 
 
 def evaluation_facts(history: History, config: RunConfig) -> Facts:
-    """Every score of every benchmark, the newest first."""
+    """Return every score of every benchmark, newest first."""
     names = [benchmark.name for benchmark in config.eval.benchmarks]
     rows = [
         {
@@ -257,7 +257,7 @@ def evaluation_facts(history: History, config: RunConfig) -> Facts:
 
 
 def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
-    """Which runs, code and machines a run comes from."""
+    """Return the runs, code versions and machines behind a run."""
     chain, last = ledger, "and later"
     runs: list[Facts] = []
     while True:
@@ -299,7 +299,7 @@ def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
 
 
 def configuration_facts(ledger: Ledger) -> Facts:
-    """Every option of a run, by section, with what differs from its default and from its parent's."""
+    """Return every option of a run by section, with differences from its default and from its parent."""
     changed = {name: before for name, before, _ in differing_options(ledger.parent, ledger)} if ledger.parent else {}
     sections: dict[str, list[Facts]] = {}
     for path, value, given in _options(from_manifest(ledger.manifest.config), ()):
@@ -320,7 +320,7 @@ def _is_within(name: str, option: str) -> bool:
 
 
 def _options(section: BaseModel, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, bool]]:
-    """(path, value, whether it is another than its default) of the options below a section."""
+    """Yield (path, value, whether it differs from its default) for the options below a section."""
     for name, described in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -336,7 +336,7 @@ def _spelled(value: Any) -> str:
 
 
 def verification_facts(checks: Sequence[Verified] | None) -> Facts | None:
-    """What `cairn verify` found, counted."""
+    """Return counts of the findings of `cairn verify`."""
     if checks is None:
         return None
     findings = [finding for check in checks for finding in check.findings]
@@ -352,7 +352,7 @@ def verification_facts(checks: Sequence[Verified] | None) -> Facts | None:
 
 
 def duration(seconds: float | None) -> str:
-    """In the units that a person would say it in: `3 h 12 min`, `4 min 05 s`, `1.42 s`, `38 ms`."""
+    """Return a duration in suitable units: `3 h 12 min`, `4 min 05 s`, `1.42 s`, `38 ms`."""
     if seconds is None:
         return "–"
     if seconds >= 3600:

@@ -1,8 +1,8 @@
-"""The page: one HTML file with all that it shows, which asks nobody for anything.
+"""The page: one self-contained HTML file without any requests.
 
-What a run holds may be hostile. Text in the page's own markup is escaped; all else lies packed in base64 and reaches
-the page as text nodes. The page's policy runs the scripts that it came with, by their digests, and no other; it loads
-nothing and sends nothing.
+A run's contents may be hostile. Text in the page's own markup is escaped; everything else is packed in base64 and
+inserted as text nodes. The page's content security policy allows only its own scripts, by digest; it loads nothing and
+sends nothing.
 """
 
 import base64
@@ -20,21 +20,21 @@ from markupsafe import Markup
 from cairn.flows.reading.metrics import find_metric
 from cairn.flows.report.facts import duration
 
-# Which metrics are drawn together. One that a run does not have is left out, and so is a panel without any.
+# Groups of metrics that are drawn together. A metric that a run lacks is left out, and so is a panel without any.
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over the iterations that share an axis."""
+    """Curves over the iterations with a common axis."""
 
     title: str
     unit: str
     curves: tuple[tuple[str, str], ...]
-    """(metric as `docs/metrics.md` names it, what the legend says)"""
+    """(metric name in `docs/metrics.md`, label in the legend)."""
     log: bool = False
     """Whether the axis is logarithmic."""
     needs: str = ""
-    """A metric without which the panel says nothing."""
+    """A metric without which the panel is not informative."""
 
 
 PANELS = (
@@ -116,12 +116,12 @@ PANELS = (
 )
 
 _OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfrac"}
-"""Say something only where they are not zero throughout."""
+"""Metrics that are only drawn where they are not zero throughout."""
 
 
 def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
-    """The panels of a run, with what each metric means, as the page's scripts take them. Of equal curves the first is
-    drawn."""
+    """Return the panels of a run, with the meaning of each metric, in the form of the page's scripts. Of equal curves,
+    only the first is drawn."""
     panels = []
     for panel in PANELS:
         curves, drawn = [], list[Sequence[float]]()
@@ -135,7 +135,7 @@ def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, obje
 
 
 def meaning(name: str) -> str:
-    """What a metric is, in one sentence with its unit; nothing of one that is not ours."""
+    """Return a metric's description, one sentence with its unit; empty for metrics that are not Cairn's."""
     metric = find_metric(name)
     return "" if metric is None else f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
 
@@ -145,19 +145,19 @@ _LIBRARIES = ("uPlot.iife.min.js", "tabulator.min.js")
 _LIBRARY_STYLES = ("uPlot.min.css", "tabulator_simple.min.css")
 _SCRIPTS = ("decode.js", "text.js", "curves.js", "tokens.js", "reader.js", "samples.js", "main.js")
 _SOURCE_MAP = re.compile(r"^(//# sourceMappingURL=.*|/\*# sourceMappingURL=.*\*/)$", re.MULTILINE)
-"""A browser's developer tools would ask for it."""
+"""Reference to a source map, which a browser's developer tools would request."""
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
-"""What cannot be seen or would move what stands around it, as in `assets/text.js`."""
+"""Invisible characters, and characters that move surrounding text; the same as in `assets/text.js`."""
 
 
 def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> Iterator[bytes]:
-    """The page in pieces.
+    """Yield the page in pieces.
 
     Args:
-        facts: what the template shows.
-        blocks: packed columns, by the names under which the scripts ask for them.
+        facts: values for the template.
+        blocks: packed columns, by the names that the scripts use.
     """
     own = "\n".join(["'use strict'", *(_asset(f"assets/{name}") for name in _SCRIPTS)])
     scripts = [*(_asset(f"vendor/{name}") for name in _LIBRARIES), own]
@@ -194,7 +194,7 @@ def _digest(text: str) -> str:
 
 
 def _asset(name: str) -> str:
-    # A browser reads every line's end as one character, and digests what it read.
+    # A browser normalizes line ends to one character before it computes the digest.
     text = (_HERE / name).read_text().replace("\r\n", "\n")
     return _SOURCE_MAP.sub("", text)
 
@@ -216,7 +216,7 @@ def _template() -> Any:
 
 
 def seen(text: Any) -> str:
-    """A text with every character spelled out that cannot be seen."""
+    """Return a text with every invisible character escaped."""
     return _HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
 
 

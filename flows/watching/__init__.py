@@ -1,1 +1,1 @@
-"""Who watches a run while it works, and takes its events: progress in the terminal, alarms, and what carries them."""
+"""Watchers of a run, which receive its events: progress in the terminal, alarms, trackers, and their delivery."""

@@ -1,9 +1,9 @@
-"""Alarms for a policy that collapses: pure functions of an iteration's metrics and of those before it, and who sounds
-them.
+"""Alarms for a policy that collapses: pure functions of the metrics of an iteration and of earlier ones, and the
+watcher that sends them.
 
-An alarm is raised or not in every iteration for which its rule has enough values. It is told when it is raised and was
-not in the iteration before: to the person at the terminal, and as the event `cairn.alarm.<name>` to Prefect, whose
-automations can page somebody.
+For every iteration, each alarm is raised or not, if its rule has enough values. It is sent when it is raised and was
+not raised in the iteration before: to the terminal, and as the event `cairn.alarm.<name>` to Prefect, whose automations
+can notify a person.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +25,12 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
     "kl": ("train/kl_loss", "rollout/kl", "train/ppo_kl"),
     "reward": ("rollout/raw_reward", "rollout/trained/raw_reward"),
 }
-"""The metrics of each alarm: the first of them that an iteration has."""
+"""Metrics of each alarm: the first of them that an iteration has is used."""
 
 
 def raised(values: Sequence[float], rule: AlarmRule, window: int) -> str | None:
-    """Why the rule raises an alarm at the last of the values, the oldest first; None if it does not. It raises none
-    that it has too few values for."""
+    """Return why the rule raises an alarm at the last of the values, oldest first; None if it does not, also for too
+    few values."""
     if len(values) < window:
         return None
     mean = fmean(values[-window:])
@@ -50,8 +50,8 @@ def raised(values: Sequence[float], rule: AlarmRule, window: int) -> str | None:
 
 
 def alarms(metrics: Sequence[Mapping[str, float]], config: AlarmsConfig) -> dict[str, str | None]:
-    """Of every alarm that has a rule and a metric: why it is raised, or None. `metrics` are those of the iterations up
-    to the one that is judged."""
+    """Return for each alarm with a rule and a metric why it is raised, or None. `metrics` are those of consecutive
+    iterations; the last one is judged."""
     found: dict[str, str | None] = {}
     for name, watched in WATCHED.items():
         rule: AlarmRule = getattr(config, name)
@@ -62,19 +62,19 @@ def alarms(metrics: Sequence[Mapping[str, float]], config: AlarmsConfig) -> dict
 
 
 class MetricHistory:
-    """The metrics of iterations with the alarms, which rest on the iterations before. Used by one thread."""
+    """The metrics of iterations with the alarms, which depend on earlier iterations. Used by one thread."""
 
     def __init__(self, ledger: Ledger, config: RunConfig) -> None:
         self._ledger, self._config = ledger, config
         rules = config.tracking.alarms
         self._reach = 2 * rules.window if any(getattr(rules, name).is_set for name in WATCHED) else 1
-        """Iterations that an alarm rests on."""
+        """Number of iterations that an alarm depends on."""
         self._known: dict[int, dict[str, float]] = {}
         self._commits: dict[int, Sequence[Commit]] = {}
-        """Of the iterations that waits are measured from."""
+        """Commits of the iterations from which waits are computed."""
 
     def metrics(self, iteration: int, commits: Sequence[Commit]) -> dict[str, float]:
-        """All metrics of a complete iteration but its evaluations."""
+        """Return all metrics of a complete iteration except its evaluations."""
         sounding = self.alarms(iteration, commits)
         return (
             self._known[iteration]
@@ -83,7 +83,7 @@ class MetricHistory:
         )
 
     def alarms(self, iteration: int, commits: Sequence[Commit]) -> dict[str, str | None]:
-        """See `alarms`."""
+        """Return the alarms of an iteration, see `alarms`."""
         self._known[iteration] = iteration_metrics(commits, self._config)
         first = max(0, iteration - self._reach + 1)
         for earlier in range(first, iteration):
@@ -100,13 +100,13 @@ class MetricHistory:
 
 
 class Alarms:
-    """The watcher that sounds them."""
+    """The watcher that sends alarms."""
 
     def __init__(self, ledger: Ledger, config: RunConfig, tell: Callable[[Message], None]) -> None:
         self._ledger, self._tell = ledger, tell
         self._history = MetricHistory(ledger, config)
         self._sounding: set[str] | None = None
-        """Those of the newest iteration that is done; None before there is one."""
+        """Raised alarms of the newest complete iteration; None before there is one."""
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, IterationDone):
@@ -121,10 +121,10 @@ class Alarms:
         self._sounding = {name for name, why in found.items() if why}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def stop(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _sound(self, iteration: int, name: str, why: str) -> None:
         self._tell(Message(f"Alarm in iteration {iteration}: {name.replace('_', ' ')} {why}", "warning"))

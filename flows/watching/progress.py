@@ -1,4 +1,4 @@
-"""What the person at the terminal sees while a run works: a line an iteration and, on a terminal, a live foot.
+"""Progress of a run in the terminal: a line for each iteration and, on a terminal, a live display below.
 
 ```
 [12/40] iteration 11  reward 0.523  32,104 tokens/s  1.02 s: rollout 0.31, train 0.50, other 0.21
@@ -28,7 +28,7 @@ _SPARK_WIDTH = 40
 
 
 class Progress:
-    """Shows the driver's events. A context manager; thread-safe, for shards of a step work at the same time."""
+    """Shows the driver's events. A context manager; thread-safe, because shards of a step run concurrently."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class Progress:
         self._working: dict[tuple[Step, str | None], float] = {}
         self._rewards: list[float] = []
         self._seconds: dict[str, float] = {}
-        """Of this driver's iterations, by what they went into."""
+        """Seconds of this driver's iterations, by step or `other`."""
         self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Progress":
@@ -138,7 +138,7 @@ class Progress:
 
 
 def sparkline(values: list[float]) -> str:
-    """The values as a row of bars from their least to their greatest."""
+    """Return the values as a row of bars from their minimum to their maximum."""
     low, high = min(values), max(values)
     span = high - low or 1.0
     return "".join(_SPARKS[round((value - low) / span * (len(_SPARKS) - 1))] for value in values)

@@ -1,13 +1,13 @@
-"""Who watches a run: trackers, alarms, what shows it elsewhere. They take the driver's events and change nothing.
+"""Watchers of a run: trackers, alarms, displays. They receive the driver's events and change nothing.
 
 | a watcher that | costs the run |
 |---|---|
-| is slow | nothing: it has a thread and a queue of its own |
-| is very slow | the same; of more than `QUEUE` events that wait the oldest go. What they told is in the ledger |
-| raises | one warning; it is told nothing more |
-| does not come to its end | `CLOSE_SECONDS`, or `STOP_SECONDS` of a driver that ends early, and one warning |
+| is slow | nothing: it has its own thread and queue |
+| is very slow | nothing: of more than `QUEUE` waiting events the oldest are dropped. Their content is in the ledger |
+| raises | one warning; it receives no further events |
+| does not end | `CLOSE_SECONDS`, or `STOP_SECONDS` of a driver that ends early, and one warning |
 
-The person at the terminal is told first, in the thread that tells.
+The terminal's watcher is called first, in the thread that emits the event.
 """
 
 import contextvars
@@ -23,31 +23,31 @@ from cairn.flows.events import Event, OnEvent
 from cairn.tasks.durable.events import Message
 
 QUEUE = 4096
-"""Events that wait for one watcher at most: some iterations of a hundred shards."""
+"""Number of events that wait for one watcher at most: a few iterations with a hundred shards."""
 
 CLOSE_SECONDS = 60.0
 STOP_SECONDS = 3.0
 
 
 class Watcher(Protocol):
-    """Takes the events of `cairn.flows.events` in their order, then one of `close` and `stop`, all in one thread.
+    """Receives the events of `cairn.flows.events` in their order, then one of `close` and `stop`, all in one thread.
 
-    Events may be missing where it was too slow. Each is handled in the context of who told it, so that Prefect's client
-    finds the flow run there.
+    Events may be missing where the watcher was too slow. Each is handled in the context of the thread that emitted it,
+    so that Prefect's client finds the flow run there.
     """
 
     def __call__(self, event: Event) -> None:
         """Handle an event."""
 
     def close(self) -> None:
-        """The run has come to its last iteration: finish what is left."""
+        """Finish pending work: the run has reached its last iteration."""
 
     def stop(self) -> None:
-        """The driver ends before that, or the watcher has failed: let go of what is held, and do no work."""
+        """Release resources and do no work: the driver ends early, or the watcher has failed."""
 
 
 class Watchers:
-    """Tells `teller` at once and everybody else beside the run. Thread-safe."""
+    """Calls `teller` synchronously and all watchers asynchronously. Thread-safe."""
 
     def __init__(self, teller: OnEvent) -> None:
         self._teller = teller
@@ -61,8 +61,8 @@ class Watchers:
 
     @contextmanager
     def joined_by(self, watchers: Mapping[str, Watcher]) -> Iterator[None]:
-        """Tell these too, by the names under which warnings speak of them, for the length of the block. What it raises
-        stops them; its good end closes them."""
+        """Send events to these watchers too while the block runs; warnings use their names. An error of the block stops
+        them; otherwise they are closed."""
         self._posts = [_Post(name, watcher, self) for name, watcher in watchers.items()]
         try:
             yield
@@ -72,7 +72,7 @@ class Watchers:
         self._end(CLOSE_SECONDS, _Post.close)
 
     def settle(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Return when everybody has handled what was told so far, or after so many seconds."""
+        """Return when every watcher has handled all events so far, or after `seconds`."""
         deadline = time.monotonic() + seconds
         for post in self._posts:
             post.wait(deadline)
@@ -127,7 +127,7 @@ class _Post:
             self._changed.wait_for(lambda: self._over or not (self._jobs or self._busy), left)
 
     def join(self, deadline: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait for the end of the thread; return whether it has ended by the deadline."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -148,7 +148,7 @@ class _Post:
             self._tell(Message(f"{self.name} is off for the rest of this driver: {why}. The run goes on", "warning"))
 
     def _next(self) -> Callable[[], None] | None:
-        """The next job, waited for; None when the end is due."""
+        """Wait for the next job and return it; None when the thread must end."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()

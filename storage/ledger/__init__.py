@@ -1,1 +1,1 @@
-"""The ledger: commits, leases, manifests, schemas and decisions."""
+"""The ledger of a run: commits, leases, manifests, schemas and decisions."""

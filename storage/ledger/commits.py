@@ -1,31 +1,31 @@
-"""The commit: a small JSON marker that makes a step's snapshot exist.
+"""Commits: small JSON markers. A step's snapshot exists when its commit exists.
 
 ```
 runs/<run>/iterations/000042/rollout.00-000.json                       the commit of shard 00-000
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/samples.parquet   its file, written before it
 ```
 
-What a reader finds, and what it means:
+A reader interprets the files like this:
 
 | files | commit | meaning |
 |---|---|---|
-| none, some or all | absent | the step has not happened; its files are nobody's and may be collected |
-| all, as recorded | present, digest right | the step has happened, once and for ever |
+| none, some or all | absent | the step has not happened; no commit names its files, and they may be collected |
+| all, as recorded | present, digest right | the step is done for good |
 | missing or altered | present | damage: an error that names the file |
 | any | present, digest wrong | damage: an error that names the commit |
 
-Who writes what, and what a crash in between leaves:
+A crash leaves:
 
 | moment of the crash | left behind | the next driver |
 |---|---|---|
-| while files are written | an attempt folder | starts a fresh attempt; a rollout takes over its finished groups |
+| while files are written | an attempt folder | starts a fresh attempt; a rollout recovers finished groups |
 | after the files, before the commit | the same | the same |
-| while the commit is created | the commit or none: it appears whole | finds it, or starts a fresh attempt |
-| after the commit | all of it | finds it and goes on |
+| while the commit is created | the whole commit or none | finds it, or starts a fresh attempt |
+| after the commit | everything | finds it and continues |
 
-Two drivers at one step write into attempts of their own, and one of them creates the commit; the other reads it and
-goes on from there. A commit is never rewritten. Its digest covers everything in it, the digests of its inputs' commits
-included: the commits of a run form a Merkle chain from any weights back to the prompts.
+Two drivers at one step write into separate attempts. One of them creates the commit; the other reads that commit and
+continues from it. A commit is never rewritten. Its digest covers everything in it, including the digests of its inputs'
+commits. So the commits of a run form a Merkle chain from any weights back to the prompts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,40 +41,40 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import check_path
 
-# Values of the ledger, and the format that they are written in.
-
-
 FORMAT = 3
-"""The format of ledgers: `tests/fixtures/ledgers` holds one."""
+"""Format version of ledgers. `tests/fixtures/ledgers` holds a ledger of this format."""
 
 
 class Marker(Record):
-    """A record in a file of its own, which carries the digest of all of it: what it tells of exists with the file."""
+    """A record in its own file that carries its own digest. The event that it describes exists as soon as the file
+    exists."""
 
     schema_version: int = FORMAT
 
     @property
     def digest(self) -> str:
-        """Of the canonical JSON of all fields."""
+        """Digest of the canonical JSON of all fields."""
         return canonical.digest(self._fields())
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """Return the content of the marker's file."""
         return canonical.seal(self._fields())
 
     @classmethod
     def unsealed(cls, data: bytes) -> Self:
-        """Read a file. Raises ValueError, with what is wrong, unless its bytes are those that `to_bytes` gave."""
+        """Parse a file. Raises ValueError, saying what is wrong, unless `to_bytes` wrote these bytes."""
         return cls.model_validate(readable(data))
 
     def _fields(self) -> dict[str, Any]:
-        # What a marker was written without stays out of its digest: older versions knew fewer fields.
+        # The digest leaves out fields that were not set when the marker was written: older versions had fewer fields.
         return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
 
 
 def readable(data: bytes) -> dict[str, Any]:
-    """The fields of a sealed file, without its digest. Raises ValueError unless its bytes are those that were written,
-    in a format that this version reads."""
+    """Return the fields of a sealed file without its digest.
+
+    Raises ValueError unless the bytes are those that were written, in a format that this version reads.
+    """
     fields = canonical.unseal(data)
     require_readable(fields)
     del fields["digest"]
@@ -82,7 +82,7 @@ def readable(data: bytes) -> dict[str, Any]:
 
 
 def require_readable(fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a file's format is one that this version reads."""
+    """Raise ValueError unless this version reads the file's format."""
     found = fields.get("schema_version")
     if found != FORMAT:
         raise ValueError(f"it has format {found}, this Cairn reads format {FORMAT}; use the version that wrote it")
@@ -92,19 +92,19 @@ class Step(StrEnum):
     """A node of the iteration's DAG, in the order in which data flows."""
 
     ADMIT = "admit"
-    """Prompts of which samples are begun, where they are generated all the time."""
+    """Prompts whose generation starts. Only pipelines that generate continuously have this step."""
     ROLLOUT = "rollout"
     """Samples of a shard's prompts."""
     REWARD = "reward"
     """Grades of a shard's samples."""
     FILTER = "filter"
-    """Which groups are trained on, kept for later or dropped."""
+    """The decision which groups are trained on, buffered for later or dropped."""
     SCORE = "score"
-    """Log-probs of the kept samples under the old policy and the reference model."""
+    """Log-probs of the selected samples under the old policy and the reference model."""
     ADVANTAGE = "advantage"
-    """Per-token advantages and returns of the kept samples."""
+    """Per-token advantages and returns of the selected samples."""
     TRAIN = "train"
-    """Optimizer steps; makes new weight versions."""
+    """Optimizer steps, which produce new weight versions."""
     CHECKPOINT = "checkpoint"
     """A restore point of the training state."""
     SYNC = "sync"
@@ -117,15 +117,15 @@ class OutputFile(Record):
     """A file of a snapshot."""
 
     path: str
-    """Relative to the run's folder."""
+    """Path relative to the run's folder."""
     bytes: int = Field(ge=0)
     rows: int | None = Field(None, ge=0)
-    """Rows of a table; None where the file is no table."""
+    """Rows of a table; None if the file is not a table."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of the file's bytes."""
+    """SHA-256 of the file's bytes."""
     content: str | None = None
-    """SHA-256 of a table without the columns that say how it came about (`cairn.storage.ledger.schemas.NOT_MADE`); None
-    where it has none of these."""
+    """SHA-256 of a table without its measured columns (`cairn.storage.ledger.schemas.NOT_MADE`); None if the table has
+    no such column."""
 
     @field_validator("path")
     @classmethod
@@ -134,33 +134,33 @@ class OutputFile(Record):
 
 
 class Commit(Marker):
-    """See the module. Digests are hexadecimal SHA-256, times Unix seconds."""
+    """Marker of one committed step, as the module describes it. Digests are hexadecimal SHA-256, times Unix seconds."""
 
     run: str
     terms: int = Field(0, ge=0)
-    """Number of the terms that it was made under, see `cairn.storage.ledger.terms`."""
+    """Number of the terms under which the commit was made (`cairn.storage.ledger.terms`)."""
     iteration: int = Field(ge=0)
     step: Step
     shard: str | None = None
     attempt: str
-    """The folder of its files; random in part, so no two drivers write the same commit."""
+    """Name of the folder of the commit's files. It is partly random, so no two drivers write the same commit."""
     epoch: int = Field(ge=0)
-    """The driver's lease."""
+    """Epoch of the driver's lease."""
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Digest of everything read, by name: commits as `000041/train` or `000042/rollout.00-000`, others such as
-    `data` as the run's manifest names them."""
+    """Digests of everything that the step read, by name. Commits are named as `000041/train` or
+    `000042/rollout.00-000`, other inputs such as `data` as the run's manifest names them."""
     config_digest: str
-    """Of the configuration fields that the step reads."""
+    """Digest of the configuration fields that the step reads."""
     outputs: tuple[OutputFile, ...] = ()
     weight_version_in: int | None = None
     weight_version_out: int | None = None
     state_digest: str | None = None
-    """Of the training state that the step left."""
+    """Digest of the training state after the step."""
     values: dict[str, JsonValue] = Field(default_factory=dict)
     """Small results that later steps read."""
     metrics: dict[str, float] = Field(default_factory=dict)
     timings: dict[str, float] = Field(default_factory=dict)
-    """Seconds, by what they went into."""
+    """Seconds by activity."""
     started_at: float
     committed_at: float
     environment: Environment
@@ -172,32 +172,33 @@ class Commit(Marker):
 
     @property
     def name(self) -> str:
-        """How other commits name this one: `000042/rollout.00-000`."""
+        """Name by which other commits refer to this one: `000042/rollout.00-000`."""
         return layout.commit_name(self.iteration, self.step, self.shard)
 
     @property
     def tables(self) -> tuple[OutputFile, ...]:
-        """Its files but those beside its table (`cairn.storage.ledger.layout.BESIDE`)."""
+        """Output files without those stored next to the step's table (`cairn.storage.ledger.layout.BESIDE`)."""
         return tuple(output for output in self.outputs if output.path.rpartition("/")[2] not in layout.BESIDE)
 
     @property
     def table(self) -> OutputFile:
-        """That of a commit that has exactly one."""
+        """The only table of a commit that has exactly one."""
         (only,) = self.tables
         return only
 
     @property
     def images(self) -> OutputFile | None:
-        """The file of the images of a rollout's prompts; None where they have none."""
+        """File with the images of a rollout's prompts; None if the prompts have no images."""
         return self.beside(layout.IMAGES_FILE)
 
     def beside(self, name: str) -> OutputFile | None:
-        """A file beside its table, one of `cairn.storage.ledger.layout.BESIDE`; None where it has none."""
+        """Return a file stored next to the table, one of `cairn.storage.ledger.layout.BESIDE`, or None if there is
+        none."""
         return next((output for output in self.outputs if output.path.endswith(f"/{name}")), None)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Commit":
-        """Read a marker. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
+        """Parse a commit. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
         try:
             commit = cls.unsealed(data)
         except ValueError as error:
@@ -208,12 +209,15 @@ class Commit(Marker):
 
 
 def newest_selection(commits: Sequence[Commit]) -> Commit | None:
-    """Of an iteration's commits, in the ledger's order, the filter step of the last round; None before there is one."""
+    """Return the filter step of the last round of an iteration, or None before there is one.
+
+    `commits` are the iteration's commits, in the ledger's order.
+    """
     return next((commit for commit in reversed(commits) if commit.step is Step.FILTER), None)
 
 
 def causal_order(commits: Iterable[Commit]) -> list[Commit]:
-    """Each commit after those it was made from."""
+    """Return the commits sorted so that each comes after those it was made from."""
     by_name = {commit.name: commit for commit in commits}
     made_from = {name: [i for i in commit.inputs if i in by_name] for name, commit in by_name.items()}
     return [by_name[name] for name in TopologicalSorter(made_from).static_order()]

@@ -1,22 +1,22 @@
-"""What people decide about a run: commits beside those of its steps, in one order.
+"""Decisions of people about a run: sealed records in one order, stored next to the commits of its steps.
 
 ```
-runs/<run>/decisions/000001.json    created exclusively, sealed with its digest, naming the digest of the one before
+runs/<run>/decisions/000001.json    created exclusively; sealed with its digest; names the digest of the one before
 runs/<run>/decisions/000002.json
 ```
 
-| kind | says | who reads it |
+| kind | meaning | reader |
 |---|---|---|
-| `gate` | the run waits before an iteration, since then and for that reason | its driver, before the iteration |
+| `gate` | the run waits before an iteration, from that time on and for that reason | the driver, before the iteration |
 | `verdict` | the gate before an iteration is approved or rejected; the newest counts | the same |
-| `pin` | an iteration's files are kept, or no longer on this account; the newest counts | `upkeep/retention.py` |
-| `quarantine` | a prompt shall not be drawn any more, or again; the newest counts | the driver |
-| `redaction` | tables are rewritten without a prompt's text, both digests of each | whoever reads them |
-| `in_force` | from an iteration on these prompts are passed over: the driver's, before it draws | the `rollout` step |
+| `pin` | an iteration's files are protected, or released again; the newest counts | `upkeep/retention.py` |
+| `quarantine` | a prompt is excluded from the draw, or allowed again; the newest counts | the driver |
+| `redaction` | tables lose the text of a prompt; names both digests of each | every reader of these tables |
+| `in_force` | the prompts excluded from an iteration on; the driver records it before it draws | the `rollout` step |
 
-Whoever records a decision makes it from all that were there, and its number is the next: of two people at once one is
-first, and the other decides again with that in view. So every reader finds the same history, and none that was recorded
-can be taken out: the one after it names its digest.
+A decision is made from all decisions before it and gets the next number. When two people decide at once, one is first,
+and the other decides again with the first decision in view. So every reader sees the same history. No recorded decision
+can be removed, because the next one names its digest.
 """
 
 import getpass
@@ -37,20 +37,18 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 
-# What people can decide about a run. See `cairn.storage.ledger.decisions`.
-
 
 class Gate(Record):
-    """A run waits before an iteration until somebody says whether it may go on."""
+    """A request that the run waits before an iteration until somebody approves or rejects it."""
 
     kind: Literal["gate"] = "gate"
     iteration: int = Field(ge=0)
     cause: Literal["before", "every", "eval_drop", "asked"]
-    """The option of `approval` that asks for it; `asked`: somebody, or another program, did."""
+    """Option of `approval` that requests the gate; `asked` if a person or another program requested it."""
 
 
 class Verdict(Record):
-    """Whether the run may go on at the gate before an iteration."""
+    """Decision whether the run may continue at the gate before an iteration."""
 
     kind: Literal["verdict"] = "verdict"
     iteration: int = Field(ge=0)
@@ -58,7 +56,7 @@ class Verdict(Record):
 
 
 class Pin(Record):
-    """Whether what brings an iteration back, its weights and its samples, is kept whatever retention says."""
+    """Decision whether an iteration's weights and samples stay recoverable, regardless of the retention policy."""
 
     kind: Literal["pin"] = "pin"
     iteration: int = Field(ge=0)
@@ -66,7 +64,7 @@ class Pin(Record):
 
 
 class Quarantine(Record):
-    """Whether a prompt shall be kept from being drawn. It holds from where the driver puts it in force."""
+    """Decision whether a prompt is excluded from the draw. It takes effect when the driver puts it in force."""
 
     kind: Literal["quarantine"] = "quarantine"
     prompt: int = Field(ge=0)
@@ -75,22 +73,24 @@ class Quarantine(Record):
 
 
 class InForce(Record):
-    """All prompts that are passed over from an iteration on: recorded by the driver before it draws that iteration's,
-    so that whoever draws them again draws the same."""
+    """All prompts that are excluded from an iteration on.
+
+    The driver records this before it draws the iteration's prompts, so that a repeated draw gives the same prompts.
+    """
 
     kind: Literal["in_force"] = "in_force"
     iteration: int = Field(ge=0)
     prompts: tuple[int, ...]
-    """Sorted."""
+    """Rows of the data set, sorted."""
 
 
 class RedactedFile(Record):
-    """A committed table before and after."""
+    """A committed table before and after its redaction."""
 
     commit: str
-    """Name of the commit that names it: `000042/rollout.00-000`."""
+    """Name of the commit that holds the file: `000042/rollout.00-000`."""
     path: str
-    """Relative to the run's folder."""
+    """Path relative to the run's folder."""
     old_bytes: int = Field(ge=0)
     old_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     new_bytes: int = Field(ge=0)
@@ -98,17 +98,17 @@ class RedactedFile(Record):
 
     @property
     def iteration(self) -> int:
-        """Of the commit."""
+        """Iteration of the commit."""
         return int(self.commit.partition("/")[0])
 
     @property
     def step(self) -> Step:
-        """Of the commit."""
+        """Step of the commit."""
         return Step(self.commit.partition("/")[2].partition(".")[0])
 
 
 class Redaction(Record):
-    """The text and the tokens of a prompt's samples are taken out of the run's tables; their rows stay."""
+    """Decision to remove the text and the tokens of a prompt's samples from the run's tables. The rows stay."""
 
     kind: Literal["redaction"] = "redaction"
     prompt: int = Field(ge=0)
@@ -116,9 +116,9 @@ class Redaction(Record):
     samples: int = Field(ge=0)
     files: tuple[RedactedFile, ...]
     trained_in: tuple[int, ...]
-    """The iterations whose updates consumed its samples."""
+    """Iterations whose updates consumed samples of the prompt."""
     weight_versions: tuple[int, ...]
-    """That these updates made; every later one descends from them."""
+    """Weight versions that these updates made. Every later version descends from them."""
 
 
 AnyKind = Gate | Verdict | Pin | Quarantine | InForce | Redaction
@@ -130,33 +130,33 @@ _REQUESTS = 8
 
 
 class Decision(Record):
-    """One decision, and who took it."""
+    """A decision and its author."""
 
     schema_version: int = FORMAT
     run: str
     identity: str
-    """Of the run's manifest: a run that is made under the name of a deleted one has none of its decisions."""
+    """Identity of the run's manifest. A new run with the name of a deleted run has none of its decisions."""
     number: int = Field(ge=1)
     previous: str | None
-    """Digest of the decision before; None in the first."""
+    """Digest of the decision before; None for the first."""
     what: What
     by: str
-    """`user@host`, or the name that was given."""
+    """Author: `user@host`, or the name that the caller passed."""
     at: float
     """Unix seconds."""
     why: str | None = None
 
     @property
     def digest(self) -> str:
-        """Of the canonical JSON of all fields."""
+        """Digest of the canonical JSON of all fields."""
         return canonical.digest(self.model_dump(mode="json"))
 
 
 class GateState(StrEnum):
-    """Where a gate stands."""
+    """State of a gate."""
 
     OPEN = "open"
-    """Nobody has decided."""
+    """There is no verdict yet."""
     APPROVED = "approved"
     REJECTED = "rejected"
 
@@ -167,16 +167,17 @@ class GateStanding(Record):
     iteration: int
     state: GateState
     gate: Decision | None
-    """None where the verdict came before the run did."""
+    """The gate; None if the verdict was recorded before the run reached the gate."""
     verdict: Decision | None
 
 
 Decide = Callable[[tuple[Decision, ...]], AnyKind]
-"""Makes a decision from all that were taken so far; what it raises is raised, and nothing is recorded."""
+"""Function that makes a decision from all decisions so far. If it raises, the error propagates and nothing is
+recorded."""
 
 
 class Decisions:
-    """The decisions about one run. Safe to use from several threads: what is there is never changed."""
+    """The decisions about one run. Safe to use from several threads: recorded decisions never change."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
@@ -184,8 +185,11 @@ class Decisions:
         self._known: tuple[Decision, ...] | None = None
 
     def all(self) -> tuple[Decision, ...]:
-        """Every decision, in their order. The first time a request for each decision and two, then one and those that
-        are new. Raises Damaged."""
+        """Return every decision in order.
+
+        The first call makes one request for each decision and two more; later calls make one request and one for each
+        new decision. Raises Damaged.
+        """
         known = self._known
         if known is None:
             names = self._store.list(layout.decisions(self._run))
@@ -209,8 +213,13 @@ class Decisions:
         why: str | None = None,
         guard: Callable[[], None] = lambda: None,
     ) -> Decision:
-        """Take a decision. `by`: the process's user by default. `guard` is called right before each try; what it raises
-        ends the recording."""
+        """Record a decision and return it.
+
+        Args:
+            decide: makes the decision from all decisions so far.
+            by: author; the process's user by default.
+            guard: called right before each try; what it raises ends the recording.
+        """
         while True:
             so_far = self.all()
             decision = Decision(
@@ -229,7 +238,7 @@ class Decisions:
                 return decision
 
     def gates(self) -> dict[int, GateStanding]:
-        """Every gate of the run, by the iteration that it stands before."""
+        """Return every gate of the run, by the iteration before which it waits."""
         return gates(self.all())
 
     def _require(self, number: int) -> Decision:
@@ -251,7 +260,7 @@ class Decisions:
 
 
 def read_decision(data: bytes, path: str) -> Decision:
-    """A decision from its file. Raises Damaged, naming `path`, unless its bytes are those that were recorded."""
+    """Parse a decision. Raises Damaged, naming `path`, unless `data` are the bytes that were recorded."""
     try:
         fields = canonical.unseal(data)
         if fields.get("schema_version") != FORMAT:
@@ -263,7 +272,7 @@ def read_decision(data: bytes, path: str) -> Decision:
 
 
 def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStanding]:
-    """See `Decisions.gates`."""
+    """Return every gate, by the iteration before which it waits."""
     found: dict[int, GateStanding] = {}
     for decision in decisions:
         match decision.what:
@@ -281,13 +290,16 @@ def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStanding]:
 
 
 def pinned(decisions: tuple[Decision, ...]) -> dict[int, Decision]:
-    """The iterations that are pinned, each with the decision."""
+    """Return the pinned iterations, each with its decision."""
     newest = {one.what.iteration: one for one in decisions if isinstance(one.what, Pin)}
     return {i: one for i, one in sorted(newest.items()) if isinstance(one.what, Pin) and one.what.kept}
 
 
 def redacted_files(decisions: Iterable[Decision]) -> dict[str, tuple[tuple[Decision, RedactedFile], ...]]:
-    """What redactions made of each file of the run, by its path there, in their order: the last is what it shall be."""
+    """Return the redacted versions of each file in their order, by the file's path in the run.
+
+    The last version is the one that the file must have now.
+    """
     found: dict[str, tuple[tuple[Decision, RedactedFile], ...]] = {}
     for decision in decisions:
         if isinstance(decision.what, Redaction):
@@ -297,7 +309,7 @@ def redacted_files(decisions: Iterable[Decision]) -> dict[str, tuple[tuple[Decis
 
 
 def this_user() -> str:
-    """`user@host` of this process."""
+    """Return `user@host` of this process."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user that nobody has named

@@ -1,28 +1,29 @@
-"""Where everything of a run lies. All paths are relative to the store's root.
+"""Store paths of everything that belongs to runs. All paths are relative to the store's root.
 
 ```
 runs/<run>/run.json                                         the manifest
 runs/<run>/upgrades/<number>.json                           the terms of a newer version of the code
-runs/<run>/leases/<epoch>.json                              who owned the run from this epoch on
-runs/<run>/leases/<epoch>.renewed.json                      rewritten every few seconds by a living owner
+runs/<run>/leases/<epoch>.json                              the owner of the run from this epoch on
+runs/<run>/leases/<epoch>.renewed.json                      heartbeat, rewritten every few seconds by a living owner
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
-runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
-runs/<run>/stream/<attempt>/…                               what a driver generated that no step has taken yet
-runs/<run>/stream/admissions/<number>.json                  what a stream was to admit, see
-`cairn.storage.logs.admissions` runs/<run>/decisions/<number>.json                          what a person decided, see
-`cairn.storage.ledger.decisions` runs/<run>/retired/<iteration>.<kind>.json                  whose files retention
-removed; the commits stay self-tests/<fingerprint>.json                               whether a kind of machine gives
-the same bits twice evals/<weights>-<tokenizer>/<benchmark>-<settings>/result.json      what weights got at a benchmark,
-from any run evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/<epoch>…  who was to find it out, as leases of a
-run evals/<weights>-<tokenizer>/<benchmark>-<settings>/<attempt>/…      files that one attempt at it wrote
-answers/<grader>/<sha256>.arrow                             what a grader answered, for whoever asks the same again ```
+runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt at a step wrote
+runs/<run>/stream/<attempt>/…                               samples of a driver that no step has taken yet
+runs/<run>/stream/admissions/<number>.json                  claim of an admission, see `cairn.storage.logs.admissions`
+runs/<run>/decisions/<number>.json                          a person's decision, see `cairn.storage.ledger.decisions`
+runs/<run>/retired/<iteration>.<kind>.json                  marks files that retention removed; the commits stay
+self-tests/<fingerprint>.json                               whether a kind of machine computes the same bits twice
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/result.json      result of a benchmark, shared by all runs
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/<epoch>…  leases on the result, like those of a run
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/<attempt>/…      files that one attempt at the result wrote
+answers/<grader>/<sha256>.arrow                             cached answers of a grader
+```
 Iterations and epochs have six digits, so that names sort like numbers. An attempt is named
 `[<shard>.]<epoch>-<random>`.
 
-Other names may lie there too: what a file system or a file browser leaves (`.DS_Store`, `lost+found`, `.nfs…`, markers
-of empty folders), what a person has put there. Whoever lists a folder passes each name to the `parse_…` function that
-belongs to the folder, and leaves out what it does not know.
+Folders may also contain foreign names: from a file system or file browser (`.DS_Store`, `lost+found`, `.nfs…`, markers
+of empty folders), or from a person. Code that lists a folder passes each name to the folder's `parse_…` function, which
+returns None for a foreign name.
 """
 
 import re
@@ -32,7 +33,7 @@ from enum import StrEnum
 from cairn.storage.store.store import check_path
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-"""Of names of runs, shards and attempts, which hold no `..` either."""
+"""Pattern of the names of runs, shards and attempts. They must not contain `..` either."""
 _NAME = re.compile(NAME_PATTERN)
 _NUMBER = re.compile(r"\d{6}")
 _MARKER = re.compile(r"([a-z]+)(?:\.([A-Za-z0-9][A-Za-z0-9._-]*))?\.json")
@@ -43,46 +44,48 @@ _EVALUATION = re.compile(r".+-[0-9a-f]{16}")
 _GRADER = re.compile(r"[0-9a-f]{16}/")
 _ANSWERS = re.compile(r"([0-9a-f]{64})\.arrow")
 _SHORT = 16
-"""Characters of a digest in the names of folders; what lies there holds the whole digest."""
+"""Characters of a digest in the names of folders. The files in the folder hold the whole digest."""
 LONGEST_NAME = 100
-"""Characters of a run's or a shard's."""
+"""Greatest number of characters in the name of a run or a shard."""
 _LONGEST_ATTEMPT = LONGEST_NAME + len(".000000-0123456789ab")
 LAST_NUMBER = 999_999
 IMAGES_FILE = "images.parquet"
-"""In the folder of an attempt at a rollout: the images of its samples' prompts."""
+"""File with the images of the samples' prompts, in the folder of an attempt at a rollout."""
 CALLS_FILE, RESULTS_FILE = "calls.parquet", "results.parquet"
-"""Likewise: what its samples' code was given, and long results of it."""
+"""Files with the calls of the samples' code and with long results of these calls, in the same folder."""
 BESIDE = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
-"""Files beside a step's table."""
+"""Files that are stored next to a step's table."""
 
 
 ANSWERS = "answers"
 FOLDERS = ("runs", "self-tests", "evals", ANSWERS)
-"""All that lies in a store's root."""
+"""All folders in a store's root."""
 
 
 class Kind(StrEnum):
-    """Files of one iteration that retention removes at once."""
+    """Group of an iteration's files that retention removes together."""
 
     CHECKPOINT = "checkpoint"
-    """Those of its checkpoint."""
+    """Files of the checkpoint."""
     SNAPSHOTS = "snapshots"
-    """Those of all its other steps."""
+    """Files of all other steps."""
 
     @classmethod
     def of(cls, step: str) -> "Kind":
-        """With what a step's files retire."""
+        """Return the kind with which a step's files retire."""
         return cls.CHECKPOINT if step == cls.CHECKPOINT else cls.SNAPSHOTS
 
 
 def is_name(name: str, longest: int = LONGEST_NAME) -> bool:
-    """Whether a name is safe as one part of a path."""
+    """Return whether a name is safe as one part of a path."""
     return _NAME.fullmatch(name) is not None and ".." not in name and len(name) <= longest
 
 
 def check_name(name: str, kind: str) -> str:
-    """Return a name that is safe as one part of a path, or raise ValueError. `kind` says of what: `run`, `shard` or
-    `attempt`."""
+    """Return `name` if it is safe as one part of a path; raise ValueError otherwise.
+
+    `kind` is what the name belongs to: `run`, `shard` or `attempt`.
+    """
     longest = _LONGEST_ATTEMPT if kind == "attempt" else LONGEST_NAME
     if not is_name(name, longest):
         raise ValueError(
@@ -93,202 +96,208 @@ def check_name(name: str, kind: str) -> str:
 
 
 def digits(value: int, kind: str = "iteration") -> str:
-    """Six digits. Raises ValueError."""
+    """Return a number as six digits. Raises ValueError if it is out of range."""
     if not 0 <= value <= LAST_NUMBER:
         raise ValueError(f"{kind} {value} is not between 0 and {LAST_NUMBER}")
     return f"{value:06d}"
 
 
 def commit_name(iteration: int, step: str, shard: str | None = None) -> str:
-    """How commits name each other: `000042/rollout.00-000`."""
+    """Return the name by which commits refer to each other: `000042/rollout.00-000`."""
     suffix = f".{check_name(shard, 'shard')}" if shard is not None else ""
     return f"{digits(iteration, 'iteration')}/{step}{suffix}"
 
 
 def runs() -> str:
-    """The folder of all runs."""
+    """Return the folder of all runs."""
     return "runs"
 
 
 def run(name: str) -> str:
-    """The folder of one run."""
+    """Return the folder of one run."""
     return f"runs/{check_name(name, 'run')}"
 
 
 def self_tests() -> str:
-    """The folder of what was found of machines."""
+    """Return the folder of the self-tests of machines."""
     return "self-tests"
 
 
 def self_test(fingerprint: str) -> str:
-    """Whether machines of a kind give the same bits twice, as tried by the run that first trained on one."""
+    """Return the path of the self-test of one kind of machine.
+
+    It records whether such machines compute the same bits twice, as tested by the run that first trained on one.
+    """
     return f"{self_tests()}/{check_name(fingerprint, 'fingerprint')}.json"
 
 
 def evals() -> str:
-    """The folder of all results of evaluations."""
+    """Return the folder of all results of evaluations."""
     return "evals"
 
 
 def evaluated(weights: str, tokenizer: str) -> str:
-    """The folder of the results of one model, by the digests of its weights and of its tokenizer."""
+    """Return the folder of the results of one model, from the digests of its weights and of its tokenizer."""
     return f"{evals()}/{_short(weights)}-{_short(tokenizer)}"
 
 
 def evaluation(weights: str, tokenizer: str, benchmark: str, settings: str) -> str:
-    """The folder of one result. `settings`: digest of all that it depends on besides the model."""
+    """Return the folder of one result. `settings` is the digest of everything that it depends on besides the model."""
     return f"{evaluated(weights, tokenizer)}/{check_name(f'{benchmark}-{_short(settings)}', 'benchmark')}"
 
 
 def evaluation_result(folder: str) -> str:
-    """The commit of an evaluation, in its folder."""
+    """Return the path of the result in the folder of an evaluation."""
     return f"{folder}/result.json"
 
 
 def evaluation_claims(folder: str) -> str:
-    """The folder of the leases on an evaluation."""
+    """Return the folder of the leases on an evaluation."""
     return f"{folder}/claims"
 
 
 def answers(grader: str) -> str:
-    """The folder of a grader's answers, by the digest of its name and version."""
+    """Return the folder of a grader's answers, from the digest of its name and version."""
     return f"{ANSWERS}/{_short(grader)}"
 
 
 def answer_folders(names: Sequence[str]) -> list[str]:
-    """The folders of graders that entries of `answers` are."""
+    """Return the graders' folders among the entries of `answers`."""
     return [f"{ANSWERS}/{name.removesuffix('/')}" for name in names if _GRADER.fullmatch(name)]
 
 
 def parse_answers(name: str) -> str | None:
-    """The SHA-256 of the file of answers that an entry of such a folder is."""
+    """Return the SHA-256 in the name of a file of answers, or None for another name."""
     match = _ANSWERS.fullmatch(name)
     return match[1] if match else None
 
 
 def parse_evaluated(name: str) -> str | None:
-    """The folder of a model's results that an entry of `evals` is."""
+    """Return the folder of a model's results for an entry of `evals`, or None for another name."""
     known = name.endswith("/") and _EVALUATED.fullmatch(name.removesuffix("/"))
     return f"{evals()}/{name.removesuffix('/')}" if known else None
 
 
 def parse_evaluation(model: str, name: str) -> str | None:
-    """The folder of a result that an entry of a model's folder, as `parse_evaluated` gives it, is."""
+    """Return the folder of a result for an entry of the folder `model`, or None for another name.
+
+    `model` is a path that `parse_evaluated` returned.
+    """
     own = name.removesuffix("/")
     known = name.endswith("/") and is_name(own) and _EVALUATION.fullmatch(own)
     return f"{model}/{own}" if known else None
 
 
 def in_run(name: str, path: str) -> str:
-    """Store path of a path that is relative to a run's folder, as in `OutputFile.path`."""
+    """Return the store path of a path that is relative to a run's folder, such as `OutputFile.path`."""
     return f"{run(name)}/{check_path(path)}"
 
 
 def run_manifest(name: str) -> str:
-    """`run.json`."""
+    """Return the path of a run's manifest, `run.json`."""
     return f"{run(name)}/run.json"
 
 
 def upgrade(name: str, number: int) -> str:
-    """The terms under which another version of the code went on with a run, from 1."""
+    """Return the path of the terms under which another version of the code continued a run, counted from 1."""
     return f"{upgrades(name)}/{digits(number, 'upgrade')}.json"
 
 
 def decisions(name: str) -> str:
-    """The folder of what people decided about a run."""
+    """Return the folder of the decisions about a run."""
     return f"{run(name)}/decisions"
 
 
 def decision(name: str, number: int) -> str:
-    """One decision, counted from 1."""
+    """Return the path of one decision, counted from 1."""
     return f"{decisions(name)}/{digits(number, 'decision')}.json"
 
 
 def upgrades(name: str) -> str:
-    """The folder of the terms of newer versions of the code."""
+    """Return the folder of the terms of newer versions of the code."""
     return f"{run(name)}/upgrades"
 
 
 def leases(name: str) -> str:
-    """The folder of a run's leases."""
+    """Return the folder of a run's leases."""
     return f"{run(name)}/leases"
 
 
 def lease_file(folder: str, epoch: int, sign: str = "") -> str:
-    """A lease in a folder of leases, or a sign of its owner: `.renewed` or `.end`."""
+    """Return the path of a lease in a folder of leases, or of a sign of its owner: `.renewed` or `.end`."""
     return f"{folder}/{digits(epoch, 'epoch')}{sign}.json"
 
 
 def lease(name: str, epoch: int) -> str:
-    """The marker by which a driver owns the run."""
+    """Return the path of the marker by which a driver owns the run."""
     return lease_file(leases(name), epoch)
 
 
 def lease_renewal(name: str, epoch: int) -> str:
-    """The sign of life of a lease's owner."""
+    """Return the path of the heartbeat of a lease's owner."""
     return lease_file(leases(name), epoch, ".renewed")
 
 
 def lease_end(name: str, epoch: int) -> str:
-    """The marker by which an owner gives the run back."""
+    """Return the path of the marker by which an owner releases the run."""
     return lease_file(leases(name), epoch, ".end")
 
 
 def iterations(name: str) -> str:
-    """The folder of all iterations of a run."""
+    """Return the folder of all iterations of a run."""
     return f"{run(name)}/iterations"
 
 
 def iteration(name: str, number: int) -> str:
-    """The folder of an iteration's commits and attempts."""
+    """Return the folder of an iteration's commits and attempts."""
     return f"{iterations(name)}/{digits(number, 'iteration')}"
 
 
 def stream(name: str) -> str:
-    """The folder of the drivers' logs of what they generated: see `cairn.storage.logs.stream_log`."""
+    """Return the folder of the drivers' logs of generated samples (`cairn.storage.logs.stream_log`)."""
     return f"{run(name)}/stream"
 
 
 def admissions(name: str) -> str:
-    """The folder of the claims of a stream's admissions."""
+    """Return the folder of the claims of a stream's admissions."""
     return f"{stream(name)}/admissions"
 
 
 def admission(name: str, number: int) -> str:
-    """The claim of one admission, counted from 0."""
+    """Return the path of the claim of one admission, counted from 0."""
     return f"{admissions(name)}/{digits(number, 'admission')}.json"
 
 
 def retirements(name: str) -> str:
-    """The folder of the markers of what retention removed."""
+    """Return the folder of the markers of retired files."""
     return f"{run(name)}/retired"
 
 
 def retired(name: str, iteration: int, kind: Kind) -> str:
-    """The marker that an iteration's files were removed by retention."""
+    """Return the path of the marker that retention removed an iteration's files of one kind."""
     return f"{retirements(name)}/{digits(iteration, 'iteration')}.{kind}.json"
 
 
 def parse_run(name: str) -> str | None:
-    """The run whose folder an entry of `runs` may be."""
+    """Return the name of the run that an entry of `runs` may be, or None for another name."""
     run = name.removesuffix("/")
     return run if name.endswith("/") and is_name(run) else None
 
 
 def parse_iteration(name: str) -> int | None:
-    """The iteration whose folder an entry of `iterations` is."""
+    """Return the number of the iteration that an entry of `iterations` is, or None for another name."""
     number = name.removesuffix("/")
     return int(number) if name.endswith("/") and _NUMBER.fullmatch(number) else None
 
 
 def parse_commit(name: str) -> tuple[str, str | None] | None:
-    """Step and shard of the commit that an entry of an iteration is."""
+    """Return step and shard of the commit that an entry of an iteration is, or None for another name."""
     match = _MARKER.fullmatch(name)
     return (match[1], match[2]) if match and (match[2] is None or is_name(match[2])) else None
 
 
 def parse_attempt(name: str) -> str | None:
-    """The attempt whose folder an entry of a step is."""
+    """Return the attempt that an entry of a step is, or None for another name."""
     attempt = name.removesuffix("/")
     return (
         attempt if name.endswith("/") and is_name(attempt, _LONGEST_ATTEMPT) and _ATTEMPT.fullmatch(attempt) else None
@@ -296,22 +305,23 @@ def parse_attempt(name: str) -> str | None:
 
 
 def parse_lease(name: str) -> int | None:
-    """The epoch of the lease that an entry of `leases` is; renewals and ends are none."""
+    """Return the epoch of the lease that an entry of `leases` is; None for renewals, ends and other names."""
     return _numbered(name)
 
 
 def parse_decision(name: str) -> int | None:
-    """The number of the decision that an entry of `decisions` is."""
+    """Return the number of the decision that an entry of `decisions` is, or None for another name."""
     return _numbered(name)
 
 
 def parse_admission(name: str) -> int | None:
-    """The number of the admission that an entry of `admissions` claims."""
+    """Return the number of the admission that an entry of `admissions` claims, or None for another name."""
     return _numbered(name)
 
 
 def parse_retired(name: str) -> tuple[int, Kind] | None:
-    """What an entry of `retirements` says is gone."""
+    """Return iteration and kind of the files that an entry of `retirements` marks as retired, or None for another
+    name."""
     iteration, _, rest = name.partition(".")
     kind = rest.removesuffix(".json")
     known = rest.endswith(".json") and _NUMBER.fullmatch(iteration) and kind in set(Kind)
@@ -319,50 +329,50 @@ def parse_retired(name: str) -> tuple[int, Kind] | None:
 
 
 def parse_file(name: str, path: str) -> tuple[int, str, str] | None:
-    """Iteration, step and attempt of a file of a run, from its store path; None if it is none of an attempt."""
+    """Return iteration, step and attempt of a run's file from its store path; None if it belongs to no attempt."""
     match = _FILE.fullmatch(path.removeprefix(f"{run(name)}/"))
     return (int(match[1]), match[2], match[3]) if match else None
 
 
 def stream_attempt(name: str, path: str) -> str | None:
-    """The attempt of a driver whose log a store path belongs to; None if it belongs to none."""
+    """Return the driver's attempt whose log contains a store path; None if no log contains it."""
     attempt, _, rest = path.removeprefix(f"{stream(name)}/").partition("/")
     return parse_attempt(f"{attempt}/") if rest.startswith("write_ahead/") else None
 
 
 def attempt_folder(path: str) -> str:
-    """The folder of the attempt that a file belongs to, from its store path."""
+    """Return the folder of the attempt that a file belongs to, from the file's store path."""
     return "/".join(path.split("/")[:6])
 
 
 def commit(name: str, iteration: int, step: str, shard: str | None = None) -> str:
-    """The marker that makes a step's snapshot exist."""
+    """Return the path of a step's commit."""
     return f"{iterations(name)}/{commit_name(iteration, step, shard)}.json"
 
 
 def attempts(name: str, number: int, step: str) -> str:
-    """The folder of all attempts at a step, those of its shards included."""
+    """Return the folder of all attempts at a step, including those of its shards."""
     return f"{iteration(name, number)}/{step}"
 
 
 def attempt(name: str, iteration: int, step: str, attempt: str) -> str:
-    """The folder of the files that one attempt writes."""
+    """Return the folder of the files of one attempt."""
     return f"{attempts(name, iteration, step)}/{check_name(attempt, 'attempt')}"
 
 
 def attempt_name(shard: str | None, epoch: int, random: str) -> str:
-    """`[<shard>.]<epoch>-<random>`."""
+    """Return the name `[<shard>.]<epoch>-<random>`."""
     own = f"{digits(epoch, 'epoch')}-{random}"
     return own if shard is None else f"{check_name(shard, 'shard')}.{own}"
 
 
 def attempt_shard(attempt: str) -> str | None:
-    """The shard in an attempt's name."""
+    """Return the shard in an attempt's name, or None."""
     return attempt.rpartition(".")[0] or None
 
 
 def attempt_epoch(attempt: str) -> int:
-    """The epoch of the driver that made an attempt."""
+    """Return the epoch of the driver that made an attempt."""
     return int(attempt.rpartition(".")[2].partition("-")[0])
 
 

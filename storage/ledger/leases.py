@@ -1,27 +1,28 @@
-"""Who may commit to a run: one driver at a time, the one with the newest epoch.
+"""Leases: only one driver at a time may commit to a run, the one with the newest epoch.
 
 ```
 runs/<run>/leases/000003.json           created exclusively by the driver that owns the run from then on
-runs/<run>/leases/000003.renewed.json   rewritten every few seconds while that driver lives
-runs/<run>/leases/000003.end.json       its outcome, when it gives the run back
+runs/<run>/leases/000003.renewed.json   rewritten every few seconds while that driver is alive
+runs/<run>/leases/000003.end.json       its outcome, when it releases the run
 ```
 
 | newest lease | a driver that wants the run |
 |---|---|
 | none | creates epoch 1 |
 | ended | creates the next epoch |
-| its process, on this machine, is gone | creates the next epoch |
-| its process, on this machine, is there | is refused (LeaseHeld) |
-| elsewhere, and something of it changes while it is watched | is refused |
-| elsewhere, and nothing of it changes for its time to live | creates the next epoch |
+| its process ran on this machine and is gone | creates the next epoch |
+| its process runs on this machine | is refused (LeaseHeld) |
+| elsewhere, and one of its files changes while the driver watches | is refused |
+| elsewhere, and none of its files changes for its time to live | creates the next epoch |
 | any, with takeover | creates the next epoch |
 
-Of several drivers that create one epoch exactly one wins. Right before each try at a commit a driver asks whether its
-own epoch is still there and a newer one is not, and stops otherwise: one that was suspended and taken over commits
-nothing when it wakes, but for a request that it had sent.
+If several drivers create one epoch, exactly one wins. Right before each try at a commit a driver checks that its own
+epoch still exists and that there is no newer one; otherwise it stops. So a driver that was suspended and taken over
+commits nothing when it resumes, except through a request that was already sent.
 
-No wall clock decides. A process is known by the tick at which it started, counted by its kernel since the boot; what a
-holder elsewhere does is watched and timed by the watcher's own monotonic clock. The times in a lease are for people.
+No decision depends on the wall clock. A local process is identified by the kernel tick, counted since the boot, at
+which it started. A watcher times the changes of a remote holder by its own monotonic clock. The times in a lease are
+for people to read.
 """
 
 import itertools
@@ -44,33 +45,34 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError
 from cairn.storage.store.store import Store
 
-# Which process holds a lease, and whether it is still there, as far as this machine can tell.
+# Identity of the process that holds a lease, and whether it is still alive.
 
 
 _SAME_START = 2.0
-"""Seconds by which two readings of one process's start time may differ: it is derived from an adjustable clock."""
+"""Greatest difference in seconds between two readings of one process's start time. The start time is derived from a
+clock that can be adjusted."""
 _START_FIELD = 22
-"""Of /proc/<pid>/stat: clock ticks between the boot and the start of the process."""
+"""Number of the field of /proc/<pid>/stat with the clock ticks between the boot and the start of the process."""
 
 
 class Holder(Record):
     """A driver's process."""
 
     id: str
-    """Random: no two holders are equal."""
+    """Random id; no two holders are equal."""
     host: str
     machine: str
-    """Boot of the kernel, process and time namespace: where equal, `pid` and `start_ticks` can be looked up."""
+    """Kernel boot, process namespace and time namespace. If equal, `pid` and `start_ticks` can be looked up locally."""
     pid: int
     process_started_at: float
-    """Unix seconds, by a clock that may be set meanwhile."""
+    """Start time in Unix seconds, by a clock that may be adjusted later."""
     start_ticks: int | None = None
-    """Clock ticks of the kernel from its boot to the start of the process: with boot and namespaces they make `pid` one
-    process. None in a lease that an earlier version wrote."""
+    """Kernel clock ticks between the boot and the start of the process. Together with boot, namespaces and `pid` they
+    identify one process. None in a lease that an earlier version wrote."""
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """The calling process, with a new id."""
+        """Return a holder for the calling process, with a new id."""
         return cls(
             id=uuid.uuid4().hex,
             host=socket.gethostname(),
@@ -81,7 +83,7 @@ class Holder(Record):
         )
 
     def is_gone(self) -> bool | None:
-        """Whether the process has ended; None where this machine cannot tell."""
+        """Return whether the process has ended; None if this machine cannot tell."""
         if not self.machine or self.machine != _machine():
             return None
         try:
@@ -90,7 +92,7 @@ class Holder(Record):
                 return True
             if self.start_ticks is not None:
                 return _start_ticks(self.pid) != self.start_ticks
-            # Another process may have the number now, or somebody has set the clock.
+            # Another process may have the pid now, or the clock was adjusted.
             same = abs(process.create_time() - self.process_started_at) < _SAME_START
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             return True
@@ -98,17 +100,23 @@ class Holder(Record):
 
 
 def _machine() -> str:
-    """Empty where the kernel does not say: then nobody is known to be on this machine."""
+    """Return the identity of this machine's boot and namespaces.
+
+    Returns an empty string if the kernel does not report it; then no process counts as local.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return ""
-    # In a time namespace of its own, ticks since the boot are other ones; older kernels have none.
+    # In another time namespace ticks since the boot have another origin. Older kernels have no time namespaces.
     namespaces = [file.stat().st_ino for name in ("pid", "time") if (file := Path("/proc/self/ns", name)).exists()]
     return " ".join([boot.read_text().strip(), *map(str, namespaces)])
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None where there is no /proc. Raises FileNotFoundError or ProcessLookupError without such a process."""
+    """Return the start tick of a process; None if there is no /proc.
+
+    Raises FileNotFoundError or ProcessLookupError if there is no such process.
+    """
     if not Path("/proc/self/stat").exists():
         return None
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
@@ -116,39 +124,39 @@ def _start_ticks(pid: int) -> int | None:
 
 
 TIME_TO_LIVE = 30.0
-"""Seconds without renewal after which a holder on another machine counts as dead."""
+"""Seconds without a renewal after which a holder on another machine counts as dead."""
 RENEWAL_INTERVAL = 5.0
 """Seconds between renewals."""
 WATCH_INTERVAL = 0.5
-"""Seconds between two looks at the lease of a holder elsewhere."""
+"""Seconds between two checks of the lease of a holder on another machine."""
 _MARKER = {"run", "epoch", "holder", "acquired_at", "time_to_live"}
 
 
 class Outcome(StrEnum):
-    """How a driver ended."""
+    """Reason why a driver ended."""
 
     COMPLETED = "completed"
     """The run has all its iterations."""
     FAILED = "failed"
-    """An error that retries did not mend."""
+    """An error occurred that retries did not resolve."""
     STOPPED = "stopped"
-    """Someone asked it to stop."""
+    """A person or program stopped the driver."""
     PREEMPTED = "preempted"
-    """The machine was wanted for something else: it was told to end, and did so in order."""
+    """The machine was reclaimed: the driver was ordered to end, and shut down cleanly."""
 
 
 class Owned(NamedTuple):
-    """What a lease is on: a run, unless said."""
+    """Subject of a lease, by default a run."""
 
     folder: str
     """Store path of the folder of its leases."""
     name: str
-    """As the leases and messages name it."""
+    """Name in leases and messages."""
     kind: str = "run"
-    """As messages name it."""
+    """Type of the subject, for messages."""
 
     def path(self, epoch: int, sign: str = "") -> str:
-        """Of a lease, or of a sign of its owner: `.renewed` or `.end`."""
+        """Return the path of a lease, or of a sign of its owner: `.renewed` or `.end`."""
         return layout.lease_file(self.folder, epoch, sign)
 
     def __str__(self) -> str:
@@ -156,11 +164,11 @@ class Owned(NamedTuple):
 
 
 class LeaseState(Record):
-    """The newest lease of a run, or of something else, as the store has it. Times are Unix seconds by the holder's
+    """State of a lease on a run or another subject, as the store has it. Times are Unix seconds by the holder's
     clock."""
 
     run: str
-    """The name of what it is on."""
+    """Name of the subject."""
     epoch: int
     holder: Holder
     acquired_at: float
@@ -168,14 +176,20 @@ class LeaseState(Record):
     renewals: int = 0
     renewed_at: float
     outcome: Outcome | None = None
-    """None while the holder has not said how it ended."""
+    """Outcome; None until the holder has recorded it."""
 
     def is_over(self) -> bool | None:
-        """Whether nobody owns the run any more; None where one look cannot tell, since the holder is elsewhere."""
+        """Return whether nobody owns the run any more.
+
+        Returns None if one check cannot tell because the holder is on another machine.
+        """
         return True if self.outcome is not None else self.holder.is_gone()
 
     def looks_over(self) -> bool:
-        """The same for people to read, who take the clocks' word for a holder elsewhere: nothing may rest on it."""
+        """Return whether the run looks unowned, for display only.
+
+        For a holder on another machine the result trusts the clocks, so no decision may depend on it.
+        """
         over = self.is_over()
         return time.time() - self.renewed_at > self.time_to_live if over is None else over
 
@@ -185,12 +199,12 @@ class LeaseState(Record):
 
 
 def on_run(run: str) -> Owned:
-    """What a driver's lease is on."""
+    """Return a run as the subject of a lease."""
     return Owned(layout.leases(run), run)
 
 
 def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
-    """The lease with the newest epoch, or None if nobody ever owned the run, or what is given. Raises Damaged."""
+    """Return the lease with the newest epoch, or None if nobody ever owned the run or other subject. Raises Damaged."""
     owned = on_run(run) if isinstance(run, str) else run
     epoch = max(_epochs(store, owned), default=0)
     while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
@@ -199,7 +213,7 @@ def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
 
 
 def all_leases(store: Store, run: str) -> list[LeaseState]:
-    """Every lease of a run, the oldest first. Three requests each. Raises Damaged."""
+    """Return every lease of a run, the oldest first. Makes three requests for each. Raises Damaged."""
     owned = on_run(run)
     return [_state(store, owned, epoch) for epoch in sorted(_epochs(store, owned))]
 
@@ -214,7 +228,7 @@ def _state(store: Store, owned: Owned, epoch: int) -> LeaseState:
     for path in (owned.path(epoch, ".renewed"), owned.path(epoch, ".end")):
         with suppress(FileNotFoundError):
             sign = _read(store, path)
-            # A driver of a deleted run may have written it beside the lease of the run that has its name now.
+            # A driver of a deleted run may have written this file next to the lease of a new run with the same name.
             if sign.pop("holder_id", None) in (None, fields["holder"]["id"]):
                 fields |= sign
     try:
@@ -233,11 +247,14 @@ def _read(store: Store, path: str) -> dict[str, Any]:
 
 
 class Lease:
-    """The right to commit to a run, held by this process until `release` or until a newer epoch takes it. The same of
-    anything else that one process at a time is to make, such as the result of an evaluation."""
+    """The right to commit to a run. This process holds it until `release` or until a newer epoch takes it.
+
+    A lease can also cover another subject that only one process at a time may write, such as the result of an
+    evaluation.
+    """
 
     def __init__(self, store: Store, owned: Owned, state: LeaseState, renewal_interval: float):
-        """Use `Lease.acquire`."""
+        """Do not call this directly; use `Lease.acquire`."""
         self.run = state.run
         self.epoch = state.epoch
         self.holder = state.holder
@@ -248,7 +265,7 @@ class Lease:
         self._renewed = time.monotonic()
         self._failure: Exception | None = None
         self._ended = threading.Event()
-        # A daemon: it must not keep a process alive whose driver has ended.
+        # A daemon, so that it does not keep a process alive whose driver has ended.
         self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
         self._renewer.start()
 
@@ -262,8 +279,11 @@ class Lease:
         time_to_live: float = TIME_TO_LIVE,
         renewal_interval: float = RENEWAL_INTERVAL,
     ) -> "Lease":
-        """Own the run from now on. Raises LeaseHeld if a live driver owns it, unless `takeover`, and if another driver
-        was faster. Takes the holder's time to live where it lived on another machine and has not said that it ended."""
+        """Own the run from now on.
+
+        Raises LeaseHeld if a live driver owns the run, unless `takeover`, or if another driver was faster. Waits for
+        the holder's time to live if the holder ran on another machine and has not recorded its end.
+        """
         owned = on_run(run) if isinstance(run, str) else run
         newest = newest_lease(store, owned)
         if newest is not None and not takeover:
@@ -285,8 +305,11 @@ class Lease:
         return cls(store, owned, state, renewal_interval)
 
     def check(self) -> None:
-        """Raise LeaseLost if this driver does not own the run any more, StoreError if its signs of life have not
-        reached the store for longer than the time to live. Two requests."""
+        """Check that this driver still owns the run. Makes two requests.
+
+        Raises LeaseLost if it does not, and StoreError if no renewal has reached the store for longer than the time to
+        live.
+        """
         if self._ended.is_set():
             raise LeaseLost(f"this driver has given {self._owned} back")
         if self._store.exists(self._owned.path(self.epoch + 1)):
@@ -302,7 +325,7 @@ class Lease:
             raise LeaseLost(f"{self._owned} was deleted while this driver had it; this driver stops")
 
     def release(self, outcome: Outcome) -> None:
-        """Give the run back and say how it went. A second call does nothing."""
+        """Release the run and record the outcome. A second call does nothing."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -312,8 +335,10 @@ class Lease:
             self._store.create(self._owned.path(self.epoch, ".end"), end)
 
     def _is_there(self) -> bool:
-        """Whether the epoch is still this driver's. Deleting a run ends its epochs, and the next run of its name begins
-        with the first again."""
+        """Return whether the epoch still belongs to this driver.
+
+        Deleting a run deletes its epochs, and the next run of that name starts again with epoch 1.
+        """
         try:
             holder: str = _read(self._store, self._owned.path(self.epoch))["holder"]["id"]
         except FileNotFoundError:
@@ -335,7 +360,7 @@ class Lease:
 
 
 def _require_over(store: Store, owned: Owned, newest: LeaseState) -> LeaseState | None:
-    """The newest lease, once its holder owns the run no more. Raises LeaseHeld where it does."""
+    """Return the newest lease once its holder no longer owns the run. Raises LeaseHeld if the holder is alive."""
     over = newest.is_over()
     watched = over is None
     if watched:
@@ -351,8 +376,10 @@ def _require_over(store: Store, owned: Owned, newest: LeaseState) -> LeaseState 
 
 
 def _is_silent(store: Store, owned: Owned, seen: LeaseState) -> bool:
-    """Whether a holder elsewhere leaves its lease as it is for as long as it may. Raises LeaseHeld if another driver
-    takes the run meanwhile."""
+    """Return whether a holder on another machine leaves its lease unchanged for its whole time to live.
+
+    Returns True at once if the holder ends meanwhile. Raises LeaseHeld if another driver takes the run.
+    """
     end = time.monotonic() + seen.time_to_live
     began = 0.0
     while began < end:  # a look that takes long tells what was at its beginning

@@ -1,9 +1,10 @@
-"""All commits of a run, read as one history. See `cairn.storage.ledger.commits` for the layout and
-`cairn.storage.ledger.layout` for every path.
+"""The ledger: all commits of a run as one history. `cairn.storage.ledger.commits` describes the format of commits and
+`cairn.storage.ledger.layout` every path.
 
-A step is made once: look its commit up with `find`; if there is none, write files into an `attempt` and `commit` them.
+A step is made once. Look its commit up with `find`. If there is none, write files into an `attempt` and `commit` them.
 
-A fork has its parent's iterations up to the one it was forked at, and copies nothing: they are read where they lie.
+A fork shares its parent's iterations up to the iteration at which it was forked. Nothing is copied: the fork reads them
+from the parent's folder.
 """
 
 import time
@@ -27,21 +28,24 @@ from cairn.storage.records import Environment, code_version
 from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
 from cairn.storage.store.store import Store
 
-# Which iterations of a run have files. Folders are listed, not what is in them.
+# Iterations of a run that have files. Only the folders are listed, not their contents.
 
 
 _PAGE = 1000
-"""Names that an object store lists at a time, at most."""
+"""Greatest number of names in one page of an object store's listing."""
 
 
 def iterations_with_files(store: Store, run: str) -> list[int]:
-    """All of them, sorted. One request a thousand."""
+    """Return all iterations that have files, sorted. Makes one request for every thousand."""
     return _numbers(store.list(layout.iterations(run)))
 
 
 def newest_iteration_with_files(store: Store, run: str, first: int) -> int:
-    """The last one from `first` on; less than that if there is none. Lists further and further ahead and then in the
-    middle, so that most of a long run is passed over: requests grow with the logarithm of the iterations."""
+    """Return the last iteration with files from `first` on; less than `first` if there is none.
+
+    Lists further and further ahead and then bisects, so that the number of requests grows with the logarithm of the
+    iterations.
+    """
     low, high, stride = first, None, 0
     numbers, more = _page(store, run, low)
     while more and numbers:
@@ -59,7 +63,7 @@ def newest_iteration_with_files(store: Store, run: str, first: int) -> int:
 
 
 def _page(store: Store, run: str, first: int) -> tuple[list[int], bool]:
-    """Some of those from one on, and whether there are more."""
+    """Return the first iterations from `first` on, and whether there are more."""
     names, more = store.page(layout.iterations(run), layout.digits(first))
     return _numbers(names), more
 
@@ -69,24 +73,24 @@ def _numbers(names: Sequence[str]) -> list[int]:
 
 
 _REQUESTS = 8
-"""Commits read at a time: an object store answers one after tens of milliseconds."""
+"""Commits read in parallel: an object store takes tens of milliseconds for each."""
 
 
 class Ledger:
     """The history of one run. Safe to use from several threads."""
 
     def __init__(self, store: Store, manifest: Manifest):
-        """Use `Ledger.create` or `Ledger.open`."""
+        """Do not call this directly; use `Ledger.create` or `Ledger.open`."""
         self.store = store
         self.manifest = manifest
         self.run = manifest.run
         self._terms = RunTerms(store, manifest)
         self.decisions = Decisions(store, manifest)
-        """What people decided about the run, its own alone."""
+        """Decisions about this run, without those about its parents."""
         self._forks: tuple[str, ...] = ()
-        """The runs by whose parent this ledger was opened, a fork of it the last."""
+        """Runs through whose `parent` this ledger was opened; the last one is a fork of this run."""
         self.lease: Lease | None = None
-        """Set by `acquire`; commits need it."""
+        """Lease on the run, set by `acquire`. Commits need it."""
 
     @classmethod
     def create(
@@ -98,8 +102,10 @@ class Ledger:
         parent: Parent | None = None,
         rules: Mapping[str, Rules] | None = None,
     ) -> "Ledger":
-        """Start a run, or open it if it exists with the same configuration and inputs: see `open`. Raises RunDiffers if
-        it exists with others, ValueError if the name is not usable."""
+        """Create a run, or open it if it exists with the same configuration and inputs (see `open`).
+
+        Raises RunDiffers if it exists with others, ValueError if the name is not usable.
+        """
         if not store.exists(layout.run_manifest(run)):
             manifest = Manifest(
                 run=run,
@@ -126,12 +132,19 @@ class Ledger:
         inputs: Mapping[str, str] | None = None,
         rules: Mapping[str, Rules] | None = None,
     ) -> "Ledger":
-        """Open a run. Raises FileNotFoundError if there is none, RunDiffers if `config` or `inputs` are given and not
-        those recorded, BeingDeleted and Damaged.
+        """Open a run.
 
-        What was recorded is read as the code that runs reads it: an option that it knows besides has its default if
-        `config` is a model, and an input that it knows besides was not recorded, so it cannot differ. `rules`: what
-        its steps read. The first commit records all three, where they are not those of the run so far.
+        Raises FileNotFoundError if there is no such run, RunDiffers if `config` or `inputs` differ from the recorded
+        ones, BeingDeleted and Damaged.
+
+        Recorded values are read in the terms of the running code: if `config` is a model, an option that the recorded
+        configuration lacks has its default; an input that was not recorded cannot differ. The first commit records
+        `config`, `inputs` and `rules` if they differ from those of the run so far.
+
+        Args:
+            config: configuration to compare with the recorded one.
+            inputs: digests of the inputs to compare with the recorded ones.
+            rules: what the steps read.
         """
         ledger = cls(store, read_manifest(store, run))
         if config is not None:
@@ -142,16 +155,17 @@ class Ledger:
 
     @property
     def upgrades(self) -> tuple[Upgrade, ...]:
-        """See `RunTerms.upgrades`."""
+        """Terms of the later versions of the code (`RunTerms.upgrades`)."""
         return self._terms.upgrades
 
     @property
     def terms(self) -> Terms:
-        """Those that this process has said it goes on under, or else the newest."""
+        """Terms under which this process continues the run; the newest recorded ones if it has not declared any."""
         return self._terms.now
 
     def terms_of(self, commit: Commit) -> Terms:
-        """The terms under which a commit was made, the run's or its parent's. Raises Damaged if they are missing."""
+        """Return the terms under which a commit of the run or its parent was made. Raises Damaged if they are
+        missing."""
         if commit.run != self.run:
             if self.parent is None:
                 raise Damaged(f"commit {commit.name} is of run {commit.run!r}, which is no parent of {self.run!r}")
@@ -164,7 +178,7 @@ class Ledger:
 
     @cached_property
     def parent(self) -> "Ledger | None":
-        """The run that this one was forked from. Raises Damaged if that is a run forked from this one."""
+        """Run from which this one was forked. Raises Damaged if that run is itself a fork of this one."""
         if self.manifest.parent is None:
             return None
         parent = Ledger.open(self.store, self.manifest.parent.run)
@@ -175,34 +189,38 @@ class Ledger:
 
     @property
     def first_iteration(self) -> int:
-        """The first iteration that the run makes itself: 0, or the one after those it shares with its parent."""
+        """First iteration that the run makes itself: 0, or the one after those shared with its parent."""
         return 0 if self.manifest.parent is None else self.manifest.parent.iteration + 1
 
     @property
     def lag(self) -> int:
-        """Iterations that are open besides the newest: sampled for while that one's weights are made."""
+        """Number of open iterations besides the newest. Their samples are generated while its weights are trained."""
         rollout: Any = self.manifest.config.get("rollout", {})
         return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"), rollout.get("max_age"))
 
     def owner(self, iteration: int) -> "Ledger":
-        """The ledger that holds an iteration: this one, or that of a parent."""
+        """Return the ledger that holds an iteration: this one or a parent's."""
         return self if self.parent is None or iteration >= self.first_iteration else self.parent.owner(iteration)
 
     def acquire(self, takeover: bool = False) -> Lease:
-        """Own the run, so that commits are allowed. Raises LeaseHeld."""
+        """Own the run, so that this process may commit. Raises LeaseHeld."""
         self.lease = Lease.acquire(self.store, self.run, takeover)
         return self.lease
 
     def require_held(self) -> None:
-        """To be called before anything of the run is changed other than by a commit. Raises LeaseLost if this process
-        has owned the run and does not any more; one that never did, such as a collector, only tidies up. Two requests.
+        """Check the ownership. Call it before every change of the run other than a commit. Makes two requests.
+
+        Raises LeaseLost if this process has owned the run and does not any more. A process that never owned it, such as
+        a collector, passes: it only cleans up.
         """
         if self.lease is not None:
             self.lease.check()
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """A step's commit, or None. Raises Damaged if its bytes are not those committed. One request, or two for the
-        restore point of a fork."""
+        """Return a step's commit, or None. Makes one request, or two for the restore point of a fork.
+
+        Raises Damaged if the bytes are not those that were committed.
+        """
         for run in self._holders(iteration):
             commit = self._read(layout.commit(run, iteration, step, shard))
             if commit is not None or step is not Step.CHECKPOINT:
@@ -210,9 +228,11 @@ class Ledger:
         return None
 
     def commits(self, iteration: int) -> list[Commit]:
-        """All commits of an iteration, sorted by step (in the order of the DAG) and shard. One request for the list
-        and one for each commit. A listing may lag behind: whatever the train step or a listed commit was made from is
-        there though it is not listed."""
+        """Return all commits of an iteration, sorted by step (in the order of the DAG) and shard.
+
+        Makes one request for the list and one for each commit. A listing may lag behind. So commits from which the
+        train step or a listed commit was made are included even if they are not listed.
+        """
         with ThreadPoolExecutor(_REQUESTS) as readers:
             read = [commit for commit in readers.map(self._read, self.markers(iteration)) if commit is not None]
         found = {commit.name: commit for commit in read}
@@ -233,22 +253,26 @@ class Ledger:
         return sorted(found.values(), key=lambda commit: (order.index(commit.step), commit.shard or ""))
 
     def markers(self, iteration: int) -> list[str]:
-        """Store paths of an iteration's commits, sorted by step and shard as they are spelled."""
+        """Return the store paths of an iteration's commits, sorted by the spelling of step and shard."""
         folders = [layout.iteration(run, iteration) for run in self._holders(iteration)]
         found = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
         return [f"{found[name]}/{name}" for name in sorted(found) if _is_marker(name)]
 
     def iterations(self) -> list[int]:
-        """Numbers of all iterations that have files, sorted. One request a thousand iterations: the store lists
-        folders, not what is in them."""
+        """Return the numbers of all iterations that have files, sorted.
+
+        Makes one request for every thousand iterations: the store lists folders, not their contents.
+        """
         shared = [] if self.parent is None else self.parent.iterations()
         own = iterations_with_files(self.store, self.run)
         first = self.first_iteration
         return [index for index in shared if index < first] + [index for index in own if index >= first]
 
     def last_iteration(self) -> int | None:
-        """The newest iteration with a commit, or None; that of a fresh fork is the last one it shares. The number of
-        requests grows with the logarithm of the iterations."""
+        """Return the newest iteration with a commit, or None. For a fresh fork that is the last shared iteration.
+
+        The number of requests grows with the logarithm of the iterations.
+        """
         first = self.first_iteration
         for iteration in range(newest_iteration_with_files(self.store, self.run, first), first - 1, -1):
             names = self.store.list(layout.iteration(self.run, iteration))
@@ -257,7 +281,7 @@ class Ledger:
         return None if self.manifest.parent is None else self.manifest.parent.iteration
 
     def attempt(self, iteration: int, step: Step, shard: str | None = None) -> Attempt:
-        """A fresh folder for the files of a step. Raises LeaseLost if this driver does not own the run."""
+        """Return a fresh folder for the files of a step. Raises LeaseLost if this driver no longer owns the run."""
         name = layout.attempt_name(shard, self._held_lease().epoch, uuid.uuid4().hex[:12])
         return Attempt(self.store, self.run, iteration, step, shard, name)
 
@@ -280,10 +304,12 @@ class Ledger:
         metrics: Mapping[str, float] | None = None,
         timings: Mapping[str, float] | None = None,
     ) -> Commit:
-        """Make a snapshot exist: create its commit exclusively. Returns the commit that the ledger now has, which is
-        another driver's if that was first (its `attempt` then differs). See `Commit` for the fields.
+        """Commit a snapshot: create its marker exclusively. `Commit` describes the fields.
 
-        Raises LeaseLost, without creating it, if this driver does not own the run any more: it looks before each try.
+        Returns the commit that the ledger now has. If another driver was first, that is its commit, with another
+        `attempt`.
+
+        Raises LeaseLost, without creating the commit, if this driver no longer owns the run; it checks before each try.
         """
         lease = self._held_lease()
         commit = Commit(
@@ -317,12 +343,14 @@ class Ledger:
         return commit
 
     def folder_of(self, commit: Commit) -> str:
-        """Store path of the folder in which a commit's files lie."""
+        """Return the store path of the folder with a commit's files."""
         return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
 
     def _holders(self, iteration: int) -> list[str]:
-        """The runs in whose folders an iteration's commits lie. A fork may hold checkpoints of the last iterations that
-        it shares, made because its parent has none there."""
+        """Return the runs whose folders hold commits of an iteration.
+
+        A fork may hold checkpoints of the last iterations that it shares, made because its parent has none there.
+        """
         if self.parent is None or iteration >= self.first_iteration:
             return [self.run]
         shared = self.parent._holders(iteration)

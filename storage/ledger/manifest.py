@@ -1,4 +1,4 @@
-"""What a run is: `runs/<run>/run.json`, created once. A run exists as long as its manifest does."""
+"""The manifest of a run: `runs/<run>/run.json`, created once. A run exists as long as its manifest exists."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -15,17 +15,17 @@ from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut
 from cairn.storage.store.store import Store
 
 _REQUESTS = 8
-"""Looks at manifests at a time."""
+"""Manifests that are checked in parallel."""
 
 
 class Parent(Record):
-    """Where a run was forked from."""
+    """Origin of a fork."""
 
     run: str
     iteration: int
-    """The last iteration that the fork shares with its parent."""
+    """Last iteration that the fork shares with its parent."""
     reason: str | None = None
-    """Why there is a fork, where Cairn made it by itself."""
+    """Reason for the fork, if Cairn made it automatically."""
 
     @field_validator("run")
     @classmethod
@@ -34,27 +34,27 @@ class Parent(Record):
 
 
 class Manifest(Terms):
-    """What a run is: frozen when it is created."""
+    """Identity and initial terms of a run, frozen at its creation."""
 
     id: str | None = None
-    """Random; None where an earlier version created the run."""
+    """Random id; None if an earlier version created the run."""
     parent: Parent | None = None
     created_at: float
     """Unix seconds."""
 
     @property
     def identity(self) -> str:
-        """Unlike that of every other run, also of one that was deleted and had this one's name."""
+        """Digest that differs from that of every other run, including a deleted run of the same name."""
         return canonical.digest(self.model_dump(mode="json"))
 
 
 def create_manifest(store: Store, manifest: Manifest) -> bool:
-    """Make the run exist; whether there was none of its name."""
+    """Create a run. Returns False if a run of this name exists already."""
     return store.create(layout.run_manifest(manifest.run), canonical.seal(manifest.model_dump(mode="json")))
 
 
 def read_manifest(store: Store, run: str) -> Manifest:
-    """Raises FileNotFoundError if there is no such run, BeingDeleted and Damaged."""
+    """Return the manifest of a run. Raises FileNotFoundError if there is no such run, BeingDeleted and Damaged."""
     path = layout.run_manifest(run)
     try:
         data = store.read(path)
@@ -80,13 +80,15 @@ def _say_once(sentence: str) -> None:
 
 
 def pass_over(name: str, error: Exception) -> None:
-    """Warn, once, of a folder among the runs that is none, or none any more."""
+    """Warn once about a folder among the runs that does not hold a run."""
     _say_once(f"{layout.run(name)} is passed over, as if no run were there: {ascii(str(error))[1:-1]}")
 
 
 def list_runs(store: Store) -> list[str]:
-    """Names of all runs in a store, sorted. What else may lie there is no run; of a folder that is a link out of the
-    store it is said."""
+    """Return the names of all runs in a store, sorted.
+
+    Ignores other folders, and logs a warning about a folder that is a link out of the store.
+    """
 
     def exists(name: str) -> bool:
         try:

@@ -1,4 +1,5 @@
-"""What redactions left: tables without what they held of some samples, and which ones those are."""
+"""Redacted samples: how a table is emptied of a sample's text, and which commits hold redacted samples. Also the faults
+that a check of a run can find."""
 
 from enum import StrEnum
 
@@ -10,48 +11,48 @@ from cairn.storage.ledger.decisions import redacted_files
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
 
-# What reading a run again can find wrong with it.
+# Faults that a check of a run can find.
 
 
 class Fault(StrEnum):
-    """What can be wrong with a run."""
+    """Kind of fault in a run."""
 
     UNREADABLE = "unreadable"
-    """A manifest or commit is not what was written."""
+    """A manifest or commit differs from what was written."""
     MISSING = "missing"
     """A committed file is gone."""
     ALTERED = "altered"
     """A committed file has other bytes."""
     UNREDACTED = "unredacted"
-    """A redaction of a committed file is recorded and not done: it was interrupted."""
+    """The redaction of a committed file is recorded but not done: it was interrupted."""
     INPUT_MISSING = "input_missing"
-    """A commit was made from one that is gone."""
+    """A commit was made from a commit that is gone."""
     INPUT_DIFFERS = "input_differs"
-    """A commit was made from one that has another digest now."""
+    """A commit was made from a commit that has another digest now."""
     TRAINED_TWICE = "trained_twice"
-    """A group is trained on by the batches of two iterations, or twice by one."""
+    """Two iterations trained on the same group, or one iteration trained on it twice."""
     GROUP_LOST = "group_lost"
-    """A group was generated or left open, and the next batch says nothing of it."""
+    """A group was generated or left open, and the next batch does not mention it."""
     GROUP_DIFFERS = "group_differs"
-    """What a batch says of a group is not what the commits before it say."""
+    """A batch's record of a group contradicts the commits before it."""
     CALLS_DIFFER = "calls_differ"
-    """A sample's tokens are not those of its recorded calls."""
+    """A sample's tokens do not match its recorded calls."""
     ADMISSION_DIFFERS = "admission_differs"
-    """An admission of a stream is missing, or not what was claimed."""
+    """An admission of a stream is missing, or differs from its claim."""
 
 
 class Finding(Record):
-    """One fault."""
+    """A fault that a check found."""
 
     fault: Fault
     path: str
-    """Store path of what is wrong."""
+    """Store path of the faulty file."""
     message: str
-    """One sentence with what was expected and found."""
+    """Sentence with what was expected and what was found."""
 
 
 MARK = "redacted"
-"""Stands as the error of a row that was."""
+"""Value of `error` in a redacted row."""
 
 _TEXTS = frozenset(
     {
@@ -59,12 +60,12 @@ _TEXTS = frozenset(
         *("arguments", "arguments_digest", "result", "result_digest"),  # a short text can be guessed by its digest
     }
 )
-"""Columns that may hold text of a sample, or of its calls. So may every column of lists or records: tokens, or a value
-for each."""
+"""Columns that may hold text of a sample or of its calls. Every column of lists or structs may hold some, too: tokens,
+or one value for each token."""
 
 
 def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:
-    """The table with nothing in the given rows that is text of a sample, tokens, or one value for each token."""
+    """Return the table with the text, tokens and per-token values of the rows `rows` removed."""
     columns = []
     for column, kept in zip(table.schema, table.columns, strict=True):
         listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
@@ -78,8 +79,10 @@ def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:
 
 
 def redacted_samples(ledger: Ledger) -> dict[str, int]:
-    """The commits of a run, and of what it shares, that hold redacted training samples or are made from tokens of some:
-    nothing can be done again from them. By name, each with the number of the decision."""
+    """Return the commits of a run, and of what it shares, whose tables were redacted, other than those of evaluations.
+
+    Nothing can be recomputed from them. The result maps the name of a commit to the number of the decision.
+    """
     found: dict[str, int] = {}
     owner: Ledger | None = ledger
     while owner is not None:

@@ -1,7 +1,8 @@
-"""The tables that steps write. One row a sample, unless said; token columns hold one element a response token.
+"""Schemas of the tables that steps write. A row is a sample unless noted; token columns hold one element for each
+response token.
 
-A ledger outlives the code that wrote it. A column that a schema gets later is nullable, and is read as null from tables
-that were written without it; what a reader makes of null is said where the column is declared.
+A ledger outlives the code that wrote it. A column that was added to a schema later is nullable and reads as null from
+older tables. The declaration of such a column says what null means.
 """
 
 from enum import StrEnum
@@ -12,38 +13,38 @@ from cairn.storage.ledger.commits import Step
 
 
 class Status(StrEnum):
-    """How a sample ended."""
+    """Reason why a sample ended."""
 
     COMPLETED = "completed"
     """The model ended its response."""
     TRUNCATED = "truncated"
-    """The response reached the longest allowed length."""
+    """The response reached the length limit."""
     ABORTED = "aborted"
-    """Generation was stopped on purpose; the response is a part."""
+    """Generation was stopped deliberately; the response is partial."""
     FAILED = "failed"
-    """Generation or grading failed; `error` says how. It has no reward."""
+    """Generation or grading failed; `error` holds the reason. The sample has no reward."""
 
 
 class Disposition(StrEnum):
-    """What becomes of a group."""
+    """Use of a group."""
 
     TRAIN = "train"
     """Trained on in this iteration."""
     BUFFER = "buffer"
-    """Kept, but more than this iteration needs: the next one may take it."""
+    """Buffered because this iteration does not need it; the next one may use it."""
     CONTINUE = "continue"
-    """Not finished when its shard was: a later round goes on with it."""
+    """Unfinished when its shard finished; a later round resumes it."""
     DROP = "drop"
-    """Filtered out; `reason` says why."""
+    """Filtered out; `reason` holds the reason."""
 
 
 DATA = "data"
-"""What `engine` says of a row whose response the run's data hold, in the place of a rollout engine's name."""
+"""Value of `engine` in rows whose response comes from the run's data and not from a rollout engine."""
 
 MEASURED = frozenset({"engine", "seconds", "cached_tokens"})
-"""Columns of samples that say how a row came about: they differ between runs that make the same."""
+"""Columns of samples with measurements of the generation. They differ between runs that make the same samples."""
 NOT_MADE = MEASURED | {"started_at"}
-"""Such columns of any table."""
+"""Measured columns of any table."""
 
 _IDS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
@@ -57,7 +58,7 @@ _SEGMENTS = pa.list_(
         ]
     )
 )
-"""What a response is made of; null: one segment, sampled with the row's seed."""
+"""Pieces of a response. Null: one segment, sampled with the row's seed."""
 
 
 def _schema(*fields: tuple[str, pa.DataType], nullable: frozenset[str] = frozenset()) -> pa.Schema:
@@ -89,49 +90,51 @@ ROLLOUT = _schema(
     ("metadata", pa.string()),  # JSON object of the data row
     nullable=frozenset({"segments", "error", "label", "metadata"}),
 )
-"""`rollout`: what was sampled."""
+"""Table of `rollout`: the samples."""
 
 KEPT = pa.field("kept_token_ids", pa.list_(pa.large_list(pa.int32())), nullable=True)
-"""A column of `rollout` where sampling is cut down to the most probable tokens (top-p, top-k): for each response token,
-the ids that were left to draw it from, ascending; empty where that was the whole vocabulary."""
+"""Sampling support, a column of `rollout` under top-p or top-k sampling: for each response token the ids from which it
+was drawn, ascending. Empty if the support was the whole vocabulary."""
 
 
 TRAJECTORIES = pa.field("trajectories", pa.list_(pa.int32()), nullable=True)
-"""A column of `rollout`, of `eval` and of their write-ahead logs where a sample has several trajectories, or one with a
-prompt of its own: how many tokens of its response each has, one after the other. Each is a sequence after a prompt, and
-the last one is what `response_text` tells. Null: it has one."""
+"""A column of `rollout`, of `eval` and of their write-ahead logs, if a sample has several trajectories or one with its
+own prompt: the number of response tokens of each trajectory, in order. Each trajectory is a token sequence after a
+prompt. `response_text` is the text of the last one. Null: the sample has one trajectory."""
 
 TRAJECTORY_PROMPTS = pa.field("trajectory_prompts", pa.list_(pa.list_(pa.int32())), nullable=True)
-"""Another one, beside `trajectories`, where a trajectory has a prompt of its own: that of each of them, null for those
-that come after the row's. Null: all do."""
+"""A column of the same tables, if a trajectory has its own prompt: the prompt of each trajectory, null for those that
+follow the row's prompt. Null: all follow the row's prompt."""
 
 TRAJECTORY_REWARDS = pa.field("trajectory_rewards", pa.list_(pa.float64()), nullable=True)
-"""Another one, where user code gave rewards while it generated: that of each trajectory, of a sample that has one too;
-null for those without. And one of `reward`, where the grader gives each trajectory its own. Null: none has one."""
+"""A column of the same tables, if user code assigned rewards during generation: the reward of each trajectory, also if
+the sample has only one; null for those without. Also a column of `reward`, if the grader rewards each trajectory
+separately. Null: no trajectory has its own reward."""
 
 TRAJECTORY_ROLES = pa.field("trajectory_roles", pa.list_(pa.string()), nullable=True)
-"""Another one, where trajectories have roles: that of each, null for those without. Null: none has one."""
+"""A column of the same tables, if trajectories have roles: the role of each, null for those without. Null: none has
+one."""
 
 TURN_REWARDS = pa.field("turn_rewards", pa.list_(pa.float64()), nullable=True)
-"""Another one, where user code gave segments rewards: that of each of the row's segments, null for those without. Null:
-none has one."""
+"""A column of the same tables, if user code assigned rewards to segments: the reward of each segment of the row, null
+for those without. Null: none has one."""
 
 RETOLD = pa.field("retold_tokens", pa.int32(), nullable=True)
-"""Another one, where a later prompt of the sample tells in other tokens what the policy had sampled: how many tokens of
-its response that befell. Null: none."""
+"""A column of the same tables, if a later prompt of the sample tokenizes sampled text in another way: the number of
+response tokens that this affects. Null: none."""
 
 SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, RETOLD)
-"""What the trajectories of a sample are."""
+"""Columns that describe the trajectories of a sample."""
 
 ROUTED = pa.field(
     "routed_experts",
     pa.struct([("layers", pa.int16()), ("top_k", pa.int16()), ("bytes", pa.int8()), ("experts", pa.large_binary())]),
     nullable=True,
 )
-"""A column of `rollout` where `algorithm.use_rollout_routing_replay` asks for it: the experts that the model of the
-rollout engine chose for each token that it read, prompt and response but for the last token, of each trajectory one
-after the other: [tokens, layers, top_k] unsigned integers of as many `bytes`, little-endian, one row after the other.
-Layers are those with experts. Null: they are not known, and the trainer's model chooses by itself."""
+"""A column of `rollout` if `algorithm.use_rollout_routing_replay` is set: the experts that the rollout engine's model
+chose for each token that it read, that is, prompt and response without the last token, one trajectory after the other.
+Shape [tokens, layers, top_k], row-major, unsigned integers of `bytes` bytes each, little-endian. `layers` counts the
+layers with experts. Null: unknown; the trainer's model does its own routing."""
 
 IMAGES = pa.field(
     "images",
@@ -146,12 +149,12 @@ IMAGES = pa.field(
     ),
     nullable=True,
 )
-"""A column of `rollout` where prompts may have images, and of `eval`: those of the sample's prompt, in order; the bytes
-of an evaluation's are in its benchmark. Null: it has none."""
+"""A column of `rollout` if prompts may have images, and of `eval`: the images of the sample's prompt, in order. The
+bytes of an evaluation's images are in its benchmark. Null: the prompt has no images."""
 
 IMAGE_BYTES = _schema(("sha256", pa.string()), ("data", pa.binary()))
-"""Of the file beside the table of a `rollout` whose samples have images (`cairn.storage.ledger.layout.IMAGES_FILE`):
-one row an image. `data` is as the data set has it, encoded."""
+"""Table of the images of a `rollout`, stored next to its table (`cairn.storage.ledger.layout.IMAGES_FILE`): one row for
+each image. `data` are the encoded bytes as in the data set."""
 
 
 CALLS = _schema(
@@ -187,17 +190,23 @@ CALLS = _schema(
         }
     ),
 )
-"""Beside the table of a `rollout` whose samples' code may ask more than once
-(`cairn.storage.ledger.layout.CALLS_FILE`), and of the log of calls: a row for each of their calls, in the order in
-which they were answered."""
+"""Table of the calls of the samples' code, stored next to the table of a `rollout` whose samples may make several
+(`cairn.storage.ledger.layout.CALLS_FILE`), and schema of the log of calls. One row for each call, in the order in which
+the responses arrived."""
 
 LONG_RESULTS = _schema(("sha256", pa.string()), ("result", pa.string()))
-"""Beside it (`cairn.storage.ledger.layout.RESULTS_FILE`): long results of calls, each once."""
+"""Table of long results of calls, each once, stored next to the calls (`cairn.storage.ledger.layout.RESULTS_FILE`)."""
 
 
 def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False, images: bool = False) -> pa.Schema:
-    """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from, `several`: with trajectories,
-    `routed`: with the experts of each token, `images`: with those of prompts."""
+    """Return the schema of the table that `rollout` writes.
+
+    Args:
+        cut: include the sampling support of each token.
+        several: include the trajectories.
+        routed: include the experts of each token.
+        images: include the images of the prompts.
+    """
     sequences = ((field, several) for field in SEQUENCES)
     asked = ((KEPT, cut), *sequences, (ROUTED, routed), (IMAGES, images))
     return pa.schema([*ROLLOUT, *(field for field, is_asked in asked if is_asked)])
@@ -214,11 +223,11 @@ REWARD = _schema(
     ("error", pa.string()),
     nullable=frozenset({"reward", "components", "error"}),
 )
-"""`reward`: one row for each row of the shard's rollout table, in its order."""
+"""Table of `reward`: one row for each row of the shard's rollout table, in the same order."""
 
 RAW_REWARD = pa.field("raw_reward", pa.float32(), nullable=True)
-"""A column of `reward` where rewards are shaped (`reward.overlong_buffer_len`): what the grader said. Null where there
-is no reward."""
+"""A column of `reward` if rewards are shaped (`reward.overlong_buffer_len`): the grader's reward before shaping. Null
+if there is no reward."""
 
 FILTER = _schema(
     ("group_id", pa.int64()),
@@ -233,24 +242,24 @@ FILTER = _schema(
     ("max_age", pa.int32()),  # of the tokens that are trained on; null: of any age
     nullable=frozenset({"reason", "mean_reward", "std_reward", "age", "max_age"}),
 )
-"""`filter`: one row a group."""
+"""Table of `filter`: one row for each group."""
 
 PRIORITY = pa.field("priority", pa.float64(), nullable=True)
-"""A column of `filter` where the filter gave a group one: what the buffer policy may put it by."""
+"""A column of `filter` if the filter gave a group a priority, which the buffer policy may sort by."""
 
 BUFFER_KEY = pa.field("key", pa.string(), nullable=True)
-"""A column of `filter` where there is a `rollout.buffer_key`: what the group's metadata has under it, as JSON."""
+"""A column of `filter` if `rollout.buffer_key` is set: the value under this key in the group's metadata, as JSON."""
 
 REMOVED = pa.field("removed", pa.list_(pa.int32()), nullable=True)
-"""A column of `filter` where there is a `rollout.rollout_sample_filter_path`: the samples of a trained group, by their
-places in it, whose tokens are not trained on, though their rewards count."""
+"""A column of `filter` if `rollout.rollout_sample_filter_path` is set: positions of samples within a trained group
+whose tokens are not trained on, although their rewards count."""
 
 STALE_TOKENS = pa.field("stale_tokens", pa.int32(), nullable=True)
-"""A column of `filter` where a group has any: its tokens that are older than `max_age`."""
+"""A column of `filter` if a group has stale tokens: the number of its tokens that are older than `max_age`."""
 
 STALE_WEIGHTS = pa.field("stale_weights", pa.list_(pa.float32()), nullable=True)
-"""A column of `filter` where such tokens are trained on all the same: the weights of those of the ages `max_age` + 1,
-`max_age` + 2, …; null: 0."""
+"""A column of `filter` if stale tokens are trained on: the weights of tokens of the ages `max_age` + 1, `max_age` + 2,
+…. Null: 0."""
 
 SCORE = _schema(
     ("group_id", pa.int64()),
@@ -266,7 +275,7 @@ SCORE = _schema(
     ("values", _FLOATS),  # of the critic before the update; the column is there where a critic is
     nullable=frozenset({"log_probs", "ref_log_probs"}),
 )
-"""`score`: log-probs that the algorithm does not use are null."""
+"""Table of `score`. Log-probs that the algorithm does not use are null."""
 
 ADVANTAGE = _schema(
     ("group_id", pa.int64()),
@@ -277,7 +286,7 @@ ADVANTAGE = _schema(
     ("ages", _IDS),  # of each token when it is trained on, in publications; null: not known
     nullable=frozenset({"ages"}),
 )
-"""`advantage`: the samples of one update, in the order in which its optimizer steps consume them."""
+"""Table of `advantage`: the samples of one update, in the order in which its optimizer steps consume them."""
 
 EVAL = _schema(
     ("benchmark", pa.string()),
@@ -297,7 +306,7 @@ EVAL = _schema(
     ("weight_version", pa.int64()),
     nullable=frozenset({"log_probs", "segments", "reward", "label", "error"}),
 )
-"""`eval`: one row a sample of a benchmark."""
+"""Table of `eval`: one row for each sample of a benchmark."""
 
 GENERATED_EVAL = pa.schema(
     [
@@ -315,7 +324,7 @@ GENERATED_EVAL = pa.schema(
         *SEQUENCES,
     ]
 )
-"""Of the write-ahead log of `eval`: what is generated, and graded when all is."""
+"""Schema of the write-ahead log of `eval`: generated samples, which are graded once all are generated."""
 
 EVALUATED = _schema(
     ("benchmark", pa.string()),
@@ -343,7 +352,7 @@ EVALUATED = _schema(
         {"prompt_ids", "log_probs", "answer", "reward", "components", "label", "metadata", "error", "seconds"}
     ),
 )
-"""Of a result in `evals/`: one row a sample, question after question."""
+"""Table of a result in `evals/`: one row for each sample, question after question."""
 
 GENERATED_EVALUATION = _schema(
     ("group_id", pa.int64()),  # the question's row
@@ -355,7 +364,7 @@ GENERATED_EVALUATION = _schema(
     ("seconds", pa.float32()),
     nullable=frozenset({"error"}),
 )
-"""Of the write-ahead log of a result: what is generated, and graded when all is."""
+"""Schema of the write-ahead log of a result: generated samples, which are graded once all are generated."""
 
 SCHEMAS: dict[str, pa.Schema] = {
     Step.ROLLOUT: ROLLOUT,
@@ -365,12 +374,11 @@ SCHEMAS: dict[str, pa.Schema] = {
     Step.ADVANTAGE: ADVANTAGE,
     Step.EVAL: EVAL,
 }
-"""Of the tables that steps write."""
+"""Schemas of the tables that steps write, by step."""
 
 
 def complete(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """A table of a schema, with the columns that an earlier version of the schema was without: all null. They stand
-    where the schema has them."""
+    """Return the table with the nullable columns of the schema that it lacks, all null, in the schema's order."""
     lacking = [field for field in schema if field.nullable and field.name not in table.column_names]
     if not lacking:
         return table

@@ -1,4 +1,4 @@
-"""The files of a step's attempt. They exist for nobody until a commit names them with their digests."""
+"""Files of a step's attempt. No reader sees them until a commit names them with their digests."""
 
 import base64
 import hashlib
@@ -20,33 +20,35 @@ from cairn.storage.ledger.schemas import NOT_MADE, SCHEMAS, complete
 from cairn.storage.store.errors import Damaged, Retired, StoreError
 from cairn.storage.store.store import Store, StoredFile, check_path
 
-# Tables as Parquet bytes: small, and equal for equal tables.
+# Encoding of tables as Parquet: compact, and equal tables have equal bytes.
 
 
 _NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_log_probs", "values")
-"""Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
+"""Float columns whose mantissas are noise. They compress only if bytes of equal significance are stored together, which
+groups the sign and exponent bytes."""
 _PARQUET_END, _IPC_END = 8, 10
-"""Bytes after the footer, where the schema is: its length and the name of the format."""
+"""Bytes after the footer, which holds the schema: the footer's length and the name of the format."""
 _EXTENSION = b"ARROW:extension"
-"""Begins what the schema says of a column of a type that some library registered. Arrow writes it as it is;"""
+"""Prefix that Arrow writes into the schema of a column whose type a library registered. An Arrow IPC file holds it as
+plain bytes."""
 _EXTENSION_IN_BASE64 = [
     base64.b64encode(bytes(shift) + _EXTENSION)[-(-shift * 4 // 3) :][: (len(_EXTENSION) * 8 - 12) // 6]
     for shift in range(3)
 ]
-"""Parquet holds Arrow's schema in base64, where it may begin at any of three places; the characters at both ends, which
-hold bits of its neighbours too, are left out."""
+"""Base64 forms of this prefix: Parquet stores Arrow's schema in base64. The prefix may start at any of three offsets.
+The characters at both ends are left out because they also hold bits of neighbouring bytes."""
 _AT_ONCE = 2**20
-"""Bytes that are asked for at a time at least, where not all of a file is read."""
+"""Least number of bytes of a request for a part of a file."""
 _PAGE_BYTES = 8 * 2**20
-"""Of a page: the window in which zstd finds text and tokens again that other samples have too."""
+"""Bytes of a page, which is the window in which zstd finds text and tokens that samples share."""
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """A table as one Parquet file.
+    """Return a table as one Parquet file.
 
-    zstd without dictionaries: constant token columns (masks, versions, advantages) cost nearly nothing, and token ids
-    and text less than through a dictionary. 2,048 samples of 512 tokens take 5–6 bytes a token in all, 3.3 of them for
-    float32 log-probs.
+    Uses zstd without dictionaries: constant token columns (masks, versions, advantages) cost almost nothing, and token
+    ids and text cost less than with a dictionary. 2,048 samples of 512 tokens take 5–6 bytes a token in total, 3.3 of
+    them for float32 log-probs.
     """
     sink = io.BytesIO()
     noisy = [name for name in _NOISY if name in table.column_names]
@@ -64,20 +66,22 @@ def to_parquet(table: pa.Table) -> bytes:
 
 
 def _numbers_of(field: pa.Field) -> str:
-    """Where Parquet has the numbers of a list, or of a list of lists."""
+    """Return the Parquet path of the numbers of a list, or of a list of lists."""
     depth = 2 if pa.types.is_nested(field.type.value_type) else 1
     return field.name + depth * ".list.element"
 
 
 def content_digest(table: pa.Table) -> str | None:
-    """SHA-256, in hex, of what a table holds besides its measured columns; None if it has no such column."""
+    """Return the hexadecimal SHA-256 of a table without its measured columns; None if it has no such column."""
     measured = [name for name in table.column_names if name in NOT_MADE]
     return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
 
 
 def from_parquet(data: bytes, columns: Collection[str] | None = None) -> pa.Table:
-    """The table as it was written, or of these columns the ones that it has. Raises ValueError if the bytes are no
-    table of plain columns."""
+    """Return the table, or those of `columns` that it has.
+
+    Raises ValueError if the bytes are not a Parquet table of plain column types.
+    """
     footer = data[max(0, len(data) - _PARQUET_END - int.from_bytes(data[-_PARQUET_END:-4], "little")) :]
     _require_plain(footer, _EXTENSION_IN_BASE64)  # opening the file would already read its types
     try:
@@ -88,9 +92,15 @@ def from_parquet(data: bytes, columns: Collection[str] | None = None) -> pa.Tabl
 
 
 def read_columns(read_range: Callable[[int, int], bytes], size: int, columns: Collection[str]) -> pa.Table:
-    """Of these columns of a Parquet file the ones that it has, without the bytes of others. `read_range` gives the
-    bytes from a place up to another, `size` is that of the file. Raises ValueError as `from_parquet` does, and what
-    `read_range` raises."""
+    """Return those of `columns` that a Parquet file has, without reading the bytes of other columns.
+
+    Raises ValueError like `from_parquet`, and what `read_range` raises.
+
+    Args:
+        read_range: returns the bytes from a start offset up to an end offset.
+        size: size of the file in bytes.
+        columns: names of the wanted columns.
+    """
     if size <= _AT_ONCE:
         return from_parquet(read_range(0, size), columns)
     tail = read_range(size - _PARQUET_END, size)
@@ -105,7 +115,7 @@ def read_columns(read_range: Callable[[int, int], bytes], size: int, columns: Co
 
 
 class _Ranges(io.RawIOBase):
-    """A file of which only ranges are read."""
+    """A file-like object that reads only the requested ranges."""
 
     def __init__(self, read_range: Callable[[int, int], bytes], size: int):
         self._read_range, self._size, self._at = read_range, size, 0
@@ -130,7 +140,7 @@ class _Ranges(io.RawIOBase):
 
 
 def from_ipc(data: bytes) -> pa.Table:
-    """The table of an Arrow IPC file. Raises ValueError as `from_parquet` does."""
+    """Return the table of an Arrow IPC file. Raises ValueError like `from_parquet`."""
     footer = data[max(0, len(data) - _IPC_END - int.from_bytes(data[-_IPC_END:-6], "little")) :]
     _require_plain(footer, [_EXTENSION])
     try:
@@ -140,36 +150,39 @@ def from_ipc(data: bytes) -> pa.Table:
 
 
 def _require_plain(footer: bytes, marks: Iterable[bytes]) -> None:
-    """A library that a process has imported may read its own types of columns by unpickling."""
+    """Raise ValueError if the schema has column types that a library registered.
+
+    An imported library may read its own column types by unpickling, which is unsafe.
+    """
     if any(mark in footer for mark in marks):
         raise ValueError("it has columns of a type of some library's own, which is never read")
 
 
 PARTS = "write_ahead"
-"""Folder within an attempt's, of groups that are finished: see `cairn.storage.logs.write_ahead`."""
+"""Folder of finished samples within an attempt's folder (`cairn.storage.logs.write_ahead`)."""
 
 
 class AttemptFolder:
-    """A fresh folder for the files of one attempt at something that is committed."""
+    """Fresh folder for the files of one attempt at something that is committed."""
 
     def __init__(self, store: Store, beside: str, name: str, *, root: str, shard: str | None = None):
         self.store = store
         self.beside = beside
-        """Store path of the folder that all attempts lie in, those of a step's shards included."""
+        """Store path of the folder of all attempts, including those of the step's shards."""
         self.name = name
         self.shard = shard
         self.folder = f"{beside}/{layout.check_name(name, 'attempt')}"
-        """Store path of the folder, for engines that write files of their own."""
+        """Store path of this attempt's folder, for engines that write files themselves."""
         self.superseded: list[str] = []
-        """Store paths of write-ahead parts that nobody needs once this attempt is committed."""
+        """Store paths of write-ahead parts that are useless once this attempt is committed."""
         self._root = root
 
     def path(self, name: str) -> str:
-        """Store path of a file of this attempt."""
+        """Return the store path of a file of this attempt."""
         return f"{self.folder}/{check_path(name)}"
 
     def write_table(self, name: str, table: pa.Table) -> OutputFile:
-        """Write a table as Parquet. What it holds is digested meanwhile, which means to encode it a second time."""
+        """Write a table as Parquet. In parallel, digest its content, which requires encoding it a second time."""
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
             digesting = beside.submit(content_digest, table)
             data = to_parquet(table)
@@ -181,23 +194,30 @@ class AttemptFolder:
         )
 
     def adopt(self, file: StoredFile) -> OutputFile:
-        """Describe a file that someone else, such as an engine, wrote into the folder. It is not read: a checkpoint may
-        be larger than what one process reads in an hour. Raises FileNotFoundError if it is not there."""
+        """Describe a file that another writer, such as an engine, wrote into the folder.
+
+        Does not read the file: a checkpoint may be too large for one process. Raises FileNotFoundError if it is
+        missing.
+        """
         name = file.path.removeprefix(f"{self.folder}/")
         if not self.store.exists(self.path(name)):
             raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer says so")
         return OutputFile(path=self._within_root(name), bytes=file.bytes, sha256=file.sha256)
 
     def discard_superseded(self) -> None:
-        """Remove the write-ahead parts that a commit made useless, in the background and as far as it succeeds:
-        whatever is left, a collector removes."""
+        """Delete the write-ahead parts that a commit made useless, in the background.
+
+        Store errors are ignored: a collector removes what is left.
+        """
         paths, self.superseded = self.superseded, []
         if paths:
             threading.Thread(target=_delete_all, args=(self.store, paths), name="discard-parts", daemon=True).start()
 
     def discard(self) -> None:
-        """Remove what the attempt wrote, as far as that succeeds: nobody will commit it, and a disk may be full of it.
-        Finished groups stay, for the next attempt to take over."""
+        """Delete the files of an attempt that will not be committed; they may fill the disk.
+
+        Store errors are ignored. Finished samples stay, so that the next attempt can recover them.
+        """
         parts = f"{self.path(PARTS)}/"
         with suppress(StoreError):
             for path in self.store.find(self.folder):
@@ -213,7 +233,7 @@ class AttemptFolder:
 
 
 class Attempt(AttemptFolder):
-    """That of one attempt at a step of a run."""
+    """Folder of one attempt at a step of a run."""
 
     def __init__(self, store: Store, run: str, iteration: int, step: str, shard: str | None, name: str):
         beside = layout.attempts(run, iteration, step)
@@ -230,7 +250,10 @@ def _delete_all(store: Store, paths: list[str]) -> None:
 
 
 def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:
-    """A committed file. Raises Damaged, naming it, if it is missing or not what was committed, and Retired."""
+    """Return the content of a committed file.
+
+    Raises Damaged, naming the file, if it is missing or differs from what was committed, and Retired.
+    """
     path = layout.in_run(run, output.path)
     try:
         data = store.read(path)
@@ -245,8 +268,11 @@ def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:
 
 
 def is_redacted(store: Store, run: str, output: OutputFile, size: int, sha256: str) -> bool:
-    """Whether a file is other than committed since a person had it redacted, and is what it is to be instead. Asks only
-    where it is other than committed."""
+    """Return whether a file differs from what was committed because it was redacted, and is as the redaction recorded
+    it.
+
+    Reads the decisions only if the file differs.
+    """
     if (size, sha256) == (output.bytes, output.sha256):
         return False
     versions = redacted_files(Decisions(store, read_manifest(store, run)).all()).get(output.path, ())
@@ -254,13 +280,13 @@ def is_redacted(store: Store, run: str, output: OutputFile, size: int, sha256: s
 
 
 def is_retired(store: Store, run: str, path: str) -> bool:
-    """Whether retention has removed a file of a run, given by its store path, or is about to. One request."""
+    """Return whether retention has removed, or is about to remove, the file at a store path. Makes one request."""
     place = layout.parse_file(run, path)
     return place is not None and store.exists(layout.retired(run, place[0], layout.Kind.of(place[1])))
 
 
 def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
-    """Raise Damaged unless size and digest found at a path are those committed."""
+    """Raise Damaged unless the size and digest of a file are those that were committed."""
     if (size, sha256) != (output.bytes, output.sha256):
         raise Damaged(
             f"{path} is not what was committed: expected {output.bytes} bytes with sha256 {output.sha256}, "
@@ -269,9 +295,11 @@ def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
 
 
 def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """A committed table, or some of its columns. Raises Damaged, naming the file, if it is missing or not what was
-    committed (the whole file is checked whatever columns are wanted), and Retired. Columns that the step's table has
-    got since are null."""
+    """Return a committed table, or some of its columns. Columns that the step's schema got later are null.
+
+    Raises Damaged, naming the file, if it is missing or differs from what was committed, and Retired. The whole file is
+    checked whatever columns are wanted.
+    """
     table = read_recorded_table(store, run, output, columns)
     place = layout.parse_file(run, layout.in_run(run, output.path))
     if place is not None and place[1] in SCHEMAS:
@@ -280,8 +308,10 @@ def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str
 
 
 def read_recorded_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """A committed table with the columns that it was written with, or those of them that are wanted. Raises as
-    `read_table` does."""
+    """Return a committed table with the columns with which it was written, or those of `columns` that it has.
+
+    Raises like `read_table`.
+    """
     data = read_bytes(store, run, output)
     try:
         return from_parquet(data, columns)

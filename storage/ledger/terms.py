@@ -1,13 +1,13 @@
-"""Under which terms a run's commits were made: its configuration, what it reads from outside, and what its steps read.
+"""Terms under which a run's commits are made: configuration, external inputs, and what each step reads.
 
 ```
 runs/<run>/run.json                  the terms of the version of the code that created the run
-runs/<run>/upgrades/000001.json      those of the first other version that committed anything; then 000002.json, …
+runs/<run>/upgrades/000001.json      the terms of the first later version that committed anything; then 000002.json, …
 ```
-A commit names the number of its terms, 0 for those of the manifest, and is checked against them for ever: what a later
-version lets a step read besides, or an option that it adds, leaves older commits as they are. A terms' configuration
-is the one that the run was created with, in the options of the version that wrote it: an option that a run was created
-without has its default.
+A commit names the number of its terms (0: those of the manifest) and is always checked against these. So older commits
+stay valid when a later version lets a step read more or adds an option. The configuration in terms is the one with
+which the run was created, in the options of the version that wrote it. An option that did not exist then has its
+default.
 """
 
 import itertools
@@ -31,78 +31,83 @@ from cairn.storage.store.store import Store
 
 
 class Rules(Record):
-    """What a step reads, so what its commits' digests cover."""
+    """Everything that a step reads, and that the digests of its commits therefore cover."""
 
     reads: tuple[str, ...]
-    """Options, dotted; a section stands for all its options."""
+    """Dotted names of options; a section includes all its options."""
     externals: tuple[str, ...] = ()
     """Inputs from outside the ledger, by their names in `Terms.inputs`."""
     plugins: tuple[str, ...] = ()
     """Options that name user code."""
     engines: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Options that each engine it calls is made from, by the engine's name."""
+    """Options that configure each engine that the step calls, by the engine's name."""
 
 
 class Terms(Record):
-    """What a version of the code commits to a run under."""
+    """The terms under which one version of the code commits to a run."""
 
     schema_version: int = FORMAT
     run: str
     config: dict[str, JsonValue]
     inputs: dict[str, str]
-    """Digest of everything read from outside the ledger, such as `data` and `model`. What a name's digest is taken of
-    never changes: a version that looks further adds a name, such as `reward.custom_rm_path:modules`."""
+    """Digests of everything read from outside the ledger, such as `data` and `model`. What the digest of a name covers
+    never changes. A version that reads more adds a name, such as `reward.custom_rm_path:modules`."""
     rules: dict[str, Rules]
-    """By step."""
+    """Rules by step."""
     code_version: CodeVersion
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read a sealed file. Raises ValueError with what is wrong."""
+        """Parse a sealed file. Raises ValueError, saying what is wrong."""
         return cls.model_validate(readable(data))
 
     def same_as(self, other: "Terms") -> bool:
-        """Whether they are those of one version of the code, so that commits need not tell the two apart."""
+        """Return whether both are the terms of one version of the code, so that commits need not distinguish them."""
         names = ("config", "inputs", "rules", "code_version")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def plugin_digest(self, option: str) -> str:
-        """Source digest of the user code that an option names; empty where it names a built-in."""
+        """Return the source digest of the user code that an option names; empty if it names a built-in."""
         return self.inputs.get(f"{option}:modules", self.inputs.get(option, ""))
 
 
 class Upgrade(Terms):
-    """Terms of a version of the code that went on with a run of another one."""
+    """Terms of a version of the code that continued a run of another version."""
 
     number: int
     epoch: int
-    """The driver's lease."""
+    """Epoch of the driver's lease."""
     recorded_at: float
     """Unix seconds."""
 
 
 def plain(config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as JSON values."""
+    """Return a configuration as JSON values."""
     return config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
 
 
 def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded configuration in the options of the version that `config` is of."""
+    """Return a recorded configuration in the options of the version of `config`."""
     if not isinstance(config, BaseModel):
         return dict(recorded)
     return type(config).model_validate(recorded, context=UNCHECKED).model_dump(mode="json")
 
 
 def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:
-    """(name, recorded, given) of inputs that are no longer what was recorded. Names that were not recorded are of a
-    version that looks at more."""
+    """Return (name, recorded, current) of each input whose digest differs from the recorded one.
+
+    Ignores names that were not recorded: they belong to a version that reads more.
+    """
     return [
         (f"digest of {name}", value, given.get(name)) for name, value in recorded.items() if given.get(name) != value
     ]
 
 
 def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted fields in which two JSON values differ, with both values; None where one has no such field."""
+    """Return (dotted field, first value, second value) of each field in which two JSON values differ.
+
+    A value is None if its side lacks the field.
+    """
     if isinstance(recorded, dict) and isinstance(given, dict):
         names = sorted({*recorded, *given})
         prefix = f"{field}." if field and not field.endswith(" ") else field
@@ -112,39 +117,38 @@ def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, A
     return [] if recorded == given else [(field, recorded, given)]
 
 
-# All terms of a run, from its manifest's to those that the running code commits under. See
-# `cairn.storage.ledger.terms`.
-
-
 class RunTerms:
-    """The terms of one run, by number: 0 are its manifest's. Safe to use from several threads."""
+    """All terms of one run, by number; number 0 are its manifest's. Safe to use from several threads."""
 
     def __init__(self, store: Store, manifest: Terms):
         self._store = store
         self._manifest = manifest
         self._now: Terms | None = None
-        """Those of the code that runs, where it has said what they are."""
+        """Terms of the running code, once it has declared them."""
         self._committing_under: int | None = None
         self._upgrades: tuple[Upgrade, ...] | None = None
         self._lock = threading.Lock()
 
     @property
     def upgrades(self) -> tuple[Upgrade, ...]:
-        """Terms of the versions of the code that went on with the run after the one that created it, as they were when
-        this was first asked for. One request for each, and one. Raises Damaged."""
+        """Terms of the versions of the code that continued the run after the one that created it, as of the first
+        access.
+
+        Makes one request for each and one more. Raises Damaged.
+        """
         if self._upgrades is None:
             self._upgrades = tuple(self._read(1))
         return self._upgrades
 
     @property
     def now(self) -> Terms:
-        """Those that this process has said it goes on under, or else the newest."""
+        """Terms that this process has declared, or else the newest recorded ones."""
         if self._now is not None:
             return self._now
         return self.upgrades[-1] if self.upgrades else self._manifest
 
     def numbered(self, number: int) -> Terms | None:
-        """None if they are missing."""
+        """Return the terms of a number, or None if they are missing."""
         if number == 0:
             return self._manifest
         if number > len(self.upgrades):
@@ -152,7 +156,7 @@ class RunTerms:
         return self.upgrades[number - 1] if number <= len(self.upgrades) else None
 
     def begin(self) -> None:
-        """This process has created the run."""
+        """Declare that this process has created the run, so that it commits under the manifest's terms."""
         self._now, self._committing_under, self._upgrades = self._manifest, 0, ()
 
     def go_on_under(
@@ -161,7 +165,7 @@ class RunTerms:
         inputs: Mapping[str, str] | None,
         rules: Mapping[str, Rules] | None,
     ) -> None:
-        """This process commits under these, of which None stands for what was recorded. Raises RunDiffers."""
+        """Declare the terms under which this process commits. None means the recorded value. Raises RunDiffers."""
         recorded = self.now
         differing = differences(as_read_now(recorded.config, config), plain(config))
         if inputs is not None:
@@ -177,7 +181,8 @@ class RunTerms:
         )
 
     def record(self, lease: Lease) -> int:
-        """The number of the terms that this process commits under, recorded if they are new. Raises LeaseLost."""
+        """Return the number of the terms under which this process commits. Record them if they are new. Raises
+        LeaseLost."""
         with self._lock:
             while self._committing_under is None:
                 recorded = [self._manifest, *self.upgrades]

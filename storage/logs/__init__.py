@@ -1,1 +1,1 @@
-"""What is durable before a commit."""
+"""Logs that make samples, calls and answers durable before a commit."""

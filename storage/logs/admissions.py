@@ -1,18 +1,18 @@
-"""Claims of admissions: which prompts a stream admits next is decided before anybody draws them.
+"""Claims of admissions: a claim fixes which prompts a stream admits next before any driver draws them.
 
-Admissions follow each other, and each has its number. Before one is made it claims that number exclusively:
+Admissions are numbered in order. Before a driver makes an admission, it claims the number exclusively:
 ```
 runs/<run>/stream/admissions/<number>.json
 ```
 
-| whoever is to admit the next prompts finds | and |
+| a driver that admits the next prompts finds | action |
 |---|---|
-| no claim of that number | claims it, and makes its admission |
+| no claim of that number | claims it and makes its admission |
 | a claim of its own admission | makes it |
-| a claim of another one, which an earlier driver was about to make | makes that one first, as it was claimed |
+| a claim of another admission, which an earlier driver was about to make | first makes that one, as claimed |
 
-So an admission that an earlier driver commits late meets the same one, and never takes a number that another has.
-Claims stay, as commits do. Ledgers of earlier versions have none for the admissions that these made.
+So if an earlier driver commits late, it makes the same admission and never takes the number of another one. Claims
+stay, as commits do. Ledgers of earlier versions have no claims for their admissions.
 """
 
 import time
@@ -30,37 +30,40 @@ from cairn.storage.store.store import Store
 
 
 class Claim(Record):
-    """What one admission is to be."""
+    """Plan of one admission."""
 
     schema_version: int = 1
     run: str
     number: int
-    """Among all of the run, from 0."""
+    """Number among all admissions of the run, from 0."""
     iteration: int
-    """Where it is to be committed."""
+    """Iteration in which the admission is committed."""
     shard: str
     count: int
-    """Prompts that are drawn."""
+    """Number of prompts to draw."""
     without: tuple[int, ...]
-    """Prompts that are passed over, as rows of the data set."""
+    """Prompts excluded from the draw, as rows of the data set."""
     epoch: int
-    """Of the driver that claimed it."""
+    """Epoch of the driver that made the claim."""
     id: str
-    """Random: a claim like no other."""
+    """Random id; no two claims are equal."""
     claimed_at: float
     """Unix seconds."""
 
     @property
     def admission(self) -> str:
-        """The name of its commit."""
+        """Name of the admission's commit."""
         return layout.commit_name(self.iteration, Step.ADMIT, self.shard)
 
 
 def claim_admission(
     ledger: Ledger, number: int, *, iteration: int, shard: str, count: int, without: Sequence[int]
 ) -> Claim:
-    """Claim a number for an admission. Returns the claim that the ledger now has, which is that of another admission if
-    that was first. Raises LeaseLost if this driver does not own the run any more, and Damaged."""
+    """Claim a number for an admission and return the claim that the ledger now has.
+
+    If another admission was first, that is its claim. Raises LeaseLost if this driver no longer owns the run, and
+    Damaged.
+    """
     assert ledger.lease is not None
     claim = Claim(
         run=ledger.run,
@@ -83,7 +86,7 @@ def claim_admission(
 
 
 def find_claim(store: Store, run: str, number: int) -> Claim | None:
-    """The claim of an admission, or None. Raises Damaged."""
+    """Return the claim of an admission, or None. Raises Damaged."""
     path = layout.admission(run, number)
     try:
         return read_claim(store.read(path), path)
@@ -92,7 +95,7 @@ def find_claim(store: Store, run: str, number: int) -> Claim | None:
 
 
 def read_claim(data: bytes, path: str) -> Claim:
-    """The claim that lies at a path. Raises Damaged."""
+    """Parse the claim stored at a path. Raises Damaged."""
     try:
         fields = canonical.unseal(data)
         del fields["digest"]
@@ -105,41 +108,41 @@ def read_claim(data: bytes, path: str) -> Claim:
 
 
 def claimed_numbers(store: Store, run: str) -> list[int]:
-    """The numbers of all admissions of a run that are claimed, in order. One listing."""
+    """Return the numbers of all claimed admissions of a run, in order. Makes one listing."""
     names = store.list(layout.admissions(run))
     return [number for name in names if (number := layout.parse_admission(name)) is not None]
 
 
 def newest_claim(store: Store, run: str) -> Claim | None:
-    """The newest of a run: the one that may not be an admission yet. None without any. Raises Damaged."""
+    """Return the newest claim of a run, whose admission may not be committed yet, or None. Raises Damaged."""
     numbers = claimed_numbers(store, run)
     return find_claim(store, run, numbers[-1]) if numbers else None
 
 
-# What became of every prompt that a stream admitted: a rollout step has taken its group, once, or it is open.
+# Accounting of admitted prompts: a rollout step has taken the group of each, once, or the group is open.
 #
-# a group that is admitted                          by one admission
+# a group that is admitted                          by exactly one admission
 # a group that a rollout step takes                 is admitted, and no other step takes it
-# a group that no step takes                        is left open by the newest one, or was admitted after it
-# an admission whose number is claimed              is what was claimed (`cairn.storage.logs.admissions`)
-# a claim                                           has its admission, or is the newest
+# a group that no step takes                        is left open by the newest step, or was admitted after it
+# an admission whose number is claimed              matches its claim
+# a claim                                           has its admission, or is the newest claim
 
 
 class Admitted:
-    """Follows groups from their admission. Remembers a few bytes of each."""
+    """Follows groups from their admission. Stores a few bytes for each."""
 
     def __init__(self, claims: Sequence[Claim] = ()) -> None:
-        """`claims`: those of the run, read before its commits."""
+        """`claims` are those of the run, read before its commits."""
         self._claims = claims
         self._numbered: dict[int, Commit] = {}
         self._admitted: dict[int, Commit] = {}
         self._taken: dict[int, str] = {}
         self._newest: Commit | None = None
-        """The newest step that took groups."""
+        """Newest step that took groups."""
         self._found: list[Finding] = []
 
     def take(self, commit: Commit) -> None:
-        """Account for a commit; of all in the order of iterations, steps and shards."""
+        """Account for a commit. Call it for all commits in the order of iterations, steps and shards."""
         if commit.step is Step.ADMIT:
             self._numbered[_number(commit)] = commit
             for id in _ids(commit):
@@ -156,11 +159,11 @@ class Admitted:
                     self._tell(commit, Fault.GROUP_DIFFERS, f"group {id} is taken by {commit.name} and {earlier_take}")
 
     def open(self) -> int:
-        """Groups that no step has taken."""
+        """Return the number of groups that no step has taken."""
         return len(self._admitted.keys() - self._taken.keys())
 
     def findings(self) -> Iterator[Finding]:
-        """After the last commit, all that is not as it must be."""
+        """Yield all contradictions, after the last commit."""
         yield from self._found
         yield from self._not_as_claimed()
         newest = self._newest
@@ -198,8 +201,10 @@ class Admitted:
 
 
 def open_groups(ledger: Ledger) -> set[int]:
-    """The groups of a run that no rollout step has taken: those that the newest one left, and what was admitted after.
-    While a driver is at work, those of a moment ago. Reads the commits of the newest iterations."""
+    """Return the groups of a run that no rollout step has taken: left open by the newest step, or admitted after it.
+
+    While a driver is running, the result is a recent snapshot. Reads the commits of the newest iterations.
+    """
     admissions: list[Commit] = []
     for iteration in reversed(ledger.iterations()):
         commits = ledger.commits(iteration)

@@ -1,24 +1,25 @@
-"""What graders answered, kept by what they were asked: an answer is paid for once.
+"""A cache of graders' answers, keyed by the question, so that each answer is paid for once.
 
 ```
 answers/<grader>/<sha256>.arrow
 ```
-A folder is of one grader at one version; runs, forks and evaluations of a store share it. Each file holds answers, a
-row each under the digest of its question, and is named by the SHA-256 of its bytes.
+A folder belongs to one version of one grader. All runs, forks and evaluations of a store share it. Each file holds
+answers, one row each with the digest of the question. The name of a file is the SHA-256 of its bytes.
 
 | found | meaning |
 |---|---|
-| a question's digest | it is not asked again |
-| the same in several files | the first that was read counts: one was asked for by two at the same time |
+| a question's digest | the grader is not called again |
+| the same digest in several files | the first that was read counts: two callers asked at the same time |
 | a file whose digest is wrong | torn: ignored |
-| a file that is listed and gone | its rows are in another by now |
+| a listed file that is gone | its rows are in another file by now |
 
-Answers are written while others are still waited for, all of a tenth of a second in one file; when all have come, the
-files of one call become one, and where there are more than `MANY`, all do. What a file held is in another before it
-goes. The folder is no part of any run: removing it costs what asking again costs.
+Answers are written while other answers are still pending, those of a tenth of a second in one file. When all answers of
+one call have arrived, its files are merged into one. If there are more than `MANY` files, all are merged. The contents
+of a file are in another one before it is deleted. The folder does not belong to any run. Deleting it costs as much as
+calling the grader again.
 
-Each answer carries the digest of the prompt that it is about, by which redaction finds it (`forget`). One without, as
-in files of earlier versions, may be about any.
+Each answer carries the digest of its prompt, by which redaction finds it (`forget`). An answer without this digest, as
+in files of earlier versions, may belong to any prompt.
 """
 
 import hashlib
@@ -38,9 +39,9 @@ from cairn.storage.store.canonical import from_json
 from cairn.storage.store.store import Store
 
 MANY = 64
-"""Files of one grader that are read by themselves when it is opened."""
+"""Number of files of one grader above which they are merged when the grader's cache is opened."""
 _LOOKS = 10
-"""Times that the folder is listed while others put files together."""
+"""Greatest number of listings of the folder while other processes merge files."""
 _SCHEMA = pa.schema(
     [
         ("question", pa.string()),
@@ -51,28 +52,30 @@ _SCHEMA = pa.schema(
     ]
 )
 _BEFORE = _SCHEMA.remove(_SCHEMA.get_field_index("prompt"))
-"""Schema of the files that earlier versions wrote."""
+"""Schema of the files of earlier versions."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A grader's: a reward with what is recorded beside it, or why there is none."""
+    """Answer of a grader: a reward with its components, or the reason why there is none."""
 
     reward: float | None
     components: Mapping[str, Any] | None = None
     error: str | None = None
     prompt: str | None = None
-    """`prompt_digest` of what the sample answers; None where that is not known."""
+    """`prompt_digest` of the sample's prompt; None if unknown."""
 
 
 def prompt_digest(text: str) -> str | None:
-    """By which the answers about a prompt are found; None of one that the grader did not see."""
+    """Return the digest by which the answers about a prompt are found; None if the grader did not see the prompt."""
     return hashlib.sha256(text.encode()).hexdigest() if text else None
 
 
 def forget(store: Store, texts: Collection[str]) -> int:
-    """Remove the answers about prompts, by their texts as the model read them, and those of which nobody knows what
-    they are about; how many. What graders answered about others stays. A file goes when the one without them is there.
+    """Delete the answers about prompts, and all answers whose prompt is unknown. Return the number of deleted answers.
+
+    `texts` are the prompts as the model read them. Answers about other prompts stay: a file is deleted only after its
+    remaining answers are in a new file.
     """
     about, gone = {prompt_digest(text) for text in texts}, 0
     for folder in layout.answer_folders(store.list(layout.ANSWERS)):
@@ -94,7 +97,7 @@ def forget(store: Store, texts: Collection[str]) -> int:
 
 
 def _table(name: str, data: bytes) -> pa.Table | None:
-    """What a file holds; None if it is torn, or none of answers."""
+    """Return the rows of a file; None if it is torn or holds no answers."""
     if hashlib.sha256(data).hexdigest() != layout.parse_answers(name):
         return None
     table = tables.from_ipc(data)
@@ -114,12 +117,12 @@ def _write(store: Store, folder: str, table: pa.Table) -> str:
 
 
 def question_digest(question: Any) -> str:
-    """Of JSON values: equal values, equal digest."""
+    """Return the digest of a question, which consists of JSON values. Equal values have equal digests."""
     return hashlib.sha256(json.dumps(question, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class Answers:
-    """The answers of one grader. Thread-safe."""
+    """Answers of one grader. Thread-safe."""
 
     def __init__(self, store: Store, grader: str, version: str) -> None:
         self._store = store
@@ -129,17 +132,17 @@ class Answers:
         self._known: dict[str, Answer] = {}
 
     def find(self, questions: Collection[str]) -> dict[str, Answer]:
-        """Those of the questions, by their digests, that were answered. Raises StoreError."""
+        """Return the known answers to questions, by the digests of the questions. Raises StoreError."""
         with self._lock:
             self._look()
             return {question: self._known[question] for question in questions if question in self._known}
 
     def log(self) -> "AnswerLog":
-        """To write answers as they come."""
+        """Return a log that writes answers as they arrive."""
         return AnswerLog(self)
 
     def write(self, answers: Mapping[str, Answer]) -> str:
-        """Make answers durable, in one file. Returns its name."""
+        """Make answers durable in one file. Return its name."""
         given = list(answers.values())
         table = pa.table(
             {
@@ -159,7 +162,7 @@ class Answers:
         return name
 
     def join(self, names: Collection[str], answers: Mapping[str, Answer]) -> None:
-        """Put what several files hold into one, and remove them."""
+        """Merge several files into one and delete them. `answers` are all their answers."""
         kept = self.write(answers)
         for name in set(names) - {kept}:
             self._store.delete(f"{self._folder}/{name}")
@@ -191,7 +194,7 @@ class Answers:
 
 
 class AnswerLog(PacedWriter):
-    """Answers of one call, durable within a tenth of a second. See `PacedWriter`."""
+    """Log of the answers of one call. Each is durable within a tenth of a second."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -200,7 +203,7 @@ class AnswerLog(PacedWriter):
         super().__init__(self._write_answers, "a grader's answers")
 
     def close(self) -> None:
-        """Return when everything appended is durable, in one file. Raises StoreError."""
+        """Wait until everything appended is durable, and merge it into one file. Raises StoreError."""
         super().close()
         if len(self._names) > 1:
             names, self._names = self._names, []

@@ -1,23 +1,25 @@
-"""The log of calls: what the code of samples was given, durable before the step is done, and before it acts on it.
+"""The log of calls: calls of the samples' code and their results, durable before the code acts on them.
 
-A step that generates samples keeps one beside its write-ahead log of finished samples while it runs:
+A step that generates samples writes it while it runs, next to its write-ahead log of finished samples:
 ```
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/calls/0002-000000.<sha256>.arrow
 ```
-The first number counts the attempts that kept one, the second the parts of this one; otherwise a part is as that log
-has it (`cairn.storage.logs.write_ahead`). Part 0 has no row: it says that the attempt has begun. Where others may
-write, part 1 has none either: it says what was found of theirs (`cairn.storage.logs.parts`).
+The first number counts the attempts that wrote a log, the second the parts of this attempt. Otherwise the format of a
+part is that of `cairn.storage.logs.write_ahead`. Part 0 has no rows: it marks the beginning of the attempt. If another
+attempt may still be writing, part 1 has no rows either: it names the parts that were found
+(`cairn.storage.logs.parts`).
 
-An attempt begins before it reads what others left, and looks for others again between making an intent durable and
-saying so. So of two attempts that know nothing of each other, as where a driver was cut off and another took its run
-over, either the later one reads the intent of the earlier one, or the earlier one learns that it is not to act on it.
+An attempt writes its first part before it reads the parts of others. After it has made an intent (a call without a
+response) durable, it checks for other attempts before it acts. Consider two attempts that do not know of each other,
+because one driver was cut off and another took its run over. Either the later attempt reads the earlier one's intent,
+or the earlier one notices that it must not act on it.
 
 | a later attempt finds | meaning |
 |---|---|
-| a part of the same inputs | its rows count, but for an earlier attempt's answers from where a later one's begin |
-| what an earlier attempt wrote after a later one had looked | it never counts, nor was an intent acted on |
-| an intent without an answer | the call was under way, or about to be |
-| a part that is torn, or of other inputs | ignored |
+| a part of the same inputs | its rows count, except an earlier attempt's responses after the start of a later one's |
+| parts written after a later attempt looked | they never count, and their intents were not acted on |
+| an intent without a response | the call was running, or about to start |
+| a torn part, or a part of other inputs | ignored |
 """
 
 import re
@@ -38,12 +40,15 @@ from cairn.storage.logs.write_ahead import CALLS_FOLDER as FOLDER
 from cairn.storage.store.errors import LeaseLost
 from cairn.storage.store.store import Store
 
-# The calls of a rollout's samples, as they were committed beside its table.
+# Calls of a rollout's samples, as committed next to its table.
 
 
 def calls_of(store: Store, commit: Commit, groups: Collection[int]) -> list[dict[str, Any]]:
-    """The calls of the samples of some groups, long results filled in, in the order in which each sample's were
-    answered, those without an answer last; none where the rollout recorded none. Raises Damaged, Retired."""
+    """Return the calls of the samples of some groups, with long results filled in.
+
+    The calls of each sample are in the order of their responses, those without a response last. Returns no calls if the
+    rollout recorded none. Raises Damaged and Retired.
+    """
     calls, results = (commit.beside(name) for name in (CALLS_FILE, RESULTS_FILE))
     if calls is None:
         return []
@@ -64,7 +69,7 @@ _PART = re.compile(r"(\d{4})-(\d{6})\.[0-9a-f]{64}\.arrow")
 
 
 class CallLog(PacedWriter):
-    """That of one attempt. A context manager, as the write-ahead log of samples is."""
+    """Log of calls of one attempt. Use it as a context manager."""
 
     def __init__(
         self,
@@ -75,13 +80,14 @@ class CallLog(PacedWriter):
         earlier_digests: Collection[str] = (),
         deadline: float = 120.0,
     ) -> None:
-        """Begin: from here on no earlier attempt acts on an intent that is not in `recovered`.
+        """Begin the log. From then on no earlier attempt acts on an intent that is not in `recovered`.
 
         Args:
-            inputs_digest: of everything the rows depend on.
-            encode: makes rows of CALLS of what was appended, in the log's own thread.
-            earlier_digests: of the same inputs by the rules of earlier versions of the code.
-            deadline: seconds that `close` may take.
+            attempt: folder of the attempt.
+            inputs_digest: digest of everything that the rows depend on.
+            encode: converts appended items to rows of CALLS, in the log's own thread.
+            earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
+            deadline: greatest number of seconds for `close`.
         """
         self._attempt = attempt
         self._inputs_digest = inputs_digest
@@ -95,16 +101,16 @@ class CallLog(PacedWriter):
         found = self._others()
         self._known = frozenset(found)
         self.recovered = self._recover(found)
-        """Rows of earlier attempts, those of a sample in the order in which they were answered, intents last."""
+        """Rows of earlier attempts. Those of a sample are in the order of their responses; intents come last."""
         super().__init__(self._write_calls, f"calls of samples to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
-        """The rows of everything that was appended. Returns when they are durable; then the log is closed."""
+        """Close the log and return the rows of everything that was appended, once they are durable."""
         self.close()
         return pa.concat_tables(self._written)
 
     def require_newest(self) -> None:
-        """Raise LeaseLost if another attempt at the same has begun since. One listing."""
+        """Raise LeaseLost if another attempt at the same step has begun since. Makes one listing."""
         attempt = self._attempt
         for name in self._names():
             if name not in self._known or layout.attempt_epoch(name) > layout.attempt_epoch(attempt.name):
@@ -114,7 +120,7 @@ class CallLog(PacedWriter):
                 )
 
     def _names(self) -> list[str]:
-        """Of all other attempts at the same."""
+        """Return the names of all other attempts at the same step and shard."""
         attempt = self._attempt
         names = map(layout.parse_attempt, attempt.store.list(attempt.beside))
         return [
@@ -124,7 +130,7 @@ class CallLog(PacedWriter):
         ]
 
     def _others(self) -> dict[str, list[tuple[int, int, str]]]:
-        """The parts of other attempts: (number of the attempt, of the part, path)."""
+        """Return the parts of each other attempt as (number of the attempt, number of the part, path)."""
         found: dict[str, list[tuple[int, int, str]]] = {}
         for name in self._names():
             folder = f"{self._attempt.beside}/{name}/{FOLDER}"
@@ -157,21 +163,21 @@ class CallLog(PacedWriter):
         self._wrote_part(path, table)
 
     def _recovered_part(self, path: str, table: pa.Table | None) -> None:
-        """There is a part of an earlier attempt; None where nothing in it counts."""
+        """Register a part of an earlier attempt. `table` is None if nothing in it counts."""
         self._attempt.superseded.append(path)
 
     def _wrote_part(self, path: str, table: pa.Table) -> None:
-        """There is a part of this attempt."""
+        """Register a part of this attempt."""
         self._attempt.superseded.append(path)
 
 
 def _age(name: str, parts: Sequence[tuple[int, int, str]]) -> tuple[int, int]:
-    """Of an attempt: later ones have greater ones."""
+    """Return a sort key of an attempt; later attempts have greater keys."""
     return layout.attempt_epoch(name), parts[0][0] if parts else -1
 
 
 def _of_newest(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
-    """What counts of the rows of attempts, which come one attempt after the other."""
+    """Return the rows that count. `tables` are the rows of attempts, in the order of the attempts."""
     if not tables:
         return CALLS.empty_table()
     rows = pa.concat_tables([table for _, table in tables])

@@ -1,7 +1,7 @@
-"""Writing what comes in one by one in parts that many share, in a thread of its own.
+"""A background writer for logs: items that arrive one by one are written in shared parts.
 
-Whatever was appended while the last part was written, and for `PACE` seconds after it, goes out as the next part: so a
-log keeps up with any rate with one write at a time, and whoever appends never waits for it.
+The items appended during the last write and the following `PACE` seconds form the next part. So a log keeps up with any
+rate with one write at a time, and `append` never waits for a write.
 """
 
 import hashlib
@@ -25,15 +25,16 @@ from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged, StoreError
 from cairn.storage.store.store import Store
 
-# Parts of logs: Arrow IPC files that are written whole, whose names carry the SHA-256 of their bytes, and their
-# schema's metadata the digest of the inputs that the rows were made from.
+# Parts of logs: Arrow IPC files, written whole. The name of a part carries the SHA-256 of its bytes, the metadata of
+# its schema the digest of the inputs from which the rows were made.
 
 
 _INPUTS_KEY = b"inputs_digest"
 
 
 def read_any_part(store: Store, path: str) -> pa.Table | None:
-    """The rows of a part with its schema's metadata; None if it is torn, or has gone with its shard's commit."""
+    """Return the rows of a part with its schema's metadata; None if it is torn, or was deleted after its shard's
+    commit."""
     try:
         data = store.read(path)
     except FileNotFoundError:
@@ -47,8 +48,13 @@ def read_any_part(store: Store, path: str) -> pa.Table | None:
 
 
 def part_bytes(table: pa.Table, inputs_digest: str, metadata: Mapping[bytes, bytes] | None = None) -> tuple[str, bytes]:
-    """A part of a log, with the digest of what its rows were made from, and more of its schema's metadata: its SHA-256
-    and its bytes."""
+    """Encode a part of a log. Return its SHA-256 and its bytes.
+
+    Args:
+        table: rows of the part.
+        inputs_digest: digest of the inputs from which the rows were made.
+        metadata: further metadata of the schema.
+    """
     sink = pa.BufferOutputStream()
     table = table.replace_schema_metadata({_INPUTS_KEY: inputs_digest, **(metadata or {})})
     options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -59,32 +65,34 @@ def part_bytes(table: pa.Table, inputs_digest: str, metadata: Mapping[bytes, byt
 
 
 def accepted_rows(table: pa.Table, schema: pa.Schema, accepted: Collection[bytes]) -> pa.Table | None:
-    """The rows of a part, with the columns that the schema has got since; None where it was made from other inputs than
-    those of the digests that are accepted."""
+    """Return the rows of a part, with the columns that the schema got later.
+
+    Returns None if the part was made from inputs whose digest is not in `accepted`, or has another schema.
+    """
     metadata = table.schema.metadata or {}
     table = complete(table.replace_schema_metadata(None), schema)
     return table if metadata.get(_INPUTS_KEY) in accepted and table.schema.equals(schema) else None
 
 
-# What counts of logs that several attempts at the same have kept, where some of them still write.
+# Recovery from the logs of several attempts at the same work, some of which may still write.
 #
-# A driver that was suspended while another took its run over wakes and goes on writing. So who begins says what it has
-# found: its first part names the other attempts, each with the number from which on its parts do not count.
+# A suspended driver whose run was taken over may resume and continue to write. So an attempt starts with a part that
+# names the other attempts that it found. Each entry holds the number from which on that attempt's parts do not count.
 #
 # | a part | counts |
 # |---|---|
-# | of an attempt that every later one had found, below the numbers that they say | yes |
-# | that was written since: from such a number on, or of an attempt of an earlier driver that was not found | never |
-# | of attempts before any that say so (of earlier versions of the code) | yes |
+# | of an attempt that every later one found, below their numbers | yes |
+# | written later: from such a number on, or by an earlier driver's attempt that was not found | never |
+# | of an attempt before any that names others (earlier versions of the code) | yes |
 #
-# So all that a later attempt goes on from is of one history: it reads what ended before what was called for it, and of
-# whoever writes meanwhile neither.
+# So everything from which a later attempt resumes belongs to one history. It reads finished samples before the calls
+# made for them, and from an attempt that writes meanwhile it uses neither.
 
 
 READERS = 8
-"""Parts read at a time: an object store answers one after tens of milliseconds."""
+"""Parts read in parallel: an object store takes tens of milliseconds for each."""
 FOUND = b"found"
-"""In the metadata of a part's schema: JSON, numbers by the names of attempts."""
+"""Key in the metadata of a part's schema. The value is a JSON object of numbers by the names of attempts."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +109,13 @@ class Recovered:
     """The logs of other attempts."""
 
     tables: Sequence[tuple[Part, pa.Table | None]]
-    """The rows of each part; None where nothing in it counts."""
+    """Rows of each part; None if nothing in it counts."""
     found: Mapping[str, int]
-    """Which parts count, as the next part that is written says: below the number, of each attempt."""
+    """Number of each attempt below which its parts count. The next part that is written stores it."""
 
 
 def recover(store: Store, parts: Sequence[Part], schema: pa.Schema, accepted: Collection[bytes]) -> Recovered:
-    """Read the parts of a log of other attempts. `accepted`: digests of the inputs whose rows count."""
+    """Read the parts of a log by other attempts. Rows made from inputs with a digest in `accepted` count."""
     with ThreadPoolExecutor(READERS) as readers:
         tables = list(readers.map(lambda part: read_any_part(store, part.path), parts))
     said = {
@@ -125,14 +133,17 @@ def recover(store: Store, parts: Sequence[Part], schema: pa.Schema, accepted: Co
 
 
 def says(recovered: Recovered, attempt: str) -> dict[bytes, bytes] | None:
-    """What an attempt says at its beginning, as metadata of a part; None where no other can be writing."""
+    """Return the metadata of the part that names the attempts found; None if no other attempt can be writing."""
     if not recovered.found and layout.attempt_epoch(attempt) <= 1:
         return None
     return {FOUND: json.dumps(dict(recovered.found), sort_keys=True).encode()}
 
 
 def _limits(name: str, said: Mapping[str, Mapping[str, int]]) -> list[float]:
-    """The numbers from which on parts of an attempt do not count, by the others of its driver or later ones."""
+    """Return the numbers from which on an attempt's parts do not count.
+
+    The numbers come from the other attempts of the same driver or of later ones.
+    """
     epoch = layout.attempt_epoch(name)
     others = {other: found for other, found in said.items() if other != name}
     return [
@@ -153,16 +164,23 @@ def _found(path: str, table: pa.Table) -> dict[str, int]:
 
 
 PACE = 0.08
-"""Seconds between two parts, so that what finishes one by one shares them."""
+"""Seconds between two parts, so that items that finish one by one share a part."""
 
 
 class PacedWriter:
-    """`append` and `close` raise the error that stopped the background writer, if any. As a context manager it closes
-    itself."""
+    """Writer of a log in a background thread. As a context manager it closes itself.
+
+    `append` and `close` raise the error that stopped the background thread, if any.
+    """
 
     def __init__(self, write: Callable[[int, list[Any]], None], what: str, deadline: float = 120.0) -> None:
-        """`write(number, items)` makes a part durable. `what` it writes, for messages. `deadline`: seconds that `close`
-        may take."""
+        """Start the background thread.
+
+        Args:
+            write: `write(number, items)` makes a part durable.
+            what: what it writes, for messages.
+            deadline: greatest number of seconds for `close`.
+        """
         self._write = write
         self._what = what
         self._deadline = deadline
@@ -172,7 +190,7 @@ class PacedWriter:
         self._urgent = False
         self._closed = False
         self._error: Exception | None = None
-        # A daemon: a process that ends must not wait for a store that does not answer.
+        # A daemon, so that an ending process does not wait for a store that does not respond.
         self._writer = threading.Thread(target=self._write_parts, name="paced-writer", daemon=True)
         self._writer.start()
 
@@ -191,8 +209,13 @@ class PacedWriter:
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
     def append(self, *finished: Any, then: Callable[[], None] | None = None, urgent: bool = False) -> None:
-        """Hand over what has finished. Returns at once. `then` is called, by the writer's thread, when it is durable
-        with all before it; `urgent`: somebody waits for that, so that no others are waited for."""
+        """Queue finished items and return at once.
+
+        Args:
+            finished: the items.
+            then: called in the writer's thread when these items and all before them are durable.
+            urgent: write the next part without waiting for further items, because a caller waits for it.
+        """
         with self._changed:
             self._raise_error()
             if self._closed:
@@ -205,11 +228,11 @@ class PacedWriter:
 
     @property
     def broken(self) -> bool:
-        """Whether an error has stopped the writer: nothing more becomes durable."""
+        """Whether an error has stopped the writer. Then nothing more becomes durable."""
         return self._error is not None
 
     def close(self) -> None:
-        """Return when everything appended is durable. Raises StoreError if that takes longer than the deadline."""
+        """Wait until everything appended is durable. Raises StoreError if that takes longer than the deadline."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -243,28 +266,28 @@ class PacedWriter:
                 self._error = error
 
 
-# The parts of a stream's logs, which are of use as long as one of their groups is open.
+# Lifetime of the parts of a stream's logs: a part is useful as long as one of its groups is open.
 
 
 class GroupParts:
-    """Those of one log. For one thread at a time."""
+    """Parts of one log with their open groups. Not thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._groups: dict[str, set[int]] = {}
 
     def add(self, path: str, groups: Iterable[int]) -> None:
-        """There is a part with rows of these open groups."""
+        """Register a part with rows of these open groups."""
         self._groups[path] = set(groups)
 
     def forget(self, groups: Collection[int]) -> None:
-        """A commit has these groups: nobody needs their rows any more."""
+        """Remove groups that a commit contains. Delete the parts whose rows are no longer needed."""
         for ids in self._groups.values():
             ids.difference_update(groups)
         self.remove_used_up()
 
     def remove_used_up(self) -> None:
-        """In vain where the store does not answer: a later driver removes what is left."""
+        """Delete the parts without open groups. If the store fails, a later driver deletes what is left."""
         paths = [path for path, ids in self._groups.items() if not ids]
         with suppress(StoreError):
             for path in paths:

@@ -1,20 +1,21 @@
-"""The log of a stream: samples as far as they came, durable though no step has taken them yet.
+"""The log of a stream: samples, finished or partial, that are durable although no step has taken them yet.
 
-A driver of a run that streams keps one from its start to its end:
+A driver of a streaming run writes one from its start to its end:
 ```
 runs/<run>/stream/000003-5f0c…/write_ahead/000000.<sha256>.arrow
 ```
-A part is as `cairn.storage.logs.write_ahead` has it, but for this: a sample may have several rows, one for each time
-that it was interrupted and one where it ended.
+The format of a part is that of `cairn.storage.logs.write_ahead`, with one difference: a sample may have several rows,
+one for each interruption and one for its end.
 
 | a later driver finds | meaning |
 |---|---|
-| a row with which a sample ended | that is how it ended; of several the first counts |
-| what an earlier driver wrote after a later one began | it never counts: `cairn.storage.logs.parts` |
-| rows of a sample that did not end | it goes on from the newest |
-| a part that is torn, or made from other inputs | nobody's: it is removed |
+| a row with which a sample ended | that is its end; the first of several counts |
+| rows that an earlier driver wrote after a later one began | they never count: `cairn.storage.logs.parts` |
+| rows of a sample that did not end | generation resumes from the newest |
+| a torn part, or a part of other inputs | useless: it is deleted |
 
-The rows of a group are of no use once the commit of a rollout step has them; a part goes when all of its groups have.
+The rows of a group are useless once the commit of a rollout step contains them. A part is deleted when commits contain
+all of its groups.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -37,25 +38,25 @@ from cairn.storage.store.store import Store
 
 
 def prompts_in_stream(store: Store, run: str) -> set[int]:
-    """The prompts, as rows of the data set, of which samples lie in logs of a run's drivers."""
+    """Return the prompts, as rows of the data set, of which samples are in the logs of a run's drivers."""
     tables = (read_any_part(store, path) for path in chain.from_iterable(_parts(store, run).values()))
     return {row for table in tables if table is not None for row in table["prompt_index"].to_pylist()}
 
 
 def stream_parts(store: Store, run: str) -> dict[str, int]:
-    """Store paths and sizes of the parts of all logs of a run's drivers, those of calls included."""
+    """Return store paths and sizes in bytes of the parts of all logs of a run's drivers, including those of calls."""
     found = store.find(layout.stream(run))
     return {path: size for path, size in found.items() if path.endswith(".arrow")}
 
 
 def groups_of_part(store: Store, path: str) -> set[int]:
-    """The groups that a part has rows of; empty if it is torn, or has gone meanwhile."""
+    """Return the groups with rows in a part; empty if the part is torn or was deleted meanwhile."""
     table = read_any_part(store, path)
     return set() if table is None else set(table["group_id"].to_pylist())
 
 
 def _parts(store: Store, run: str, besides: str = "") -> dict[str, list[str]]:
-    """Store paths of the parts of all drivers but one, by their names."""
+    """Return the store paths of the parts of all drivers except `besides`, by the drivers' attempts."""
     found: dict[str, list[str]] = {}
     for name in map(layout.parse_attempt, store.list(layout.stream(run))):
         if name is not None and name != besides:
@@ -65,7 +66,7 @@ def _parts(store: Store, run: str, besides: str = "") -> dict[str, list[str]]:
 
 
 class StreamLog(PacedWriter):
-    """That of one driver. A context manager, as the write-ahead log of a step's samples is."""
+    """Log of the samples of one driver. Use it as a context manager."""
 
     def __init__(
         self,
@@ -78,14 +79,17 @@ class StreamLog(PacedWriter):
         earlier_digests: Collection[str] = (),
         deadline: float = 120.0,
     ) -> None:
-        """
+        """Begin the log.
+
         Args:
-            folder: of the driver.
-            inputs_digest: of everything the rows depend on; only parts made from the same are taken over.
-            schema: of the rows.
-            encode: makes rows of what was appended, in the log's own thread.
-            earlier_digests: of the same inputs by the rules of earlier versions of the code.
-            deadline: seconds that `close` may take.
+            folder: folder of the driver.
+            run: name of the run.
+            inputs_digest: digest of everything that the rows depend on; only parts made from the same inputs are
+                recovered.
+            schema: schema of the rows.
+            encode: converts appended items to rows, in the log's own thread.
+            earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
+            deadline: greatest number of seconds for `close`.
         """
         self._run = run
         self._folder = folder
@@ -94,14 +98,17 @@ class StreamLog(PacedWriter):
         self._schema = schema
         self._encode = encode
         self._parts = GroupParts(folder.store)
-        """Of the writer's thread, once it has begun."""
+        """Parts of this log. After the start only the writer's thread uses it."""
         self._numbers = count()
         super().__init__(self._write_samples, f"samples to {self._folder.folder}", deadline)
 
     def recover(self, groups: Collection[int]) -> pa.Table:
-        """The rows of earlier drivers that samples of these groups go on from, or ended with: one a sample, in the
-        order in which they were written. Parts of no other groups are removed. To be called before anything is
-        appended, and before the calls of the samples are read: what ended was called for before."""
+        """Return the rows of earlier drivers with which samples of these groups ended or from which they resume.
+
+        Returns one row for each sample, in the order of writing. Deletes the parts without such groups. Call it before
+        anything is appended, and before the calls of the samples are read: the calls of a finished sample were made
+        before it ended.
+        """
         store = self._folder.store
         others = _parts(store, self._run, besides=self._folder.name)
         parts = [*chain.from_iterable(parts_of(name, paths) for name, paths in others.items())]
@@ -119,11 +126,11 @@ class StreamLog(PacedWriter):
         return rows.take(pa.array(_newest(rows), pa.int64())).combine_chunks()
 
     def forget(self, groups: Iterable[int]) -> None:
-        """A commit has these groups: their rows are of no use any more, nor those that are on their way."""
+        """Drop the rows of groups that a commit contains, including rows that are still queued."""
         self.append(then=partial(self._parts.forget, set(groups)))
 
     def close(self) -> None:
-        """See `PacedWriter.close`."""
+        """Wait until everything appended is durable, and remove empty folders. Raises StoreError."""
         super().close()
         with suppress(StoreError):
             self._folder.store.remove_empty_folders(self._folder.beside)
@@ -141,7 +148,7 @@ class StreamLog(PacedWriter):
 
 
 def _newest(rows: pa.Table) -> list[int]:
-    """Of each sample the row that counts, in order."""
+    """Return the index of the row that counts for each sample, in order."""
     columns = zip(*(rows[name].to_pylist() for name in ("group_id", "sample_index", "status")), strict=True)
     counts: dict[tuple[int, int], int] = {}
     ended = set[tuple[int, int]]()
@@ -154,18 +161,18 @@ def _newest(rows: pa.Table) -> list[int]:
     return sorted(counts.values())
 
 
-# The log of calls of a run that streams: what the code of samples that no step has taken was given.
+# The log of calls of a streaming run: calls of samples that no step has taken.
 #
-# A driver keeps one beside its log of those samples (`cairn.storage.logs.stream_log`), from its start to its end:
+# A driver writes it from its start to its end, next to its log of these samples:
 # ```
 # runs/<run>/stream/000003-5f0c…/write_ahead/calls/0002-000000.<sha256>.arrow
 # ```
-# It is as the one of a step (`cairn.storage.logs.call_log`), drivers in place of the step's attempts, but for this: a
-# part goes when commits have all of its groups.
+# The format is that of a step's log (`cairn.storage.logs.call_log`), with drivers in place of attempts. In contrast, a
+# part is deleted when commits contain all of its groups.
 
 
 class StreamCallLog(CallLog):
-    """That of one driver."""
+    """Log of the calls of one driver."""
 
     def __init__(
         self,
@@ -176,22 +183,30 @@ class StreamCallLog(CallLog):
         encode: Callable[[list[Any]], pa.Table],
         earlier_digests: Collection[str] = (),
     ) -> None:
-        """See `CallLog`. `groups`: those that no step has taken; rows and parts of others are of no use."""
+        """Begin the log.
+
+        Args:
+            folder: folder of the driver.
+            inputs_digest: digest of everything that the rows depend on.
+            groups: groups that no step has taken; rows and parts of other groups are useless.
+            encode: converts appended items to rows of CALLS, in the log's own thread.
+            earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
+        """
         self._parts = GroupParts(folder.store)
-        """Of the writer's thread, once it has begun."""
+        """Parts of this log. After the start only the writer's thread uses it."""
         self._open = frozenset(groups)
         self._first: str | None = None
-        """The part that says that there is this log: it stays as long as its driver."""
+        """Part that marks the existence of this log. It stays as long as its driver runs."""
         super().__init__(folder, inputs_digest, encode=encode, earlier_digests=earlier_digests)
         self._parts.remove_used_up()
         self.recovered = self.recovered.filter(pc.is_in(self.recovered["group_id"], pa.array(groups, pa.int64())))
 
     def forget(self, groups: Iterable[int]) -> None:
-        """See `StreamLog.forget`."""
+        """Drop the rows of groups that a commit contains, including rows that are still queued."""
         self.append(then=partial(self._parts.forget, set(groups)))
 
     def close(self) -> None:
-        """See `PacedWriter.close`."""
+        """Wait until everything appended is durable, and delete the first part. Raises StoreError."""
         super().close()
         if self._first is not None:
             self._parts.add(self._first, ())

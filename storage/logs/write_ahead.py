@@ -1,22 +1,22 @@
-"""The write-ahead log: what a step finished, durable before the step is done.
+"""The write-ahead log: finished samples of a step, durable before the step is done.
 
-A rollout shard, and an evaluation, keep one while they run:
+A rollout shard, and an evaluation, writes one while it runs:
 ```
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/000000.<sha256>.arrow
 ```
-A part is an Arrow IPC file of finished samples, a row each, written whole: samples of many groups share it, and a
-group's may lie in several. Its name carries the SHA-256 of its bytes, its schema's metadata the digest of the inputs
-that the rows were made from.
+A part is an Arrow IPC file of finished samples, one row each, written whole. Samples of many groups share a part, and a
+group may be spread over several. The name of a part carries the SHA-256 of its bytes, the metadata of its schema the
+digest of the inputs from which the rows were made.
 
 | a later attempt finds | meaning |
 |---|---|
-| digest right, same inputs | its samples are finished: taken over |
+| digest right, same inputs | its samples are finished: recovered |
 | digest right, other inputs or schema | made under another configuration: ignored |
 | digest wrong | torn: ignored, its samples are generated again |
-| written by an earlier attempt after a later one began | never counts: `cairn.storage.logs.parts` |
+| a part that an earlier attempt wrote after a later one began | it never counts: `cairn.storage.logs.parts` |
 | a sample for the second time | the first counts |
 
-Parts are never committed: the shard's commit names one compacted file, and then the parts are removed.
+Parts are never committed. The shard's commit names one compacted file, and then the parts are deleted.
 """
 
 from collections import Counter
@@ -37,8 +37,10 @@ CALLS_FOLDER = f"{PARTS}/calls"
 
 
 def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None], size: int) -> int:
-    """How many groups of a rollout, of `size` samples each, lie finished in write-ahead parts of shards other than
-    those `committed`."""
+    """Return the number of finished groups of a rollout in write-ahead parts of shards that are not in `committed`.
+
+    A finished group has `size` samples.
+    """
     folder = layout.attempts(run, iteration, Step.ROLLOUT)
     found: set[tuple[str | None, int, int]] = set()
     for attempt in map(layout.parse_attempt, store.list(folder)):
@@ -53,8 +55,8 @@ def waiting_groups(store: Store, run: str, iteration: int, committed: Collection
 
 
 def waiting_prompts(store: Store, run: str, iteration: int, committed: Collection[str | None]) -> set[int]:
-    """The prompts, as rows of the data set, of which samples lie in write-ahead parts of shards other than those
-    `committed`."""
+    """Return the prompts of samples in write-ahead parts of shards that are not in `committed`, as rows of the data
+    set."""
     folder = layout.attempts(run, iteration, Step.ROLLOUT)
     found: set[int] = set()
     for attempt in map(layout.parse_attempt, store.list(folder)):
@@ -68,36 +70,35 @@ def waiting_prompts(store: Store, run: str, iteration: int, committed: Collectio
 
 
 def is_calls(path: str) -> bool:
-    """Whether a store path is that of a part of a log of calls, see `cairn.storage.logs.call_log`."""
+    """Return whether a store path is that of a part of a log of calls (`cairn.storage.logs.call_log`)."""
     return f"/{CALLS_FOLDER}/" in path and path.endswith(".arrow")
 
 
 def groups_of_calls(store: Store, paths: Collection[str]) -> set[int]:
-    """The groups of which there are calls in parts, by their store paths. Calls do not say of which prompt they are."""
+    """Return the groups with calls in parts, from the parts' store paths. Calls do not record their prompt."""
     found = (read_any_part(store, path) for path in paths if is_calls(path))
     return {group for table in found if table is not None for group in table["group_id"].to_pylist()}
 
 
 def _samples(table: pa.Table) -> list[tuple[int, int]]:
-    """(group_id, sample_index) of every row."""
+    """Return (group_id, sample_index) of every row."""
     return list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
 
 
 def parts_of(attempt: str, paths: Sequence[str]) -> list[Part]:
-    """The parts of an attempt, whose names begin with their numbers."""
+    """Return the parts of an attempt from their store paths. The file names begin with the numbers of the parts."""
     numbers = [path.rpartition("/")[2].partition(".")[0] for path in paths]
     return [Part(attempt, int(n) if n.isdecimal() else 0, path) for n, path in zip(numbers, paths, strict=True)]
 
 
 def _parts(store: Store, attempt: str) -> list[str]:
-    """Store paths of the write-ahead parts in an attempt's folder."""
+    """Return the store paths of the write-ahead parts in an attempt's folder."""
     folder = f"{attempt}/{PARTS}"
     return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".arrow")]
 
 
 class WriteAhead(PacedWriter):
-    """The write-ahead log of a rollout shard or an evaluation: samples are durable as soon as they finish. See the
-    module for what a part is."""
+    """Write-ahead log of a rollout shard or an evaluation: samples are durable soon after they finish."""
 
     def __init__(
         self,
@@ -109,10 +110,17 @@ class WriteAhead(PacedWriter):
         earlier_digests: Collection[str] = (),
         deadline: float = 120.0,
     ):
-        """`inputs_digest`: of everything the rows depend on; only parts made from the same inputs are taken over.
-        `schema`: of the rows. `encode`: makes rows of what was appended, in the log's own thread; tables by default.
-        `earlier_digests`: of the same inputs by the rules of earlier versions of the code. `deadline`: seconds that
-        `close` may take."""
+        """Begin the log.
+
+        Args:
+            attempt: folder of the attempt.
+            inputs_digest: digest of everything that the rows depend on; only parts made from the same inputs are
+                recovered.
+            schema: schema of the rows.
+            encode: converts appended items to rows, in the log's own thread; by default the items are tables.
+            earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
+            deadline: greatest number of seconds for `close`.
+        """
         self._attempt = attempt
         self._inputs_digest = inputs_digest
         self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
@@ -123,13 +131,16 @@ class WriteAhead(PacedWriter):
         super().__init__(self._write_samples, f"finished samples to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
-        """The rows of everything that was appended. Returns when they are durable; then the log is closed."""
+        """Close the log and return the rows of everything that was appended, once they are durable."""
         self.close()
         return pa.concat_tables(self._written)
 
     def recover(self) -> pa.Table:
-        """The rows that earlier attempts at this shard finished from the same inputs; perhaps none. To be called once,
-        before anything is appended, and before the calls of its samples are read: what ended was called for before."""
+        """Return the rows that earlier attempts at this shard finished from the same inputs; the table may be empty.
+
+        Call it once, before anything is appended, and before the calls of the samples are read: the calls of a finished
+        sample were made before it ended.
+        """
         attempt = self._attempt
         folder = attempt.beside
         names = map(layout.parse_attempt, attempt.store.list(folder))

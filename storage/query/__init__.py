@@ -1,9 +1,9 @@
-"""The ledger as a database: SQL over the commits and tables of all runs of a store. See `docs/sql.md` for its views.
+"""SQL over the commits and tables of all runs of a store. `docs/sql.md` describes the views.
 
     open_query(open_store("s3://bucket/prefix")).sql("select iteration, avg(reward) from rewards group by 1")
 
-Nothing is copied: DuckDB reads the Parquet files where they lie, and of these only the files and columns that a query
-names. What is kept of commits between queries (`cairn.storage.query.catalogue`) is disposable.
+Nothing is copied: DuckDB reads the Parquet files in place, and only the files and columns that a query names. The cache
+of commits between queries (`cairn.storage.query.catalogue`) is disposable.
 """
 
 from cairn.storage.query.database import Query, open_query

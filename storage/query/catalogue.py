@@ -1,4 +1,4 @@
-"""Which commits and tables each run of a store has, a fork those that it shares with its parent besides its own."""
+"""The catalogue: commits and tables of each run of a store. A fork also has those that it shares with its parent."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from cairn.storage.store.errors import BeingDeleted, Damaged
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import Store, is_path
 
-# Commits as rows of one table: what queries read of them, flat and typed.
+# Commits as rows of one flat, typed table with the fields that queries read.
 
 
 _TEXTS = pa.map_(pa.string(), pa.string())
@@ -66,13 +66,16 @@ COMMITS = pa.schema(
         ("results_bytes", pa.list_(pa.int64())),
     ]
 )
-"""`tables` are the store paths of the step's Parquet files but those beside its table, `table_bytes` their sizes;
-`calls` and `results` those of the calls of a rollout's samples and their long results, at most one each."""
+"""Schema of the table of commits. `tables` are the store paths of the step's Parquet files without those stored next to
+its table, `table_bytes` their sizes in bytes. `calls` and `results` are the paths of a rollout's calls and of their
+long results, at most one each."""
 
 
 def row_of(data: bytes, path: str) -> dict[str, Any]:
-    """The row of a commit's marker. Its form and place are checked, its digest is not: that is for `cairn verify`.
-    Raises Damaged, naming the path."""
+    """Return the row of a commit's marker. Raises Damaged, naming the path.
+
+    Checks the format and the place of the marker, but not its digest; `cairn verify` does that.
+    """
     try:
         fields = from_json(data)
         require_readable(fields)
@@ -116,7 +119,7 @@ _PLAIN = (
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Rows as a table of `COMMITS`. Raises ValueError if one holds something of another type."""
+    """Return rows as a table of `COMMITS`. Raises ValueError if a value has another type."""
     listed = list(rows)
     try:
         return pa.table([pa.array([row[f.name] for row in listed], f.type) for f in COMMITS], schema=COMMITS)
@@ -132,7 +135,7 @@ def _table_path(run: str, path: str) -> str:
 
 
 def _beside(run: str, column: str, name: str, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The file of a name, where there is one."""
+    """Return path and size of the file with a given name, as two columns of a row; empty if there is no such file."""
     found = [output for output in outputs if output["path"].endswith(f"/{name}")]
     return {
         column: [_table_path(run, output["path"]) for output in found],
@@ -145,28 +148,29 @@ def _items(mapping: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _numbers(mapping: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """NaN and infinities stand in a commit as text."""
+    """Return the items as floats. A commit holds NaN and infinities as text."""
     return [(str(name), float(value)) for name, value in mapping.items()]
 
 
-# What was read of a run's commits, kept between queries: reading thousands of small files takes longer than the rest.
+# Cache of a run's commits between queries, because reading thousands of small files takes most of a query's time.
 #
 # ```
-# <cache>/cairn/commits/<store>/<run>.arrow      an Arrow IPC file of `COMMITS`, and the SHA-256 of it
+# <cache>/cairn/commits/<store>/<run>.arrow      an Arrow IPC file of `COMMITS`, followed by its SHA-256
 # ```
 #
-# `<cache>` is `XDG_CACHE_HOME` or `~/.cache`, `<store>` a digest of its address, `<run>` the name and a digest of the
-# manifest. It is never the truth, and may be removed at any time: a file that is missing, torn or altered counts as
-# none, one that cannot be written is left out. What it says is used only for commits whose markers the store lists.
+# `<cache>` is `XDG_CACHE_HOME` or `~/.cache`, `<store>` a digest of the store's URL, `<run>` the run's name and a
+# digest of its manifest. The cache is not authoritative and may be deleted at any time. A file that is missing, torn or
+# altered is ignored, and a failure to write is ignored. Entries are used only for commits whose markers the store
+# lists.
 
 
 _SHA256 = 32
 _KEPT = 30 * 86400
-"""Seconds for which an index that nobody uses is kept."""
+"""Seconds after its last use at which an index is deleted."""
 
 
 def read_index(url: str, manifest: Manifest) -> pa.Table:
-    """The commits that earlier queries read; none if there is no index that can be used."""
+    """Return the commits that earlier queries read; an empty table if there is no usable index."""
     path = _path(url, manifest)
     try:
         data = path.read_bytes()
@@ -182,7 +186,7 @@ def read_index(url: str, manifest: Manifest) -> pa.Table:
 
 
 def write_index(url: str, manifest: Manifest, table: pa.Table) -> None:
-    """Keep commits for later queries, as far as that succeeds."""
+    """Cache commits for later queries. Ignores OSError."""
     path = _path(url, manifest)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, COMMITS) as writer:
@@ -203,7 +207,7 @@ def _path(url: str, manifest: Manifest) -> Path:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A reader sees the old file or the new one."""
+    """Yield a temporary path that replaces `path` at the end, so that a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         yield temporary
@@ -220,40 +224,44 @@ def _forget_unused(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """What a run has of the run that made it: itself, or a parent."""
+    """Iterations of a run that one owner made: the run itself, or a parent."""
 
     run: str
     owner: str
     first: int
     last: int
-    """Iterations, both included."""
+    """Last iteration; `first` and `last` are both included."""
     steps: frozenset[str] = frozenset(Step)
-    """A fork may hold checkpoints of its own of iterations that it shares."""
+    """Steps of the share. A fork may hold its own checkpoints of iterations that it shares."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The Parquet files of a step that a run has of a share."""
+    """Parquet files of one step in one share."""
 
     share: Share
     paths: tuple[str, ...]
     """Store paths, in the order of iterations and shards."""
     sizes: tuple[int, ...]
-    """Their bytes."""
+    """Sizes in bytes."""
     rows: tuple[int, ...]
-    """Of each step's snapshot."""
+    """Number of rows of each step's snapshot."""
     places: tuple[tuple[int, str | None], ...]
-    """Iteration and shard of each."""
+    """Iteration and shard of each file."""
 
 
 class Catalogue:
-    """What lies in a store now. Reads what is asked for, once: make a new one to see what was committed since."""
+    """Contents of a store at one time. Each item is read once, on first use. Create a new catalogue to see later
+    commits."""
 
     def __init__(self, store: Store, run: str | None = None):
-        """`run`: only that run, with what it shares. Raises FileNotFoundError if there is none of the name."""
+        """Read the manifests.
+
+        `run` restricts the catalogue to one run with what it shares. Raises FileNotFoundError if there is no such run.
+        """
         self.store = store
         self.notes: list[str] = []
-        """What was passed over, a sentence each."""
+        """Sentences about what was skipped."""
         self._commits: dict[tuple[str, frozenset[str]], pa.Table] = {}
         self._retired: dict[str, set[tuple[int, layout.Kind]]] = {}
         self._resized: dict[str, dict[str, int]] = {}
@@ -276,7 +284,7 @@ class Catalogue:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """Of all runs: a commit that a run and its forks have stands in a share of each."""
+        """Shares of all runs. A commit that a run shares with its forks is in one share of each."""
         found: list[Share] = []
         for manifest in self.runs:
             last = layout.LAST_NUMBER
@@ -290,7 +298,7 @@ class Catalogue:
         return tuple(share for share in found if share.first <= share.last)
 
     def commits(self, steps: Collection[str]) -> pa.Table:
-        """The commits of some steps, of every share: columns `run` and `owner` before those of `COMMITS`."""
+        """Return the commits of some steps in all shares: columns `run` and `owner`, then those of `COMMITS`."""
         pieces = []
         for share in self.shares:
             found = self._of_share(share, frozenset(steps))
@@ -301,8 +309,10 @@ class Catalogue:
         return pa.schema([("run", pa.string()), ("owner", pa.string()), *COMMITS]).empty_table()
 
     def tables(self, step: str, kind: str = "table") -> list[Tables]:
-        """The files of a step by share, without those that retention removed. `kind`: `table`, or `calls` or `results`
-        of those that lie beside it."""
+        """Return the files of a step by share, without those that retention removed.
+
+        `kind` is `table`, or `calls` or `results` for files stored next to the table.
+        """
         columns_of_files = ("tables", "table_bytes") if kind == "table" else (kind, f"{kind}_bytes")
         found = []
         for share in self.shares:
@@ -323,8 +333,11 @@ class Catalogue:
         return found
 
     def delays(self) -> set[int]:
-        """Iterations between the rollout and the training of a sample that there are: 0, and others where a batch took
-        samples of earlier iterations. Told by what the advantage steps were made from."""
+        """Return the delays, in iterations, that occur between the rollout of a sample and its training.
+
+        These are 0, and others if a batch used samples of earlier iterations. They are derived from the inputs of the
+        advantage steps.
+        """
         found = {0}
         for share in self.shares:
             commits = self._of_share(share, frozenset({str(Step.ADVANTAGE)}))
@@ -337,7 +350,7 @@ class Catalogue:
         return found
 
     def last_iteration(self, run: str) -> int | None:
-        """The newest iteration of a run with a commit."""
+        """Return the newest iteration of a run with a commit, or None."""
         newest = [
             iteration
             for share in self.shares
@@ -348,7 +361,7 @@ class Catalogue:
         return max(newest, default=None)
 
     def _chain(self, ledger: Ledger) -> list[Ledger]:
-        """A run and its parents."""
+        """Return a run and its parents."""
         chain = [ledger]
         while (parent := chain[-1].parent) is not None:
             chain.append(self._ledgers.setdefault(parent.run, parent))
@@ -375,7 +388,7 @@ class Catalogue:
         return commits.filter(within)
 
     def _of_run(self, owner: str, steps: frozenset[str]) -> pa.Table:
-        """The commits of some steps that lie in a run's folder, by iteration, step and shard."""
+        """Return the commits of some steps in a run's folder, by iteration, step and shard."""
         if (owner, steps) not in self._commits:
             self._commits[owner, steps] = self._read_commits(owner, steps)
         return self._commits[owner, steps]
@@ -397,7 +410,7 @@ class Catalogue:
         return mine.sort_by([("name", "ascending")])
 
     def _index(self, owner: str) -> pa.Table:
-        """The commits of a run that were read before, and are there."""
+        """Return the cached commits of a run that the store still has."""
         if owner not in self._indexes:
             known = read_index(self.store.url, self._ledgers[owner].manifest)
             known = known.filter(pc.is_in(known.column("name"), pa.array(sorted(self._all(owner)), pa.string())))
@@ -407,14 +420,17 @@ class Catalogue:
         return self._indexes[owner]
 
     def _same_history(self, owner: str, known: pa.Table) -> bool:
-        """Whether the newest commits of an index are still those of the store: they hold the digests of all before
-        them, and differ if the store was put back to an older state and went on from there."""
+        """Return whether the newest commits of an index equal those of the store.
+
+        These commits hold the digests of all before them. They differ if the store was restored to an older state and
+        the run continued from there.
+        """
         newest = known.filter(pc.equal(known.column("iteration"), pc.max(known.column("iteration"))))
         read = self._read(owner, newest.column("name").to_pylist())
         return sorted(read.column("digest").to_pylist()) == sorted(newest.column("digest").to_pylist())
 
     def _read(self, owner: str, names: Sequence[str]) -> pa.Table:
-        """Markers by name. What cannot be read is noted and left out."""
+        """Return the rows of markers by name. Notes and skips markers that cannot be read."""
         paths = [f"{layout.iterations(owner)}/{name}.json" for name in names]
         rows = []
         for path, data in zip(paths, self.store.read_many(paths), strict=True):
@@ -426,7 +442,7 @@ class Catalogue:
         return table_of(rows)
 
     def _listed(self, owner: str) -> dict[int, list[str]]:
-        """Names of an owner's markers by iteration."""
+        """Return the names of an owner's markers by iteration."""
         if owner not in self._markers:
             iterations = iterations_with_files(self.store, owner)
             if isinstance(self.store, LocalStore):
@@ -439,7 +455,7 @@ class Catalogue:
         return self._markers[owner]
 
     def _listed_at_once(self, owner: str) -> dict[int, list[str]]:
-        """One request a thousand files, in place of one an iteration."""
+        """Return the same with one request for every thousand files, instead of one for each iteration."""
         folder, found = layout.iterations(owner), dict[int, list[str]]()
         for path in self.store.find(folder):
             iteration, _, name = path.removeprefix(f"{folder}/").partition("/")
@@ -456,8 +472,10 @@ class Catalogue:
         ]
 
     def _redacted_sizes(self, owner: str) -> dict[str, int]:
-        """Bytes of the tables of a run that were redacted since they were committed, by store path: those that they
-        have, which are the old ones where a redaction is not finished."""
+        """Return the sizes in bytes, by store path, of the files in the folders of a run's redacted tables.
+
+        They are the current sizes, which are still the old ones if a redaction is not finished.
+        """
         if owner not in self._resized:
             redactions = redacted_files(Decisions(self.store, read_manifest(self.store, owner)).all())
             folders = {layout.in_run(owner, path).rpartition("/")[0] for path in redactions}
@@ -482,6 +500,6 @@ _STEPS = frozenset(map(str, Step))
 
 
 def _newest_rounds(commits: pa.Table) -> pa.Table:
-    """Of each iteration the filter step of the last round: it says of all groups so far what becomes of them."""
+    """Return the filter step of the last round of each iteration, which decides on all groups so far."""
     newest = {iteration: row for row, iteration in enumerate(commits.column("iteration").to_pylist())}
     return commits.take(pa.array(newest.values(), pa.int64()))

@@ -1,7 +1,6 @@
-"""A query's database: DuckDB in memory, with the views that the query names, over the ledger's files and nothing else.
+"""The database of a query: an in-memory DuckDB with the views that the query names, over the ledger's files.
 
-What a query may do is read: it is one SELECT, other files than those of the ledger are refused, and so are extensions
-and changes of these settings.
+A query can only read: it must be one SELECT. Other files, extensions and changes of these settings are rejected.
 """
 
 import difflib
@@ -22,7 +21,7 @@ from cairn.storage.query.views import VIEWS
 from cairn.storage.store.errors import BadQuery
 from cairn.storage.store.store import Store
 
-# DuckDB's errors in our words: one sentence, with the names that were perhaps meant.
+# DuckDB's errors reduced to one sentence, with suggestions for misspelled names.
 
 
 _NO_COLUMN = re.compile(r'(?:column|named) "([^"]+)"')
@@ -30,7 +29,7 @@ _NO_TABLE = re.compile(r"Table with name (\S+) does not exist")
 
 
 def plain_error(error: Exception, views: frozenset[str] = frozenset()) -> str:
-    """What is wrong with a query. `views` are those that it names."""
+    """Return what is wrong with a query, in one sentence. `views` are the views that it names."""
     first = str(error).strip().partition("\n")[0]
     text = re.sub(r"^\w+(?: \w+)? Error: ", "", first).rstrip("!. ")
     if match := _NO_TABLE.search(text):
@@ -48,30 +47,30 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-# Which views and columns a query names, so that nothing else is built and read.
+# Names of the views and columns in a query, so that nothing else is built and read.
 
 
 _WIDE = {"STAR", "NATURAL", "SHOW_REF", "PIVOT"}
-"""Parts of a query that may name every column there is."""
+"""Query nodes that may refer to every column."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Every name of a view or column that stands in a query, and perhaps more."""
+    """Names of the views and columns in a query; may include more."""
 
     views: frozenset[str]
     words: frozenset[str]
-    """Lower-case; also those that are no columns."""
+    """Lower-case words of the query, including those that are not columns."""
     wide: bool
-    """Whether it may mean every column of its views."""
+    """Whether the query may refer to every column of its views."""
 
     def columns(self, view: str) -> list[str]:
-        """Of a view, those that the query may name."""
+        """Return the columns of a view to which the query may refer."""
         return [name for name in VIEWS[view].columns if self.wide or name in self.words]
 
 
 def names_in(connection: duckdb.DuckDBPyConnection, text: str) -> Names:
-    """The names in a query. Raises BadQuery where it cannot be parsed."""
+    """Return the names in a query. Raises BadQuery if it cannot be parsed."""
     (answer,) = connection.execute("SELECT json_serialize_sql($1)", [text]).fetchall()[0]
     try:
         tree = json.loads(answer)
@@ -116,20 +115,21 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
 
 
 class Query:
-    """A store as a database. Each query sees what is committed when it begins."""
+    """A store as a database. Each query sees what is committed when it starts."""
 
     def __init__(self, store: Store, run: str | None = None):
-        """Use `open_query`."""
+        """Do not call this directly; use `open_query`."""
         self.store = store
         self.run = run
         self.notes: tuple[str, ...] = ()
-        """What the last query passed over, a sentence each."""
+        """Sentences about what the last query skipped."""
 
     def sql(self, text: str, params: Sequence[Any] | Mapping[str, Any] | None = None) -> pa.Table:
-        """The result of a SELECT over the views. `params` are the values of its `?` or `$name`.
+        """Return the result of a SELECT over the views. Raises BadQuery.
 
-        Commits are not held against their digests, nor files: that is for `cairn verify`. A table that retention
-        removed is left out; so is one that is lost or cannot be read, with a sentence in `notes`. Raises BadQuery.
+        `params` are the values of its `?` or `$name`. Commits and files are not compared with their digests; `cairn
+        verify` does that. A table that retention removed is left out. A table that is lost or cannot be read is left
+        out, too, with a sentence in `notes`.
         """
         lost: dict[str, str] = {}
         while True:
@@ -158,15 +158,17 @@ class Query:
 
 
 def open_query(store: Store, run: str | None = None) -> Query:
-    """The database of a store, or of one run with what it shares with its parents. Raises FileNotFoundError if there
-    is no such run."""
+    """Return the database of a store, or of one run with what it shares with its parents.
+
+    Raises FileNotFoundError if there is no such run.
+    """
     if run is not None and not store.exists(layout.run_manifest(run)):
         raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them")
     return Query(store, run)
 
 
 def _require_select(connection: duckdb.DuckDBPyConnection, text: str) -> None:
-    """Raise BadQuery unless a text is one statement that reads."""
+    """Raise BadQuery unless the text is one statement that reads."""
     statements = connection.extract_statements(text)
     if len(statements) != 1:
         raise BadQuery(f"give one SELECT; these are {len(statements)} statements")
@@ -175,7 +177,7 @@ def _require_select(connection: duckdb.DuckDBPyConnection, text: str) -> None:
 
 
 def _confine(connection: duckdb.DuckDBPyConnection, folders: Sequence[str]) -> None:
-    """From here on only files below some folders can be read, and this cannot be changed."""
+    """Restrict the connection for good to reading files below the given folders."""
     connection.execute("SET TimeZone = 'UTC'")
     connection.execute("SET enable_progress_bar = false")  # it would stand in the command's output
     connection.execute(f"SET allowed_directories = [{', '.join(map(quoted, folders))}]")
@@ -184,5 +186,5 @@ def _confine(connection: duckdb.DuckDBPyConnection, folders: Sequence[str]) -> N
 
 
 def _of_a_file(error: duckdb.Error) -> bool:
-    """Whether a query may have failed by a file that is lost or damaged."""
+    """Return whether a lost or damaged file may have caused the error."""
     return not isinstance(error, duckdb.ParserException | duckdb.BinderException | duckdb.CatalogException)

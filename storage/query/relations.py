@@ -1,8 +1,7 @@
-"""The relations below the views: `cairn_runs`, `cairn_commits`, and for each step its tables, as in `cairn_rollout`.
+"""Relations below the views: `cairn_runs`, `cairn_commits`, and the tables of each step, such as `cairn_rollout`.
 
-A step's tables have the columns that they were written with, and before them where they lie: `run`, `owner`,
-`iteration` and `shard`. The latter two are read off the file's path, so that DuckDB opens no file of an iteration that
-a query leaves out.
+A step's relation has the columns `run`, `owner`, `iteration` and `shard`, then those of its tables. `iteration` and
+`shard` come from the file's path, so that DuckDB does not open files of iterations that a query excludes.
 """
 
 import io
@@ -28,18 +27,18 @@ from cairn.storage.store.errors import Damaged, StoreError
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import Store
 
-# The ledger's files as DuckDB opens them: local ones by itself, those of an object store through `fsspec`.
+# Access of DuckDB to the ledger's files: local files directly, those of an object store through `fsspec`.
 
 
 SCHEME = "ledger"
 _WHOLE = 2**20
-"""Bytes of a file that is read by one request; of a larger one the parts that are needed are."""
+"""Greatest size in bytes of a file that is read by one request. Larger files are read in parts on demand."""
 _AT_A_TIME = 2**20
-"""Bytes that a request for a part reads at least."""
+"""Least number of bytes of a request for a part."""
 
 
 class LedgerFiles(AbstractFileSystem):
-    """`ledger://PATH` are the files of a store whose sizes are given; nothing else is there, and nothing is written."""
+    """Read-only file system `ledger://PATH` with exactly the files of a store whose sizes are in `sizes`."""
 
     protocol = SCHEME
     cachable = False
@@ -48,7 +47,7 @@ class LedgerFiles(AbstractFileSystem):
         super().__init__()
         self.store = store
         self.sizes: dict[str, int] = {}
-        """Bytes by store path."""
+        """Sizes in bytes by store path."""
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
@@ -57,7 +56,7 @@ class LedgerFiles(AbstractFileSystem):
         return {"name": name, "size": self.sizes[name], "type": "file"}
 
     def modified(self, path: str) -> datetime:
-        """Committed files never change."""
+        """Return a constant time, because committed files never change."""
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:
@@ -79,7 +78,7 @@ class _Part(AbstractBufferedFile):
 
 
 def unreadable(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Those of the files that are lost or no Parquet files, with a sentence of what is wrong."""
+    """Return the files that are lost or not Parquet files, each with a sentence that says what is wrong."""
     found = {}
     for path, size in sizes.items():
         try:
@@ -95,7 +94,7 @@ def unreadable(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
     return found
 
 
-# The results of evaluations as a relation: `cairn_results`, a row each. Their samples are `cairn_evaluations`.
+# Results of evaluations as the relation `cairn_results`, one row each. Their samples are `cairn_evaluations`.
 
 
 _RESULTS = pa.schema(
@@ -120,8 +119,10 @@ _RESULTS = pa.schema(
 
 
 def results_table(catalogue: Catalogue, run: str | None) -> pa.Table:
-    """A row for each file of a result: of all, or of those whose weights were a run's when they were evaluated. What
-    cannot be read is noted."""
+    """Return one row for each file of a result. Notes results that cannot be read.
+
+    Includes all results, or those whose weights came from `run` when they were evaluated.
+    """
     rows = []
     for folder in evals.folders(catalogue.store):
         path = layout.evaluation_result(folder)
@@ -157,7 +158,7 @@ def _row(result: Evaluation) -> dict[str, object]:
 
 _EVALUATIONS = "evaluations"
 _BESIDE = {"calls": "calls", "long_results": "results"}
-"""Relations of files beside the tables of rollouts, and what the catalogue calls these."""
+"""Relations of files stored next to the tables of rollouts, with their kinds in the catalogue."""
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
     Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS, schemas.RAW_REWARD]),
@@ -173,7 +174,7 @@ _TABLES: dict[str, pa.Schema] = {
     "calls": schemas.CALLS.remove(schemas.CALLS.get_field_index(schemas.ROUTED.name)),
     "long_results": schemas.LONG_RESULTS,
 }
-"""The columns that a table may have; those that it was written without are NULL."""
+"""Columns that a table may have. Those that a file lacks are NULL."""
 _RUNS = pa.schema(
     [
         ("run", pa.string()),
@@ -189,9 +190,9 @@ _RUNS = pa.schema(
 )
 _BY_ORIGIN = "_by_origin"
 _DELAYS = 8
-"""Iterations that samples wait before they are trained on, of which each is looked at alone."""
+"""Greatest number of delays between rollout and training for which the tables are scanned once per delay."""
 _RENAMED = {"iteration": "generated_in"}
-"""Columns whose names say here where a table lies."""
+"""Columns that are renamed because the relation uses their names for the place of the table."""
 _TYPES = {
     pa.int64(): "BIGINT", pa.int32(): "INTEGER", pa.uint8(): "UTINYINT", pa.uint64(): "UBIGINT", pa.bool_(): "BOOLEAN",
     pa.float32(): "FLOAT", pa.float64(): "DOUBLE", pa.string(): "VARCHAR",
@@ -199,29 +200,35 @@ _TYPES = {
 
 
 class Relations:
-    """What the views of one query stand on."""
+    """Relations on which the views of one query are built."""
 
     def __init__(self, catalogue: Catalogue, without: Collection[str] = (), run: str | None = None):
-        """`without`: store paths of files that cannot be read. `run`: only results of its weights."""
+        """Prepare the relations.
+
+        Args:
+            catalogue: contents of the store.
+            without: store paths of files that cannot be read.
+            run: restricts results to those of this run's weights.
+        """
         self.catalogue = catalogue
         self._run = run
         self.sizes: dict[str, int] = {}
-        """Bytes of the files that may be read, by store path."""
+        """Sizes in bytes of the files that may be read, by store path."""
         self._without = without
         self._defined: set[str] = set()
         store = catalogue.store
         self._files = None if isinstance(store, LocalStore) else LedgerFiles(store)
         self._root = f"{store.url}/" if self._files is None else f"{SCHEME}://"
         self.folders = [self._root + layout.runs(), self._root + layout.evals()]
-        """Where DuckDB finds the files."""
+        """Folders in which DuckDB finds the files."""
 
     def select(self, view: View, columns: Collection[str]) -> str:
-        """The SELECT of a view's columns, by the fewest tables that can answer."""
+        """Return the SELECT of a view's columns that reads the fewest tables."""
         twin = view.twin is not None and f" {view.twin.alias}.run" in view.select(columns)
         return view.select(columns, same_rows=twin and self._every_sample_is_graded())
 
     def define(self, connection: duckdb.DuckDBPyConnection, select: str) -> None:
-        """Make the relations that a SELECT names, unless they are there."""
+        """Create the relations that a SELECT names, unless they exist."""
         for name in sorted(set(re.findall(r"\bcairn_(\w+)", select)) - self._defined):
             if self._files is not None and not self._defined:
                 connection.register_filesystem(self._files)
@@ -257,7 +264,7 @@ class Relations:
         return pa.Table.from_pylist(rows, _RUNS)
 
     def _every_sample_is_graded(self) -> bool:
-        """Whether each shard's rollout has a row for each row of its rewards, of all that are not left out."""
+        """Return whether each shard's rollout has as many rows as its rewards, ignoring files that cannot be read."""
         counted = [
             {
                 (tables.share.run, place): rows
@@ -270,8 +277,11 @@ class Relations:
         return counted[0] == counted[1]
 
     def _define_by_origin(self, connection: duckdb.DuckDBPyConnection, step: str) -> None:
-        """The tables of a step that trains, with `generated_in`, the iteration that a sample may come from: a row for
-        each of which the batch took samples, so that a condition on it leaves the other iterations' files shut."""
+        """Define the tables of a step of a batch with `generated_in`, the iteration that a sample may come from.
+
+        There is one row for each iteration from which batches used samples. So a condition on `generated_in` avoids
+        opening the files of other iterations.
+        """
         delays = self.catalogue.delays()
         branches = [f"SELECT *, iteration - {delay} AS generated_in FROM cairn_{step}" for delay in sorted(delays)]
         if len(branches) > _DELAYS:  # each is a look at every file
@@ -302,7 +312,7 @@ class Relations:
         return [self._root + path for path in files]
 
     def _define_evaluations(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """The samples of results in `evals/`, each with what its result is of."""
+        """Define the samples of results in `evals/`, joined with their results."""
         results = results_table(self.catalogue, self._run)
         files = dict(zip(results["file"].to_pylist(), results["bytes"].to_pylist(), strict=True))
         files = {path: size for path, size in files.items() if path not in self._without}
@@ -333,12 +343,12 @@ class Relations:
 
 
 def quoted(text: str) -> str:
-    """As a string of SQL."""
+    """Return the text as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def _known(step: str) -> str:
-    """The columns of a step's tables, as an argument of `read_parquet`; those that a file is without are NULL."""
+    """Return the columns of a step's tables as an argument of `read_parquet`. Columns that a file lacks are NULL."""
     known = ", ".join(
         f"{quoted(name)}: {{name: {quoted(name)}, type: {quoted(type_)}, default_value: NULL}}"
         for name, type_ in _columns(step)
@@ -347,7 +357,7 @@ def _known(step: str) -> str:
 
 
 def _columns(step: str) -> list[tuple[str, str]]:
-    """Names and types in SQL."""
+    """Return names and SQL types of a step's columns."""
     return [(field.name, _sql_type(field.type)) for field in _TABLES[step]]
 
 
@@ -360,7 +370,10 @@ def _sql_type(type_: pa.DataType) -> str:
 
 
 def _shard(step: str, tables: Tables, start: int) -> str:
-    """A table's shard from character `start` of its path on. The filter's rows name the shard of the rollout."""
+    """Return the SQL expression of a table's shard, which starts at character `start` of its path.
+
+    The filter's table has a column with the shard of the rollout.
+    """
     if step == Step.FILTER:
         return "shard"
     lengths = {None if shard is None else len(shard) for _, shard in tables.places}
@@ -373,7 +386,7 @@ def _shard(step: str, tables: Tables, start: int) -> str:
 
 
 def _own(step: str) -> dict[str, str]:
-    """Types in SQL of a step's columns besides those of its place, by the name that they have in its tables."""
+    """Return the SQL types of a step's columns without `shard`, by their names in its tables."""
     return {name: type_ for name, type_ in _columns(step) if name != "shard"}
 
 

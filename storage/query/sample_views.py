@@ -1,14 +1,13 @@
-"""Views of what an iteration makes of samples: `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`,
-`tokens`."""
+"""Views of the samples of an iteration: `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`, `tokens`."""
 
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-# What a view is: a SELECT over the tables of one step, `base`, and joins.
+# Building blocks of views: a SELECT over the tables of one step, `base`, and joins.
 #
-# A column's expression names the joins that it needs by their alias: a query's view is made of the columns that it
-# names and of their joins alone.
+# The expression of a column names the joins that it needs by their alias. So the view of a query consists of the
+# columns that the query names, and of the joins of these columns.
 
 
 @dataclass(frozen=True)
@@ -16,19 +15,19 @@ class Column:
     """A column of a view."""
 
     type: str
-    """Of DuckDB."""
+    """DuckDB type."""
     about: str
     sql: str
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A join that mostly has a row for each row of the base, and then can stand for it."""
+    """A join that usually has exactly one row for each row of the base, and then can replace the base."""
 
     alias: str
     base: str
     columns: frozenset[str]
-    """Of the base that the join has as well, with the same values."""
+    """Columns of the base that the join has, too, with the same values."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,20 @@ class View:
 
     name: str
     about: str
-    """What a row is."""
+    """Meaning of a row."""
     base: str
     columns: Mapping[str, Column]
     joins: Mapping[str, str] = field(default_factory=dict)
-    """By alias, in an order in which each needs those before it only."""
+    """Joins by alias. Each may use only those before it."""
     anchor: str = ""
-    """A column that makes the rows, and is always selected: the one that unnests."""
+    """Column that unnests and so determines the rows. It is always selected."""
     twin: Twin | None = None
 
     def select(self, names: Collection[str], *, same_rows: bool = False) -> str:
-        """The SELECT of some columns, in the view's order; one that is asked for none has its first. `same_rows`: the
-        base and its twin have a row for each row of the other."""
+        """Return the SELECT of some columns, in the view's order; its first column if no column is named.
+
+        `same_rows`: the base and its twin have exactly one row for each row of the other.
+        """
         chosen = [name for name in self.columns if name in names or name == self.anchor] or [next(iter(self.columns))]
         items = ", ".join(f'{self.columns[name].sql} AS "{name}"' for name in chosen)
         joins: dict[str, str] = {}
@@ -64,7 +65,7 @@ class View:
 
 
 def column(type_: str, sql: str, about: str) -> Column:
-    """In the order in which a view's columns read best."""
+    """Return a column. The arguments are in the order that reads best in a view's definition."""
     return Column(type_, about, sql)
 
 
@@ -74,11 +75,11 @@ OF_RUN = {
     ),
     "owner": column("VARCHAR", "b.owner", "the run that made it: `run = owner` counts each thing once"),
 }
-"""Columns of every view of what runs made."""
+"""Columns of every view of data that runs made."""
 
 
 def time(name: str) -> str:
-    """The expression of a column of `b` in seconds since the epoch."""
+    """Return the timestamp expression of a column of `b` that holds seconds since the epoch."""
     return f"to_timestamp(b.{name})"
 
 
@@ -117,7 +118,8 @@ _OF_A_SAMPLE = {
 _GRADED = Twin(
     "g", "cairn_reward b", frozenset({"run", "owner", "iteration", "shard", "group_id", "sample_index", "status"})
 )
-"""A grade for each sample, in which the status is that of both; so it is once all shards are graded."""
+"""Join of a grade for each sample, whose status covers generation and grading. The tables match once all shards are
+graded."""
 _DECIDED = {
     "disposition": column(
         "VARCHAR", "d.disposition", "what became of the group at last: `train`, `buffer`, `continue` or `drop`"
@@ -255,7 +257,7 @@ _ANSWERS = (
     f"unnest(coalesce(segments, {_ONE_PIECE})) AS piece FROM cairn_rollout WHERE len(response_ids) > 0) "
     "WHERE piece.call IS NOT NULL GROUP BY ALL)"
 )
-"""The answers of the policy that a response is made of, each once."""
+"""Responses of the policy that make up a sample's response, each once."""
 CALLS = View(
     "calls",
     "a call that a sample's code made: of the policy, a tool, a grader or the clock",

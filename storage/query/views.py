@@ -1,5 +1,4 @@
-"""The views of the ledger: their columns, types and meanings. `docs/views.md` and `cairn sql --schema` are these
-files."""
+"""The views of the ledger: columns, types and meanings. `docs/views.md` and `cairn sql --schema` show them."""
 
 from cairn.storage.query.sample_views import (
     ADVANTAGES,
@@ -17,7 +16,7 @@ from cairn.storage.query.sample_views import (
     time,
 )
 
-# Views of what stands in manifests and commits: `runs`, `steps`, `costs`.
+# Views of manifests and commits: `runs`, `steps`, `costs`.
 
 
 RUNS = View(
@@ -100,7 +99,7 @@ COSTS = View(
 )
 
 
-# Views of evaluations: `evals` of runs, and `evaluations`, which the store keeps by their weights.
+# Views of evaluations: `evals` of runs, and `evaluations`, which the store holds by their weights.
 
 
 EVALS = View(

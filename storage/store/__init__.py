@@ -1,1 +1,1 @@
-"""Bytes under a root: exclusive create, local files, S3, signing."""
+"""Byte stores: exclusive creation, local files, S3 and signing."""

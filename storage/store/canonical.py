@@ -1,4 +1,4 @@
-"""One way to write a JSON value, so that equal values have equal bytes and one digest."""
+"""Canonical JSON: equal values have equal bytes and one digest."""
 
 import hashlib
 import json
@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 DEEPEST = 200
-"""Lists and objects within each other, in what is read: whoever walks a value needs a few calls for each."""
+"""Greatest nesting depth of JSON that is read. Code that walks a value needs a few stack frames for each level."""
 
 
 def from_json(data: str | bytes) -> Any:
-    """The value of a JSON text that somebody else may have written. Raises ValueError, also for one that is nested
-    deeper than `DEEPEST`."""
+    """Return the value of an untrusted JSON text. Raises ValueError, also if it is nested deeper than `DEEPEST`."""
     try:
         value = json.loads(data)
     except RecursionError:
@@ -46,30 +45,35 @@ def _plain(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """Canonical JSON of a value: keys sorted, no spaces, the shortest decimal that reads back as the same float; NaN
-    and infinities as the strings "NaN", "Infinity" and "-Infinity". Raises TypeError where it is none."""
+    """Return canonical JSON of a value. Raises TypeError if the value is not JSON.
+
+    Keys are sorted, and there are no spaces. Floats are the shortest decimals that read back equal; NaN and infinities
+    are the strings "NaN", "Infinity" and "-Infinity".
+    """
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(value: Any) -> str:
-    """Hexadecimal SHA-256 of a value's canonical JSON, in UTF-8."""
+    """Return the hexadecimal SHA-256 of a value's canonical JSON in UTF-8."""
     return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 
 def to_bytes(value: Any) -> bytes:
-    """The value as indented JSON for files that people read too; equal values give equal bytes."""
+    """Return a value as indented JSON, for files that people also read. Equal values give equal bytes."""
     text = json.dumps(_plain(value), sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"
 
 
 def seal(fields: dict[str, Any]) -> bytes:
-    """The fields as a file that carries the digest of all of them under the key `digest`."""
+    """Return the fields as a file that carries the digest of all of them under the key `digest`."""
     return to_bytes({**fields, "digest": digest(fields)})
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The fields of a sealed file, `digest` included. Raises ValueError, with what is wrong, unless these are exactly
-    the bytes that `seal` made."""
+    """Return the fields of a sealed file, including `digest`.
+
+    Raises ValueError, saying what is wrong, unless these are exactly the bytes that `seal` made.
+    """
     sealed = from_json(data)
     if not isinstance(sealed, dict) or "digest" not in sealed:
         raise ValueError("it carries no digest")

@@ -1,4 +1,4 @@
-"""How a query fails."""
+"""Errors of stores, ledgers and queries."""
 
 import errno
 import os
@@ -7,54 +7,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# What can go wrong with a run's files, told apart by what helps.
+# Errors of a run's files, distinguished by what resolves them.
 
 
 class StoreError(Exception):
-    """The store did not answer, or not rightly; a new try may help."""
+    """The store did not respond, or not correctly. A retry may help."""
 
 
 class StoreRefused(StoreError):
-    """The store will not do this however often it is asked: credentials, bucket, permissions, space. The message says
-    what to change."""
+    """The store refuses the request permanently: credentials, bucket, permissions, space.
+
+    The message says what to change.
+    """
 
 
 class LeadsOut(StoreRefused):
-    """A symbolic link in the store leads out of it."""
+    """A symbolic link in the store points out of it."""
 
 
 class NoSpace(StoreRefused):
-    """No space is left, in the store or in another place that the message names: a machine's disk or shared memory. A
-    new try helps when somebody has freed some."""
+    """No space is left in the store, or in another place that the message names: a disk or shared memory.
+
+    A retry helps once a person has freed some.
+    """
 
 
 class Damaged(Exception):
-    """A committed piece is missing, torn or altered. The message names it with what was expected and found."""
+    """A committed file is missing, torn or altered. The message names it with what was expected and found."""
 
 
 class Retired(Exception):
-    """A committed file was removed on purpose: the run's configuration does not keep it for ever. The message names
-    it."""
+    """A committed file was removed by the run's retention policy. The message names it."""
 
 
 class Redacted(Retired):
-    """Samples that would be needed were redacted: a person has had their text and tokens taken out of the run. The
-    message names them."""
+    """Required samples were redacted: a person had their text and tokens removed from the run. The message names
+    them."""
 
 
 class BeingDeleted(Exception):
-    """Someone has begun to delete the run; nothing of it may be used any more. The message says how to finish."""
+    """The run is being deleted and must not be used. The message says how to finish the deletion."""
 
 
 class SharedWithForks(Exception):
-    """Other runs were forked from the run and read it. The message names them."""
+    """Other runs were forked from this run and read it. The message names them."""
 
 
 class StaleCommits(Exception):
-    """Committed steps whose inputs or configuration are no longer those they were made from."""
+    """Some committed steps were made from inputs or a configuration that have changed since."""
 
     def __init__(self, commits: list[tuple[int, str, str | None, str]]):
-        """`commits`: (iteration, step, shard or None, why) of every stale step."""
+        """`commits` are (iteration, step, shard or None, reason) of every stale step."""
         self.commits = commits
         names = [
             f"{iteration:06d}/{step}{f'.{shard}' if shard else ''}: {why}" for iteration, step, shard, why in commits
@@ -69,23 +72,23 @@ class LeaseHeld(Exception):
     """A live driver owns the run."""
 
     def __init__(self, message: str, holder: Any):
-        """`holder`: the `cairn.storage.ledger.leases.Holder` that owns the run."""
+        """`holder` is the `cairn.storage.ledger.leases.Holder` that owns the run."""
         self.holder = holder
         super().__init__(message)
 
 
 class LeaseLost(Exception):
-    """This driver does not own the run (any more) and must stop without committing anything."""
+    """This driver does not own the run (any more) and must stop without a commit."""
 
 
 class RunDiffers(Exception):
     """A run of this name exists with another configuration."""
 
     def __init__(self, run: str, differences: list[tuple[str, Any, Any]]):
-        """`differences`: (dotted field, value in the ledger, value given) of every differing field."""
+        """`differences` are (dotted field, value in the ledger, current value) of every differing field."""
         self.differences = differences
         self.stale: list[tuple[int, str, str | None, str]] = []
-        """Committed steps that do not match what was given, as in StaleCommits, where somebody has looked for them."""
+        """Committed steps that do not match the current values, as in StaleCommits, if a caller has determined them."""
         fields = "; ".join(
             f"{field} is {recorded!r} in the ledger, {given!r} now" for field, recorded, given in differences
         )
@@ -95,16 +98,18 @@ class RunDiffers(Exception):
         )
 
 
-# Places that are full: whoever finds no space left in one names it.
+# Full disks: code that runs out of space names the place.
 
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""The system's numbers of a full file system and of a quota that is used up."""
+"""`errno` values of a full file system and of an exhausted quota."""
 
 
 def lacks_space(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came of, says that no space was left: by its number or, as libraries have it
-    that ask the system themselves, in the system's words."""
+    """Return whether an error or one of its causes says that no space is left.
+
+    It checks `errno`, and the message for libraries that call the system themselves.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return True
@@ -115,7 +120,7 @@ def lacks_space(error: BaseException | None) -> bool:
 
 
 def named(error: Exception, place: Path | str) -> Exception:
-    """NoSpace with the name of the place where an error says that it is full; any other error as it is."""
+    """Return NoSpace with the name of the place if an error says that the place is full; otherwise return the error."""
     if isinstance(error, NoSpace) or not lacks_space(error):  # it names its own
         return error
     return NoSpace(f"cannot write to {place}: no space is left there; free some")
@@ -123,7 +128,7 @@ def named(error: Exception, place: Path | str) -> Exception:
 
 @contextmanager
 def naming_full(place: Path | str) -> Iterator[None]:
-    """Raise NoSpace, with the name of the place, where the block finds no space left there."""
+    """Raise NoSpace, naming the place, if the block runs out of space there."""
     try:
         yield
     except Exception as error:
@@ -134,4 +139,7 @@ def naming_full(place: Path | str) -> Iterator[None]:
 
 
 class BadQuery(Exception):
-    """The text asks for what is not there, or for more than reading the ledger. The message says what and where."""
+    """The query names something that does not exist, or tries more than reading the ledger.
+
+    The message says what and where.
+    """

@@ -1,8 +1,8 @@
 """A store on local files.
 
-Bytes go to a hidden temporary file in the target's folder, are synced, and get their name by a rename (replace) or a
-hard link (exclusive create); then the folder is synced. A crash can leave only hidden temporary files, which `list` and
-`find` do not show.
+Bytes go to a hidden temporary file in the target's folder and are synced. The file gets its name by a rename (replace)
+or a hard link (exclusive create). Then the folder is synced. A crash can leave only hidden temporary files, which
+`list` and `find` do not show.
 """
 
 import builtins
@@ -52,7 +52,7 @@ def _named_errors(action: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """What is no file is an absent file, as on an object store."""
+    """Raise FileNotFoundError for anything that is not a file, as on an object store."""
     absent: OSError | None = None
     with _named_errors("read", path):
         try:
@@ -65,7 +65,10 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: str | Path, flags: int = 0) -> Iterator[BinaryIO]:
-    """A file to be read whole. Whatever else has the name, such as a pipe that nobody writes to, is none."""
+    """Yield a regular file opened for reading. Anything else, such as a pipe, counts as absent.
+
+    Raises Damaged for a `.json` file of more than `LONGEST_RECORD` bytes.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -102,16 +105,16 @@ def _copy_synced(source: Path, target: Path) -> None:
 
 
 class LocalStore:
-    """See `cairn.storage.store.store.Store`."""
+    """A `cairn.storage.store.store.Store` on local files."""
 
     def __init__(self, url: str):
         self.root = Path(url).expanduser().resolve()
         self.url = str(self.root)
         self.retries = 0
         self._durable: set[Path] = set()
-        """Folders below the root whose own names are known to be durable."""
+        """Folders below the root whose own names are durable."""
         self._folders: set[str] = set()
-        """Folders below the root that are no links."""
+        """Folders below the root that are not links."""
         self._syncing = ThreadPoolExecutor(_SYNCS_AT_A_TIME, thread_name_prefix="sync-folder")
 
     def __reduce__(self) -> tuple[type["LocalStore"], tuple[str]]:
@@ -124,8 +127,10 @@ class LocalStore:
         return target
 
     def _has_link(self, path: str) -> bool:
-        """Whether a part of the path is a symbolic link; of a folder that was found to be none it is not asked again.
-        Resolving the path instead would look at every folder from `/` on, which is most of what a small read takes."""
+        """Return whether a part of the path is a symbolic link. Folders that are not links are remembered.
+
+        Resolving the path instead would check every folder from `/` on, which takes most of the time of a small read.
+        """
         part = self.url
         for name in path.split("/"):
             part = f"{part}/{name}"
@@ -145,8 +150,10 @@ class LocalStore:
 
     @contextmanager
     def _replacing(self, target: Path) -> Iterator[Path]:
-        """A hidden path beside the target, for bytes that get the target's name inside of the block. After it the name
-        is durable, and so are those of all folders above it."""
+        """Yield a hidden path next to the target, for bytes that get the target's name inside the block.
+
+        After the block the name is durable, and so are the names of all folders above it.
+        """
         fresh = self._make_folder(target.parent)
         temporary = target.parent / f".{uuid.uuid4().hex}.tmp"
         try:
@@ -163,8 +170,10 @@ class LocalStore:
         self._durable.update(fresh)
 
     def _make_folder(self, folder: Path) -> list[Path]:
-        """Like `mkdir -p`; returns the folders whose names may not be durable yet: new ones, and those below the root
-        that another process may have made a moment ago."""
+        """Create a folder like `mkdir -p`. Return the folders whose names may not be durable yet.
+
+        These are new folders, and folders below the root that another process may have created a moment ago.
+        """
         new = [] if self.root.is_dir() else [above for above in (self.root, *self.root.parents) if not above.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         below = [above for above in (folder, *folder.parents) if self.root in above.parents]
@@ -181,7 +190,7 @@ class LocalStore:
 
     def read_many(self, paths: Sequence[str]) -> builtins.list[bytes | None]:
         inside: dict[str, str] = {"": str(self.root)}
-        """Folders that lie below the root themselves, by their store paths: no link leads out of these."""
+        """Real paths of folders, by their store paths. No link leads from them out of the store."""
 
         def folder_of(path: str) -> str:
             folder = path.rpartition("/")[0]
@@ -226,7 +235,7 @@ class LocalStore:
                 os.link(temporary, target)
                 return True
             except FileExistsError:
-                # On a network file system the link can exist although its reply was lost: count the links instead.
+                # On a network file system the link may exist although its response was lost, so count the links.
                 return temporary.stat().st_nlink == 2
 
     def exists(self, path: str) -> bool:

@@ -1,13 +1,13 @@
-"""A store on an object store that speaks S3, through s3fs.
+"""A store on an S3-compatible object store, through s3fs.
 
-Exclusive creation is a PUT with `If-None-Match: *`. How a store says that an object is there already differs (412, 409
-or 400), and a reply may be lost after the object was made; so after anything but success the object is read again, and
-the creator is whoever's bytes it holds.
+Exclusive creation is a PUT with `If-None-Match: *`. Stores report an existing object differently (412, 409 or 400), and
+a response may be lost after the object was created. So after any failure the object is read again: the creator is the
+caller whose bytes it holds.
 
-A request that fails for a moment (5xx, throttling, timeouts, broken connections) is tried again by botocore; an
-operation that still failed, or whose body was cut off, is tried again here until `PATIENCE` is used up. A creation is
-tried again here alone, after its guard. All are counted; not so the second connection that aiohttp opens at once where
-one breaks without a reply.
+botocore retries a request after transient failures (5xx, throttling, timeouts, broken connections). An operation that
+still fails, or whose body was cut off, is retried here until `PATIENCE` is exhausted. Only this module retries a
+creation, after calling its guard. All retries are counted, except the second connection that aiohttp opens at once if
+one breaks without a response.
 """
 
 import builtins
@@ -41,11 +41,11 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from cairn.storage.store.errors import NoSpace, StoreError, StoreRefused, naming_full
 from cairn.storage.store.store import Unfinished, check_path, is_path
 
-# What may go wrong with an object store, as what a store raises, with the way out.
+# Translation of object store errors into store errors that say what to change.
 
 
 REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, BrokenConnection, ResponseParserError)
-"""What s3fs raises."""
+"""Errors that s3fs raises."""
 
 KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)"
 _REGION = "it lies in another region; set AWS_REGION to the bucket's"
@@ -75,8 +75,10 @@ _MOMENTARY_STATUS = {400, 408, 409, 412, 429}
 
 
 def in_our_words(error: Exception, url: str, path: str) -> Exception:
-    """What a request to the store at `url` raised, as what a store raises. Its text is our own: a server's may quote
-    what it was sent."""
+    """Return the store error for an error of a request to the store at `url`.
+
+    The message never quotes the server, whose text may contain what the request sent.
+    """
     reply = error if isinstance(error, ClientError) else error.__cause__
     if isinstance(reply, ClientError):
         code = reply.response.get("Error", {}).get("Code", "")
@@ -104,18 +106,19 @@ def in_our_words(error: Exception, url: str, path: str) -> Exception:
 T = TypeVar("T")
 
 PATIENCE = 60.0
-"""Seconds for which an operation is tried again before it counts as failed: longer than a store's restart."""
+"""Seconds for which an operation is retried before it fails: longer than a store's restart."""
 _REQUEST_ATTEMPTS = 4
-"""Times that botocore sends one request; its waits add up to 7 s at most."""
+"""Times that botocore sends one request. Its waits add up to at most 7 s."""
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 5, 30
 _CONNECTIONS = 32
 _CHUNK = 16 * 2**20
-"""Bytes of one part of a big file, in both directions."""
+"""Bytes of one part of a large file, for uploads and downloads."""
 _PARTS_AT_A_TIME = 4
 _MOST_PARTS = 5_000
-"""Of an upload; S3 allows 10,000."""
+"""Greatest number of parts of an upload; S3 allows 10,000."""
 _LARGEST_MARKER = 5 * 2**20
-"""A created file must fit into one PUT: stores ignore the condition on multipart uploads."""
+"""Greatest number of bytes of a created file. It must fit into one PUT, because stores ignore the condition on
+multipart uploads."""
 
 
 def _names(page: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -125,19 +128,22 @@ def _names(page: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 class _NotSentAgain(OSError):
-    """botocore was about to send a conditional PUT again."""
+    """Stops botocore from sending a conditional PUT again."""
 
 
 def _send_a_creation_once(request: Any, **_: Any) -> None:
-    """Whoever creates is asked before each try whether it still may (`create`'s guard), and botocore does not ask."""
+    """Raise _NotSentAgain if botocore retries a creation, because botocore does not call the guard before a retry."""
     attempt = re.search(r"attempt=(\d+)", str(request.headers.get("amz-sdk-request", "")))
     if "If-None-Match" in request.headers and attempt is not None and int(attempt[1]) > 1:
         raise _NotSentAgain("a creation is tried again by its creator alone")
 
 
 class _Retries:
-    """How many requests and operations were tried again. Apart from the store, for a client holds whom it tells, and
-    is closed only when nobody holds its store."""
+    """Counter of retried requests and operations.
+
+    It is separate from the store: the S3 client refers to its event handlers, and it is closed only when nothing refers
+    to its store.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -148,13 +154,13 @@ class _Retries:
             self.count += count
 
     def add_requests(self, context: dict[str, Any], exception: Exception | None = None, **_: Any) -> None:
-        """What botocore sent more than once, as it tells when a call has ended."""
+        """Count the requests that botocore sent more than once, when a call has ended."""
         sent = context["retries"]["attempt"] - isinstance(exception, _NotSentAgain)
         self.add(sent - 1)
 
 
 class S3Store:
-    """See `cairn.storage.store.store.Store`."""
+    """A `cairn.storage.store.store.Store` on S3."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)
@@ -317,7 +323,7 @@ class S3Store:
                 "read_timeout": _READ_TIMEOUT,
                 "max_pool_connections": _CONNECTIONS,
                 "retries": {"mode": "standard", "total_max_attempts": _REQUEST_ATTEMPTS},
-                # Stores other than AWS refuse the checksum trailers that botocore adds by default.
+                # Stores other than AWS reject the checksum trailers that botocore adds by default.
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",
             },
@@ -341,7 +347,7 @@ class S3Store:
         return f"{self._bucket}/{self._key(path)}"
 
     def _get(self, path: str) -> bytes:
-        # With one connection s3fs sends one GET; with more it asks for the size first.
+        # With one connection s3fs sends one GET; with more it first requests the size.
         return self._call(path, self._s3.cat_file, self._full(path), max_concurrency=1)
 
     def _size(self, path: str) -> int:
@@ -349,7 +355,7 @@ class S3Store:
         return self._retrying(lambda: self._call(path, self._s3.call_s3, "head_object", **where))["ContentLength"]
 
     def _chunks(self, path: str) -> Iterator[bytes]:
-        """A file's bytes in order, read ahead by a few ranged requests."""
+        """Yield a file's bytes in order, prefetched by a few ranged requests."""
         size = self._size(path)
 
         def read(start: int) -> bytes:

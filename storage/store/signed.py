@@ -1,4 +1,5 @@
-"""Stores that sign what they create of a ledger. See `cairn.storage.upkeep.signatures` for what signatures promise."""
+"""Stores that sign the ledger files that they create. `cairn.storage.upkeep.signatures` says what signatures
+promise."""
 
 import hashlib
 import os
@@ -26,15 +27,15 @@ else:
     _AnyStore = object
 
 _CONTEXT = "cairn ledger 1"
-"""Begins what is signed: no signature made for another purpose counts."""
+"""Prefix of every signed message, so that a signature made for another purpose is not valid here."""
 _SIGNED = ("runs/", "evals/")
 _PART = re.compile(r"(?:/write_ahead/|^answers/)(?:.*[./])?([0-9a-f]{64})\.arrow$")
 _DIGITS = 16
-"""Of a digest in the name of a signature."""
+"""Characters of a digest in the name of a signature."""
 
 
 def new_key(file: Path) -> str:
-    """Write a new private key, readable by its owner alone; returns its public key in hex. Raises FileExistsError."""
+    """Write a new private key that only its owner can read. Return the public key in hex. Raises FileExistsError."""
     key = Ed25519PrivateKey.generate()
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as opened:
@@ -43,12 +44,12 @@ def new_key(file: Path) -> str:
 
 
 def public_key(key: Ed25519PrivateKey) -> str:
-    """In hex."""
+    """Return the public key in hex."""
     return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
 
 
 def read_key(file: str) -> Ed25519PrivateKey:
-    """Raises StoreRefused, naming the file and nothing of what it holds."""
+    """Return the private key in a file. Raises StoreRefused, which names the file but none of its content."""
     try:
         key = load_pem_private_key(Path(file).expanduser().read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
@@ -62,9 +63,11 @@ def read_key(file: str) -> Ed25519PrivateKey:
 
 
 def signing(store: Store, key: Ed25519PrivateKey, opener: Callable[[str], Store]) -> Store:
-    """Returns the store itself, made to sign what it creates of a ledger.
+    """Change a store so that it signs the ledger files that it creates. Return the same store.
 
     Args:
+        store: the store.
+        key: the signing key.
         opener: opens the store at a URL in another process, with that process's own key.
     """
     kind = type(store)
@@ -74,7 +77,7 @@ def signing(store: Store, key: Ed25519PrivateKey, opener: Callable[[str], Store]
 
 
 class _Signs(_AnyStore):
-    """Before a kind of store among the bases of a class."""
+    """Mixin that signs. It precedes the store class among the bases."""
 
     key: Ed25519PrivateKey
     opener: Callable[[str], Store]
@@ -109,13 +112,13 @@ class _Signs(_AnyStore):
 
 
 def part_signature(path: str) -> str | None:
-    """Where the signature of a part that is written ahead of a commit, or of answers, is; None of any other file."""
+    """Return the path of the signature of a write-ahead part or a file of answers; None for any other file."""
     match = _PART.search(path)
     return None if match is None else f"{path}.{match[1][:_DIGITS]}.sig"
 
 
 def signature_path(path: str, data: bytes) -> str:
-    """Where the signature of these bytes at a path is."""
+    """Return the path of the signature of these bytes at a path."""
     return f"{path}.{hashlib.sha256(data).hexdigest()[:_DIGITS]}.sig"
 
 

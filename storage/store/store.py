@@ -1,7 +1,7 @@
-"""Bytes under a root, on local files or on an object store: no JSON, no knowledge of runs.
+"""The interface of stores: bytes under a root, on local files or on an object store, without knowledge of runs.
 
-Everything durable rests on two promises that both kinds of store keep: a file appears with all of its bytes or not at
-all, and of several creators of one path exactly one wins.
+All durability depends on two promises that both kinds of store keep. A file appears with all of its bytes or not at
+all. Of several creators of one path exactly one wins.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from cairn.storage.store.errors import StoreRefused
 
-# What a path inside a store may look like.
+# Valid paths inside a store.
 
 
 _NAME = r"(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f]+"
@@ -21,13 +21,15 @@ _PATH = re.compile(f"{_NAME}(?:/{_NAME})*")
 
 
 def is_path(path: str) -> bool:
-    """Whether a path stays below its root: names between single slashes, none of them empty, "." or "..", no backslash
-    or control character."""
+    """Return whether a path stays below its root.
+
+    Single slashes separate its names. No name is empty, "." or "..", or contains a backslash or control character.
+    """
     return _PATH.fullmatch(path) is not None
 
 
 def check_path(path: str) -> str:
-    """Return a path that stays below its root, or raise ValueError."""
+    """Return the path if it stays below its root; raise ValueError otherwise."""
     if not is_path(path):
         raise ValueError(f"{path!r} is not a path inside a store: names between single slashes, without '.' and '..'")
     return path
@@ -35,121 +37,138 @@ def check_path(path: str) -> str:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What an interrupted write left behind, which only `unfinished` shows."""
+    """Remains of an interrupted write, which only `unfinished` shows."""
 
     path: str
-    """Of the hidden file, or of the file that an upload was to become."""
+    """Path of the hidden file, or of the file that the upload was to create."""
     bytes: int | None
-    """None where the store does not say."""
+    """Size; None if the store does not report it."""
     touched_at: float
-    """Unix seconds: when something of it was last written, or the upload began."""
+    """Time of the last write, or of the start of the upload, in Unix seconds."""
     upload: str | None = None
     """The upload's id on an object store."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file that was written, as its writer knows it."""
+    """A written file, as its writer describes it."""
 
     path: str
     bytes: int
     sha256: str
-    """Of the bytes that were handed to the store."""
+    """SHA-256 of the bytes that the writer passed to the store."""
 
 
 LONGEST_RECORD = 64 * 2**20
-"""Bytes of a `.json` file, which is a record of the ledger: markers of an object store hold 5 MiB at most."""
+"""Greatest number of bytes of a `.json` file, which is a record of the ledger. On an object store markers have at most
+5 MiB."""
 
 
 class Store(Protocol):
-    """Paths are relative to the root, with "/" between names (see `cairn.storage.store.store`).
+    """Interface of a store. Paths are relative to the root, with "/" between names.
 
-    Any method raises StoreRefused (credentials, missing bucket, permissions: a new try will not help), its kind NoSpace
-    (a new try helps when somebody has freed some) or StoreError (no right answer after bounded retries). A store may be
-    pickled; the copy opens connections of its own. Calls are safe from several threads.
+    Any method raises StoreRefused (credentials, missing bucket, permissions: a retry will not help), its subclass
+    NoSpace (a retry helps once a person has freed some space) or StoreError (no correct response after bounded
+    retries). A store can be pickled; the copy opens its own connections. Calls are safe from several threads.
 
-    What costs what: on an object store `read`, `read_range`, `exists`, `create`, `delete` and a small `write` are one
-    request each, `list` and `find` one request a thousand entries, and `put_file` one request a part. Nothing is
-    cached: a call sees what other processes did before it.
+    Costs: on an object store `read`, `read_range`, `exists`, `create`, `delete` and a small `write` make one request
+    each, `list` and `find` one request for every thousand entries, and `put_file` one for each part. Nothing is cached:
+    a call sees what other processes did before it.
 
-    `list`, `page` and `find` leave out what has no usable path, such as the markers that file browsers make of folders.
+    `list`, `page` and `find` skip entries without a valid path, such as the markers that file browsers create for
+    folders.
     """
 
     url: str
-    """The root: an absolute folder, or `s3://bucket/prefix`."""
+    """Root: an absolute folder, or `s3://bucket/prefix`."""
 
     @property
     def retries(self) -> int:
-        """Requests and operations that this object had to try again so far."""
+        """Number of requests and operations that this object has retried so far."""
 
     def check(self) -> None:
-        """Ask the store to answer at all; writes nothing. Raises StoreRefused, soon, where credentials, bucket, folder
-        or endpoint are wrong: other calls treat an endpoint out of reach as an outage and wait for it."""
+        """Check that the store responds, without writing.
+
+        Raises StoreRefused quickly if credentials, bucket, folder or endpoint are wrong. Other calls treat an
+        unreachable endpoint as an outage and wait for it.
+        """
 
     def read(self, path: str) -> bytes:
-        """All bytes of a file. Raises FileNotFoundError, and Damaged for a `.json` file of more than `LONGEST_RECORD`
-        bytes."""
+        """Return all bytes of a file.
+
+        Raises FileNotFoundError, and Damaged for a `.json` file of more than `LONGEST_RECORD` bytes.
+        """
 
     def read_many(self, paths: Sequence[str]) -> list[bytes | None]:
-        """All bytes of many small files, in the order of their paths; None where there is none. A request each, some at
-        a time."""
+        """Return all bytes of many small files, in the order of their paths; None for a missing file.
+
+        Makes one request for each, several in parallel.
+        """
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` up to `end`, which must lie within it. Raises FileNotFoundError."""
+        """Return the bytes of a file from `start` up to `end`, which must be within it. Raises FileNotFoundError."""
 
     def write(self, path: str, data: bytes) -> None:
-        """Write or replace a file. Atomic: a reader sees the old bytes or the new. Durable when it returns. Of several
-        writers the last wins; nothing says which was last."""
+        """Write or replace a file. Durable when it returns.
+
+        The write is atomic: a reader sees the old bytes or the new. Of several writers the last wins; nothing reports
+        which was last.
+        """
 
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
-        """Write a file unless one is there; True if this call created it. Atomic, durable, and exclusive: of all who
-        create a path exactly one wins.
+        """Create a file unless it exists. Return True if this call created it.
 
-        On an object store the reply may be lost after the object was made. Then, as after any refusal, the object is
-        read again and this call has won if it holds exactly `data`. So data must be unlike anyone else's (a random id
-        or a digest in it makes sure), small (one PUT carries it) and not empty.
+        The creation is atomic, durable and exclusive: of all creators of a path exactly one wins.
 
-        `guard` is called right before each try; what it raises ends the creation and is raised.
+        On an object store the response may be lost after the object was created. Then, as after any refusal, the object
+        is read again, and this call has won if the object holds exactly `data`. So `data` must be unique (a random id
+        or a digest in it ensures that), small (it must fit into one PUT) and not empty.
+
+        `guard` is called right before each try; what it raises ends the creation and propagates.
         """
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file (not a folder) at the path."""
+        """Return whether there is a file (not a folder) at the path."""
 
     def page(self, folder: str, after: str) -> tuple[list[str], bool]:
-        """The first of the names that `list` gives after the one given, and whether there are more. One request."""
+        """Return the first names of `list` after the name `after`, and whether there are more. Makes one request."""
 
     def find(self, folder: str) -> dict[str, int]:
-        """Path and size in bytes of every file at any depth below a folder, sorted by path."""
+        """Return path and size in bytes of every file at any depth below a folder, sorted by path."""
 
     def delete(self, path: str) -> None:
-        """Remove a file if it is there."""
+        """Delete a file if it exists."""
 
     def unfinished(self, folder: str) -> list[Unfinished]:
-        """What writes that were interrupted, or still go on, left at any depth below a folder."""
+        """Return the remains of writes at any depth below a folder that were interrupted or are still running."""
 
     def list(self, folder: str) -> list[str]:
-        """Names of a folder's direct children, sorted; folders end in "/". An absent folder has none."""
+        """Return the names of a folder's direct children, sorted; folders end in "/". An absent folder has none."""
 
     def discard(self, unfinished: Unfinished) -> None:
-        """Remove it if it is there. A write that still goes on fails."""
+        """Delete the remains of a write if they exist. If the write is still running, it fails."""
 
     def remove_empty_folders(self, folder: str) -> None:
-        """Remove a folder and those below it, as far as they hold no file; object stores have no folders."""
+        """Delete a folder and those below it, as far as they contain no file. Object stores have no folders."""
 
     def sha256(self, path: str) -> tuple[int, str]:
-        """Size in bytes and hexadecimal SHA-256 of a file, streamed. Raises FileNotFoundError."""
+        """Return the size in bytes and hexadecimal SHA-256 of a file, streamed. Raises FileNotFoundError."""
 
     def put_file(self, local: Path, path: str) -> None:
         """Copy a local file of any size into the store, streamed. Atomic and durable, like `write`."""
 
     def get_file(self, path: str, local: Path) -> None:
-        """Copy a file of any size out of the store, streamed. `local` appears complete or not at all. Raises
-        FileNotFoundError."""
+        """Copy a file of any size out of the store, streamed. Raises FileNotFoundError.
+
+        `local` appears complete or not at all.
+        """
 
 
 def probe(store: Store) -> None:
-    """Make sure that the store can carry a run: it answers, holds what is written, and refuses a second exclusive
-    create. Leaves nothing behind. Raises StoreRefused."""
+    """Check that the store can hold runs: it responds, stores what is written, and rejects a second exclusive create.
+
+    Leaves nothing behind. Raises StoreRefused.
+    """
     store.check()
     path = f"probe-{uuid.uuid4().hex}"
     first, second = f"first {path}".encode(), f"second {path}".encode()

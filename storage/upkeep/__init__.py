@@ -1,1 +1,1 @@
-"""Verify, retain, redact, collect and delete."""
+"""Maintenance of runs: verification, retention, redaction, garbage collection and deletion."""

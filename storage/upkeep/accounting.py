@@ -1,17 +1,17 @@
-"""What became of every group that a run generated: it is trained on once, dropped, or still open.
+"""Accounting of groups: a group that a run generated is trained on once, dropped, or still open.
 
-The last filter step of an iteration is the cut of its batch: it has a row for every group that the iteration generated,
-and for every one that the cut before left open. Iterations are read in their order:
+The last filter step of an iteration (its cut) selects its batch. It has a row for every group that the iteration
+generated, and for every group that the cut before left open. Iterations are read in order:
 
 | a group of | must be in the cut of |
 |---|---|
 | a rollout of iteration i | i |
-| the cut of i that is buffered or to be continued | i + 1, with the samples that it has then |
-| the cut of i that is trained on or dropped | none after i |
+| the cut of i, buffered or to be continued | i + 1, with the samples that it has then |
+| the cut of i, trained on or dropped | none after i |
 
-A cut that was not made from the one before takes nothing over: it is the first of a fork whose data hold the responses.
-What was open then stays open. Of an iteration whose tables are retired or damaged nothing can be said, and neither
-where the groups come from that the next one has from it.
+A cut that was not made from the one before takes no groups over: it is the first of a fork whose data hold the
+responses. Groups that were open then stay open. An iteration whose tables are retired or damaged cannot be checked, and
+neither can the origin of the groups that the next iteration takes from it.
 """
 
 from collections import Counter
@@ -31,11 +31,11 @@ from cairn.storage.records import Record
 from cairn.storage.store.store import Store
 
 Unread = Literal["retired", "unreadable"]
-"""Why a table cannot be read."""
+"""Reason why a table cannot be read."""
 
 _CUT_COLUMNS = ("group_id", "iteration", "shard", "disposition", "reason")
 _NO_REASON = "not_kept"
-"""Of a filter of the user's that gave none."""
+"""Reason of groups that a user's filter dropped without a reason."""
 _TOLD = {
     Disposition.TRAIN: "trained on",
     Disposition.DROP: "dropped",
@@ -45,38 +45,41 @@ _TOLD = {
 
 
 class GroupCounts(Record):
-    """What became of the groups of a run, as far as its tables are there."""
+    """Counts of a run's groups by outcome, as far as its tables exist."""
 
     trained: int
-    """In the batch of an iteration."""
+    """Groups in the batch of an iteration."""
     dropped: dict[str, int]
-    """By reason."""
+    """Dropped groups by reason."""
     open: int
-    """In the buffer, unfinished, of an iteration whose batch is not full yet, or in a stream."""
+    """Groups that are buffered, unfinished, in a stream, or of an iteration whose batch is not full yet."""
     retired: tuple[int, ...]
-    """Iterations whose groups cannot be accounted for since the run does not keep their tables."""
+    """Iterations whose groups cannot be checked because retention removed their tables."""
     unreadable: tuple[int, ...]
-    """Likewise, since their tables or commits are damaged."""
+    """Iterations whose groups cannot be checked because their tables or commits are damaged."""
 
 
 def tells_of_groups(commit: str) -> bool:
-    """Whether the tables of a commit say which groups there are, or what becomes of them. `commit` is its name."""
+    """Return whether the tables of a commit record which groups exist, or what becomes of them.
+
+    `commit` is the name of the commit.
+    """
     return commit.partition("/")[2].partition(".")[0] in (Step.ROLLOUT, Step.FILTER)
 
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The table of a rollout or filter step."""
+    """Table of a rollout or filter step."""
 
     commit: Commit
     path: str
-    """In the store."""
+    """Path in the store."""
     bytes: int
-    """That it has: a redacted one has others than were committed."""
+    """Current size. It differs from the committed size if the table was redacted."""
     unread: Unread | None = None
 
     def read(self, store: Store, columns: Sequence[str]) -> pa.Table:
-        """Some of its columns. Raises FileNotFoundError, and ValueError if it is no such table."""
+        """Return some columns. Raises FileNotFoundError, and ValueError if the file is not such a table."""
         schema = SCHEMAS[self.commit.step]
         table = read_columns(lambda start, end: store.read_range(self.path, start, end), self.bytes, columns)
         return table.cast(pa.schema([schema.field(name) for name in columns]))
@@ -88,41 +91,46 @@ class _Row:
 
     group_id: int
     iteration: int
-    """Where its samples lie."""
+    """Iteration that stores the samples."""
     rollout: str
-    """The commit that holds them."""
+    """Commit that holds the samples."""
     disposition: Disposition
     reason: str | None
 
 
 @dataclass(frozen=True)
 class _Fate:
-    """What a cut made of groups, for good."""
+    """Final decision of a cut about groups."""
 
     cut: str
     disposition: Disposition
 
 
 class Accounting:
-    """Follows groups from iteration to iteration. Remembers a few bytes of every group, and nothing of its samples."""
+    """Follows groups from iteration to iteration. Stores a few bytes of every group, and nothing of its samples."""
 
     def __init__(self, store: Store, readers: Executor):
         self._store, self._readers = store, readers
         self._fates: dict[int, _Fate] = {}
         self._open: dict[int, _Row] | None = {}
-        """What the newest cut left, by id; None where that cannot be read."""
+        """Groups that the newest cut left open, by id; None if they cannot be read."""
         self._cut: Commit | None = None
-        """The newest."""
+        """Newest cut."""
         self._given_up = 0
-        """Open groups that no later cut will take over."""
+        """Number of open groups that no later cut takes over."""
         self._uncut: tuple[int, frozenset[int]] | None = None
-        """The iteration before, if it has no cut, and what it generated."""
+        """The iteration before with its generated groups, if it has no cut."""
         self._dropped: Counter[str] = Counter()
         self._unaccounted: dict[Unread, list[int]] = {"retired": [], "unreadable": []}
 
     def take(self, iteration: int, tables: Sequence[GroupTable], *, whole: bool) -> list[Finding]:
-        """Account for the next iteration that has commits. `tables`: of its steps that tell of groups, `whole`: all of
-        them."""
+        """Account for the next iteration that has commits. Return the contradictions.
+
+        Args:
+            iteration: number of the iteration.
+            tables: tables of its steps that record groups.
+            whole: whether these are all of them.
+        """
         if not tables and whole:  # a stream has admitted prompts for it, and no more
             return []
         if self._uncut is not None:  # a later one cannot begin without it
@@ -147,7 +155,7 @@ class Accounting:
         return list(self._account(cut.commit, rows, generated))
 
     def groups(self) -> GroupCounts:
-        """What became of all of them, after the last iteration."""
+        """Return the counts of all groups, after the last iteration."""
         waiting = set(self._open or ()) | (self._uncut[1] if self._uncut is not None else set())
         return GroupCounts(
             trained=sum(fate.disposition is Disposition.TRAIN for fate in self._fates.values()),
@@ -162,7 +170,7 @@ class Accounting:
         self._open = self._uncut = self._cut = None
 
     def _generated(self, tables: Sequence[GroupTable]) -> dict[int, str]:
-        """The rollout that holds the newest samples of each group that an iteration generated or went on with."""
+        """Return the rollout with the newest samples of each group that an iteration generated or continued."""
         rollouts = sorted((table for table in tables if table.commit.step is Step.ROLLOUT), key=_round_and_part)
         found: dict[int, str] = {}
         for rollout, ids in zip(rollouts, self._readers.map(self._ids, rollouts), strict=True):
@@ -209,8 +217,15 @@ class Accounting:
     def _contradictions(
         self, cut: Commit, row: _Row, rollout: str | None, seen: set[int], known: bool
     ) -> Iterator[Finding]:
-        """What a row of a cut says otherwise than the commits before. `rollout`: the commit that holds the group's
-        newest samples, as far as these say; `known`: they were all read."""
+        """Yield the contradictions between a row of a cut and the commits before.
+
+        Args:
+            cut: commit of the cut.
+            row: the row.
+            rollout: commit with the group's newest samples according to the commits before.
+            seen: groups of earlier rows of the cut.
+            known: whether all commits before were read.
+        """
         id, told, fate = row.group_id, _TOLD[row.disposition], self._fates.get(row.group_id)
         trains = row.disposition is Disposition.TRAIN
         if id in seen:
@@ -235,5 +250,5 @@ def _finding(cut: Commit, fault: Fault, message: str) -> Finding:
 
 
 def _round_and_part(rollout: GroupTable) -> tuple[str, ...]:
-    """For sorting: as numbers, of however many digits."""
+    """Return a sort key that orders the parts of a shard's name as numbers."""
     return tuple(part.zfill(9) for part in (rollout.commit.shard or "").split("-"))

@@ -1,18 +1,18 @@
-"""Files that no commit names: what interrupted and beaten attempts left behind.
+"""Garbage collection: files that no commit names, left by interrupted and beaten attempts.
 
 | found | garbage |
 |---|---|
-| a file of an attempt at a step that another attempt was committed for | yes |
+| a file of an attempt at a step for which another attempt was committed | yes |
 | a file that its own attempt's commit does not name, such as a write-ahead part | yes |
 | a file that retention removes (`cairn.storage.upkeep.retention`), between its marker and its removal | yes |
-| an attempt at a step without a commit, in an iteration that is open | no: a driver writes it or takes it over |
+| an attempt at a step without a commit, in an open iteration | no: a driver writes it or recovers it |
 | the same in an earlier iteration | yes, unless it is the live driver's |
-| a part of a stream's logs whose groups commits have (`stream_log`) | yes, unless it is the live driver's |
-| a claim of an admission (`admissions`), whether that is committed or not | no: it stays, as commits do |
-| a write that did not end: a hidden temporary file, an upload in parts | yes, but a live driver's after a day only |
+| a part of a stream's logs whose groups are committed (`stream_log`) | yes, unless it is the live driver's |
+| a claim of an admission (`admissions`), committed or not | no: it stays, as commits do |
+| an unfinished write: a hidden temporary file, an upload in parts | yes, but a live driver's only after a day |
 
-A step's commit is final: the first three are garbage whoever drives the run, so removing them needs no lease. Nothing
-reads garbage, so it goes in any order, and what a crash leaves is garbage as before.
+The commit of a step is final. So the first three kinds are garbage even while a driver runs, and removing them needs no
+lease. Nothing reads garbage, so the order of removal does not matter, and a crash leaves only garbage.
 """
 
 import time
@@ -36,35 +36,37 @@ _DAY = 24 * 3600.0
 
 
 class Reason(StrEnum):
-    """Why a file is garbage."""
+    """Reason why a file is garbage."""
 
     LOST = "lost"
     """Another attempt was committed."""
     SUPERSEDED = "superseded"
-    """It is not among the files that its attempt committed."""
+    """The attempt's commit does not name the file."""
     RETIRED = "retired"
     """Its snapshot or checkpoint is retired."""
     ABANDONED = "abandoned"
-    """The run has gone on without the step."""
+    """The run has continued without the step."""
     TAKEN = "taken"
-    """A stream's, of groups that commits have."""
+    """The file is a part of a stream's logs, and commits contain its groups."""
     UNFINISHED = "unfinished"
-    """A write that did not end."""
+    """The write did not finish."""
 
 
 class Garbage(Record):
-    """A file that nobody needs."""
+    """An unneeded file."""
 
     path: str
-    """In the store."""
+    """Path in the store."""
     bytes: int | None
-    """None where the store does not say."""
+    """Size; None if the store does not report it."""
     reason: Reason
 
 
 def garbage(ledger: Ledger) -> Iterator[Garbage]:
-    """All garbage of a run, by iteration; a fork's own, not that of its parents. Costs one listing an iteration, and
-    the commits of those that have files. Changes nothing."""
+    """Yield all garbage of a run by iteration, without that of its parents. Changes nothing.
+
+    Makes one listing for each iteration, and reads the commits of iterations with files.
+    """
     newest = ledger.last_iteration()
     live_epoch = _live_epoch(ledger)
     gone, shared = retired(ledger), shared_with_forks(ledger)
@@ -76,7 +78,7 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
         kinds = {kind for kind in Kind if (iteration, kind) in gone and iteration > shared}
         yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
     yield from _of_stream(ledger, live_epoch)
-    # A driver may have begun since; one that begins after this look touches its files after it.
+    # A driver may have started since the first check. One that starts after this second check writes its files later.
     looked_at = time.time()
     oldest = looked_at if _live_epoch(ledger) is None else looked_at - _DAY
     for write in ledger.store.unfinished(layout.run(ledger.run)):
@@ -85,7 +87,7 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
 
 
 def collect(ledger: Ledger, found: Iterable[Garbage]) -> None:
-    """Remove what `garbage` found, as far as it is still there."""
+    """Delete what `garbage` found, as far as it still exists."""
     found = list(found)
     remove(ledger.store, [one.path for one in found if one.reason is not Reason.UNFINISHED])
     unfinished = {one.path for one in found if one.reason is Reason.UNFINISHED}
@@ -95,7 +97,7 @@ def collect(ledger: Ledger, found: Iterable[Garbage]) -> None:
 
 
 def _of_stream(ledger: Ledger, live_epoch: int | None) -> Iterator[Garbage]:
-    # Listed before the commits are read: of what a driver has written until then, all admissions are found.
+    # List the parts before reading the commits, so that the admissions of all listed samples are found.
     parts = stream_parts(ledger.store, ledger.run)
     open_ids = open_groups(ledger) if parts else set()
     for path, size in parts.items():
@@ -107,7 +109,7 @@ def _of_stream(ledger: Ledger, live_epoch: int | None) -> Iterator[Garbage]:
 
 
 def _live_epoch(ledger: Ledger) -> int | None:
-    """That of the run's driver, None without one."""
+    """Return the epoch of the run's driver, or None if there is none."""
     lease = newest_lease(ledger.store, ledger.run)
     return lease.epoch if lease is not None and not lease.is_over() else None
 
@@ -124,7 +126,7 @@ def _of_iteration(
         (str(commit.step), commit.shard): commit for commit in ledger.commits(iteration) if commit.run == ledger.run
     }
     for step, shard in {(step, layout.attempt_shard(attempt)) for _, step, attempt in places.values()} - commits.keys():
-        # A listing may lag behind: only a look at the very path says that there is none.
+        # A listing may lag behind, so look up the exact path.
         commit = ledger.find(iteration, Step(step), shard) if step in set(Step) else None
         if commit is not None and commit.run == ledger.run:
             commits[step, shard] = commit
@@ -144,28 +146,28 @@ def _of_iteration(
             yield Garbage(path=path, bytes=files[path], reason=reason)
 
 
-# Deleting a whole run.
+# Deletion of a whole run.
 #
-# | order | what a crash right after it leaves |
+# | order | a crash right after it leaves |
 # |---|---|
-# | the lease is taken: refused while a driver lives | the run, whole |
-# | `run.json` is replaced by a note that the run is being deleted | a run that nothing opens; `delete` finishes |
-# | everything but `run.json` and the leases is removed | the same, with fewer files |
-# | the leases, then `run.json` | the same, and then nothing |
+# | acquire the lease: refused while a driver is alive | the whole run |
+# | replace `run.json` by a note that the run is being deleted | a run that cannot be opened; `delete` finishes |
+# | delete everything but `run.json` and the leases | the same, with fewer files |
+# | delete the leases, then `run.json` | the same, and then nothing |
 #
-# `run.json` goes last because a run is where it is: were it gone first, files without a name would lie there, and a new
-# run of that name would take them for its own.
+# `run.json` goes last because a run exists as long as it does. If it went first, files would remain, and a new run of
+# the same name would adopt them.
 #
-# A deletion that was suspended may wake when another one has finished, and there is a new run of that name. So it looks
-# whether the note is its own before each few files.
+# A suspended deletion may resume after another deletion has finished and a new run of that name exists. So it checks
+# before each few files that the note is its own.
 
 
 def delete_run(store: Store, run: str) -> None:
-    """Delete a run and everything of it, or finish a deletion that was interrupted.
+    """Delete a run with all its files, or finish an interrupted deletion.
 
-    Raises FileNotFoundError if there is no such run, LeaseHeld while a driver lives and SharedWithForks, naming them,
-    while other runs read what they share with it; nothing is changed then. Raises LeaseLost if someone else deletes it
-    meanwhile.
+    Raises FileNotFoundError if there is no such run, LeaseHeld while a driver is alive, and SharedWithForks, naming the
+    forks, while other runs read what they share with it; then nothing is changed. Raises LeaseLost if another process
+    deletes it meanwhile.
     """
     manifest = layout.run_manifest(run)
     if not store.exists(manifest):

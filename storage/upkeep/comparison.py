@@ -1,8 +1,8 @@
-"""What two commits of the same step made, held against each other.
+"""Comparison of what two commits of the same step produced.
 
-Only what they made counts: weight versions, state digest, values, and the content of every file. When and where it was
-made, by which attempt and in how many seconds, does not; nor what only one of them notes, since a later version of the
-code made it: another value, or a column that its table got since.
+It compares weight versions, state digest, values, and the content of every file. It ignores time, place, attempt and
+duration. It also ignores what only one commit records because a later version of the code made it: a further value, or
+a column that the table got later.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ _TABLE = ".parquet"
 
 
 class Comparison(NamedTuple):
-    """What two commits made, in sentences; none if both made the same."""
+    """Differences between two commits, in sentences; empty if both produced the same."""
 
     differences: list[str]
     retired: list[str]
-    """On tables of other digests that one of the runs does not keep any more, so that nobody can tell: written by one
-    version of the code they hold other values, by two they may hold the same."""
+    """Sentences on tables with different digests that cannot be compared because one run's retention removed them. If
+    one version of the code wrote both, their values differ; if two versions wrote them, their values may be equal."""
 
 
 def compare(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) -> Comparison:
-    """Hold two commits against each other. Reads tables only where their digests differ. Raises Damaged."""
+    """Compare two commits. Reads tables only if their digests differ. Raises Damaged."""
     retired: list[str] = []
     found = [
         f"{field} is {getattr(ours, field)} and {getattr(theirs, field)}"
@@ -66,8 +66,10 @@ def compare(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) 
 
 
 def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None = None) -> list[str]:
-    """Where two tables hold different values, columns that were measured left out, and those that the one was written
-    before the schema had them."""
+    """Return the differences between the values of two tables, in sentences.
+
+    Ignores measured columns, and columns that one table lacks because it is older than their entry in the schema.
+    """
     later = {field.name for field in schema or () if field.nullable}
     later &= {*ours.column_names} ^ {*theirs.column_names}
     ours, theirs = (table.select([n for n in table.column_names if n not in later]) for table in (ours, theirs))
@@ -88,10 +90,10 @@ def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None
 
 
 def _files(commit: Commit) -> dict[str, OutputFile]:
-    """By their names in the attempt's folder."""
+    """Return the files by their names in the attempt's folder."""
     return {output.path.partition(f"/{commit.attempt}/")[2]: output for output in commit.outputs}
 
 
 def _differing_rows(ours: Sequence[Any], theirs: Sequence[Any]) -> set[int]:
-    # NaN equals nothing, not even itself, but it is spelled the same.
+    # NaN is not equal to itself, but its repr is.
     return {row for row, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b and repr(a) != repr(b)}

@@ -1,12 +1,12 @@
-"""Reading the results of evaluations again, and removing what interrupted ones left behind.
+"""Maintenance of evaluations: verification of results, and removal of what interrupted evaluations left.
 
 | found in a result's folder | garbage |
 |---|---|
 | a file that the result names, the result, its claims | no |
-| any other file, once there is a result | yes |
-| a finished sample's part of the log, without a result | no: who asks next takes it over |
-| another file of an attempt without a result | yes, unless its claimant lives |
-| a write that did not end | yes, but where a claimant lives after a day only |
+| any other file, if there is a result | yes |
+| a write-ahead part of finished samples, without a result | no: the next evaluation recovers it |
+| another file of an attempt without a result | yes, unless its claimant is alive |
+| an unfinished write | yes, but while a claimant is alive only after a day |
 """
 
 import time
@@ -28,8 +28,10 @@ _DAY = 24 * 3600.0
 
 
 def verify(store: Store) -> Iterator[Verified]:
-    """Read every result of a store and its files, and hold them against their digests. Yields as it goes; changes
-    nothing."""
+    """Read every result of a store with its files and compare them with their digests.
+
+    Yields each result as it is checked. Changes nothing.
+    """
     for folder in evals.folders(store):
         path = layout.evaluation_result(folder)
         try:
@@ -49,7 +51,7 @@ def verify(store: Store) -> Iterator[Verified]:
 
 
 def garbage(store: Store) -> Iterator[Garbage]:
-    """What nobody needs of the evaluations of a store. Changes nothing."""
+    """Yield all garbage of the evaluations of a store. Changes nothing."""
     for folder in evals.folders(store):
         files = store.find(folder)
         path = layout.evaluation_result(folder)
@@ -76,7 +78,7 @@ def garbage(store: Store) -> Iterator[Garbage]:
 
 
 def collect(store: Store, found: Iterable[Garbage]) -> None:
-    """Remove what `garbage` found, as far as it is still there."""
+    """Delete what `garbage` found, as far as it still exists."""
     found = list(found)
     files = [one.path for one in found if one.reason is not Reason.UNFINISHED]
     delete_all(store, files)
@@ -90,7 +92,7 @@ def collect(store: Store, found: Iterable[Garbage]) -> None:
 
 
 def _attempt(folder: str, file: str) -> str | None:
-    """The attempt that a file in a result's folder is of."""
+    """Return the attempt that a file in a result's folder belongs to, or None."""
     name, slash, _ = file.removeprefix(f"{folder}/").partition("/")
     return layout.parse_attempt(f"{name}{slash}")
 

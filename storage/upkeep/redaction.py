@@ -1,28 +1,28 @@
-"""Redaction: the text and the tokens of a prompt's samples are taken out of a run's tables, and the ledger says so.
+"""Redaction: the text and the tokens of a prompt's samples are removed from a run's tables, and the ledger records it.
 
-Rows stay, with rewards, counts and everything else that is no text: what was drawn, trained on and scored can still be
-told. Commits stay as they are, too; a decision (`cairn.storage.ledger.decisions`) names each table with the digest that
-was committed and the one that it has instead, and whoever reads one takes either.
+The rows stay, with rewards, counts and all other values that are not text. So the record of what was drawn, trained on
+and scored remains. Commits stay unchanged, too. A decision (`cairn.storage.ledger.decisions`) names each table with its
+committed digest and its new digest, and readers accept either.
 
-| order | what a crash right after it leaves |
+| order | a crash right after it leaves |
 |---|---|
-| it is made sure that nobody needs the samples any more | the run as it was |
-| the decision is recorded | tables as they were; `cairn verify` says that a redaction is not finished |
-| what graders answered about the prompt is removed from `answers/` | the same; it is asked again where it is needed |
-| tables are replaced, one by one: what is made from samples first, the samples last | some of each; the same |
-| what interrupted attempts left of the same iterations is removed | the run redacted |
+| check that nothing needs the samples any more | the run as it was |
+| record the decision | unchanged tables; `cairn verify` reports an unfinished redaction |
+| delete graders' answers about the prompt from `answers/` | the same; graders are called again if needed |
+| replace tables one by one: tables made from samples first, the samples last | some of each; the same |
+| delete what interrupted attempts left of the same iterations | the run redacted |
 
-Given again, it finishes what is left: a table without the prompt's text is not touched again.
+Calling it again finishes the rest. A table without the prompt's text is not touched again.
 
-| refused, since the samples are needed | by |
+| refused because the samples are needed | needed by |
 |---|---|
-| of iterations after the checkpoint from which recovery begins, and those that wait to be trained on | the driver |
+| of iterations after the checkpoint from which recovery starts, and samples waiting to be trained on | the driver |
 | the same of a run that was forked from this one | the fork's driver |
-| of which write-ahead parts of an open shard exist | the shard |
-| from which a pinned iteration without a checkpoint is brought back | whoever pinned it |
+| samples in write-ahead parts of an open shard | the shard |
+| samples from which a pinned iteration without a checkpoint is recovered | the person who pinned it |
 
-What is shared is redacted in the run that made it, and its forks read the redacted tables. Weights cannot forget: which
-ones saw the samples stands in the decision.
+Shared samples are redacted in the run that made them, and its forks read the redacted tables. Weights cannot forget;
+the decision records which weights were trained on the samples.
 """
 
 import hashlib
@@ -50,24 +50,25 @@ from cairn.storage.upkeep.collector import collect, garbage
 from cairn.storage.upkeep.retention import brought_back_from, forks, needed_iterations, newest_checkpoint
 
 _ORDER = (Step.EVAL, Step.ADVANTAGE, Step.SCORE, Step.REWARD, Step.ROLLOUT)
-"""Evaluations are found by the prompt's text, which the rollouts hold: those go last."""
+"""Order in which tables are replaced. Evaluations are found by the prompt's text, which the rollouts hold, so rollouts
+are last."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a run holds of a prompt."""
+    """Data of a run that belong to a prompt."""
 
     prompt: int
     samples: int
-    """That it generated itself."""
+    """Number of samples that the run generated itself."""
     files: tuple[RedactedFile, ...]
-    """Its own tables with text or tokens of them, in the order in which they are replaced."""
+    """The run's own tables with text or tokens of these samples, in the order of replacement."""
     iterations: frozenset[int]
-    """With such tables, but for those of evaluations, which nobody reads again."""
+    """Iterations with such tables, without those of evaluations, which are not read again."""
     trained_in: tuple[int, ...]
     weight_versions: tuple[int, ...]
     owners: tuple[str, ...]
-    """Other runs, with which it shares iterations that hold some."""
+    """Other runs whose shared iterations hold samples of the prompt."""
     seen: "_Seen"
 
 
@@ -80,9 +81,19 @@ def redact(
     progress: Callable[[str], None] = lambda sentence: None,
     unreached: Callable[[str], None] = lambda sentence: None,
 ) -> Decision:
-    """Take the samples of a prompt out of a run, or finish where that was interrupted. Raises ValueError, with a
-    sentence, where there is nothing to do or the samples are needed; nothing is changed then. `unreached` hears of what
-    may hold the same text and stays, a sentence each: results of evaluations, and episodes that are under way."""
+    """Redact the samples of a prompt, or finish an interrupted redaction. Return the decision.
+
+    Raises ValueError if there is nothing to do or if the samples are needed; then nothing is changed.
+
+    Args:
+        ledger: the run.
+        prompt: row of the data set.
+        by: author of the decision; the process's user by default.
+        why: reason for the decision.
+        progress: called with a sentence about each step.
+        unreached: called with a sentence about each result of an evaluation, and about running episodes, that may hold
+            the same text and are not changed.
+    """
     found = find(ledger, prompt, progress)
     decision = _begun(ledger, found)
     if decision is None:
@@ -102,8 +113,11 @@ def redact(
 
 
 def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Redaction:
-    """Raises ValueError where a table was not read as the redactions so far leave it: it would be replaced by one that
-    neither they nor this one know."""
+    """Return the redaction to record.
+
+    Raises ValueError if a table differs from what the redactions so far leave: the replacement would then match neither
+    these nor this one.
+    """
     earlier = redacted_files(so_far)
     for file in found.files:
         for decision, before in earlier.get(file.path, ())[-1:]:
@@ -122,7 +136,8 @@ def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Red
 
 
 def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda sentence: None) -> Found:
-    """What a run holds of a prompt's text and tokens. Reads the samples of all iterations that it still has."""
+    """Return what a run holds of a prompt's text and tokens. Reads the samples of all iterations that still have
+    them."""
     seen = _Seen()
     for commit, output in _tables(ledger, {Step.ROLLOUT}):
         if output not in commit.tables:
@@ -167,7 +182,7 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
 
 
 def require_unneeded(ledger: Ledger, found: Found) -> None:
-    """Raise ValueError, naming who needs them, unless a prompt's samples can go."""
+    """Raise ValueError, saying what needs them, unless a prompt's samples can be removed."""
     place = f"prompt {found.prompt} of run {ledger.run!r} cannot be redacted"
     newest = ledger.last_iteration() or 0
     for iteration in range(max(0, newest - ledger.lag), newest + ledger.lag + 2):
@@ -194,7 +209,7 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
 
 
 def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
-    """What of a prompt may stay, a sentence each."""
+    """Yield a sentence about each place where text of a prompt may remain."""
     for folder in evals.asking(ledger.store, seen.texts):
         yield f"the result of an evaluation in {folder} holds the same text: remove that folder, it is computed again"
     for folder in sorted(
@@ -210,14 +225,14 @@ def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
 
 @dataclass
 class _Seen:
-    """What the rollouts hold of a prompt."""
+    """Data of the rollouts that belong to a prompt."""
 
     groups: set[int] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
     owners: set[str] = field(default_factory=set)
     own_samples: int = 0
     committed: set[int] = field(default_factory=set)
-    """All groups that there are."""
+    """All groups in committed rollouts."""
 
     def note(self, ledger: Ledger, commit: Commit, rows: pa.Table) -> None:
         self.groups |= set(rows.column("group_id").to_pylist())
@@ -236,7 +251,7 @@ def _tables(ledger: Ledger, steps: set[Step]) -> Iterator[tuple[Commit, OutputFi
 
 
 def _read(ledger: Ledger, commit: Commit, output: OutputFile) -> bytes | None:
-    """None where retention has removed it."""
+    """Return the content of a file, or None if retention has removed it."""
     try:
         return read_bytes(ledger.store, commit.run, output)
     except Retired:
@@ -244,7 +259,7 @@ def _read(ledger: Ledger, commit: Commit, output: OutputFile) -> bytes | None:
 
 
 def _rows(step: Step, table: pa.Table, prompt: int, seen: _Seen) -> pa.Array:
-    """Which rows are the prompt's."""
+    """Return a mask of the prompt's rows."""
     if step is Step.ROLLOUT and "prompt_index" in table.column_names:
         found = pc.equal(table.column("prompt_index"), prompt)
     elif step is Step.EVAL:
@@ -257,8 +272,11 @@ def _rows(step: Step, table: pa.Table, prompt: int, seen: _Seen) -> pa.Array:
 def _bytes_without(
     ledger: Ledger, data: bytes, commit: Commit, output: OutputFile, prompt: int, seen: _Seen
 ) -> tuple[bytes, bool]:
-    """A table's file with the prompt's text taken out, the same one where there is none; whether rows are its. Of
-    images, and of long results of calls, those go that no other prompt's samples have."""
+    """Return a table's file without the prompt's text, and whether any rows belong to the prompt.
+
+    Returns `data` itself if there is no text to remove. Images and long results of calls are removed if no other
+    prompt's samples have them.
+    """
     table = tables.from_parquet(data)
     if output in (commit.images, commit.beside(layout.RESULTS_FILE)):
         is_image = output == commit.images
@@ -271,7 +289,7 @@ def _bytes_without(
 
 
 def _images_of_others(ledger: Ledger, commit: Commit, prompt: int) -> set[str]:
-    """SHA-256 of the images in a rollout that other prompts have."""
+    """Return the SHA-256 of the images in a rollout that other prompts have."""
     data = _read(ledger, commit, commit.table)
     assert data is not None  # a commit's files retire together
     samples = tables.from_parquet(data)
@@ -280,7 +298,7 @@ def _images_of_others(ledger: Ledger, commit: Commit, prompt: int) -> set[str]:
 
 
 def _results_of_others(ledger: Ledger, commit: Commit, seen: _Seen) -> set[str]:
-    """SHA-256 of the long results in a rollout that calls of other prompts' samples got."""
+    """Return the SHA-256 of the long results in a rollout that calls of other prompts' samples received."""
     output = commit.beside(layout.CALLS_FILE)
     data = None if output is None else _read(ledger, commit, output)
     assert data is not None  # as above, and long results are of calls
@@ -306,8 +324,10 @@ def _commit(ledger: Ledger, file: RedactedFile) -> Commit:
 
 
 def _begun(ledger: Ledger, found: Found) -> Decision | None:
-    """The decision that covers what is left. Raises ValueError where there is nothing to do, or another prompt's
-    redaction is to be finished first."""
+    """Return the decision that covers what is left, or None.
+
+    Raises ValueError if there is nothing to do, or if another prompt's redaction must be finished first.
+    """
     decisions = ledger.decisions.all()
     own: Decision | None = None
     for path, versions in redacted_files(decisions).items():
@@ -331,7 +351,7 @@ def _begun(ledger: Ledger, found: Found) -> Decision | None:
 
 
 def _sha256(ledger: Ledger, path: str) -> str | None:
-    """None where the file is retired."""
+    """Return the SHA-256 of a file; None if it is retired."""
     try:
         return ledger.store.sha256(layout.in_run(ledger.run, path))[1]
     except FileNotFoundError:
@@ -339,14 +359,14 @@ def _sha256(ledger: Ledger, path: str) -> str | None:
 
 
 def _with_forks(ledger: Ledger) -> Iterator[Ledger]:
-    """The run and all that go on from it."""
+    """Yield the run and all its forks, recursively."""
     yield ledger
     for name in forks(ledger.store, ledger.run):
         yield from _with_forks(Ledger.open(ledger.store, name))
 
 
 def _needed_for_recovery(ledger: Ledger) -> set[int]:
-    """Iterations whose samples a driver of the run may read: to train on them, or to bring weights back."""
+    """Return the iterations whose samples a driver may still read, to train on them or to recover weights."""
     newest = ledger.last_iteration()
     if newest is None:
         return set()

@@ -1,35 +1,36 @@
-"""Files that a run does not keep for ever: older checkpoints and older snapshots, as its configuration says.
+"""Retention: removal of older checkpoints and snapshots that the run's configuration does not keep.
 
 ```
 runs/<run>/retired/000042.checkpoint.json    the files of iteration 42's checkpoint are removed
-runs/<run>/retired/000042.snapshots.json     those of all its other steps
+runs/<run>/retired/000042.snapshots.json     the files of all its other steps are removed
 ```
-Commits stay: the Merkle chain is whole. Markers are created, exclusively, before the first file is removed; what a
-crash leaves in between is garbage, which `cairn.storage.upkeep.collector` finds.
+Commits stay, so the Merkle chain is complete. Markers are created, exclusively, before the first file is removed. What
+a crash leaves in between is garbage, which `cairn.storage.upkeep.collector` finds.
 
-Someone may fork the run meanwhile. Each side says first what it is about to do and then looks what the other has said:
+Another process may fork the run meanwhile. Each side first records what it is about to do and then checks what the
+other side has recorded:
 
 | a fork's manifest appears | the fork | retirement |
 |---|---|---|
-| before the marker | is made, unless it sees the marker already | sees the fork, takes the marker back |
-| between marker and second look | sees the marker: is refused and withdrawn | sees the fork, takes the marker back |
-| after the second look | sees the marker: is refused and withdrawn | removes the files |
+| before the marker | is made, unless it sees the marker already | sees the fork, deletes the marker |
+| between marker and second check | sees the marker: is refused and withdrawn | sees the fork, deletes the marker |
+| after the second check | sees the marker: is refused and withdrawn | removes the files |
 
-A crash may leave a marker that was to be taken back. To a fork that was made, a marker at an iteration that it shares
-says nothing as long as the files are there.
+A crash may leave a marker that should have been deleted. A fork ignores a marker at a shared iteration as long as the
+files exist.
 
 | never retired | because |
 |---|---|
-| the newest checkpoint at or below the oldest weights that are still sampled from | recovery begins there |
-| checkpoints and snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
+| the newest checkpoint at or below the oldest weights that are still sampled from | recovery starts there |
+| checkpoints and snapshots after it, and earlier ones from which their steps were made | recovery replays these steps |
 | snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
-| snapshots of groups that earlier selections kept which are yet to be trained on | steps will read them |
-| everything up to where another run was forked | the fork reads it here |
-| what brings a pinned iteration back: its checkpoint, or the one before and the snapshots since | a person wants it |
+| snapshots of groups that earlier selections kept and that are not trained on yet | steps will read them |
+| everything up to the iteration at which another run was forked | the fork reads it here |
+| what recovers a pinned iteration: its checkpoint, or the one before and the snapshots since | a person wants it |
 
-A pin, too, may be set meanwhile, and the same table holds for it: it is recorded and then looks for markers.
+A pin may also be set meanwhile. The same table applies: the pin is recorded first and then checks for markers.
 
-So nothing is retired before there is a checkpoint: recovery then replays the run from its initial weights.
+So nothing is retired before there is a checkpoint: until then recovery replays the run from its initial weights.
 """
 
 import time
@@ -57,20 +58,22 @@ _WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
 
 
 class Retirement(Record):
-    """Files of one iteration that go."""
+    """Files of one iteration that are to be removed."""
 
     iteration: int
     kind: Kind
     commits: tuple[str, ...]
-    """Names of those that lose their files."""
+    """Names of the commits that lose their files."""
     files: tuple[str, ...]
-    """Store paths."""
+    """Store paths of the files."""
     bytes: int
 
 
 def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> list[Retirement]:
-    """Remove what a run need not keep, `due` of it; returns what went. Raises LeaseLost if this process was the run's
-    driver and is not any more."""
+    """Remove what the run need not keep, as determined by `due`. Return what was removed.
+
+    Raises LeaseLost if this process was the run's driver and is not any more.
+    """
     found = list(due(ledger, config, everything=everything))
     marked: set[str] = set()
     for one in found:
@@ -93,7 +96,7 @@ def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False
 
 
 def remove(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
-    """Delete files of attempts, and folders that are empty then."""
+    """Delete files of attempts, and the folders that are empty afterwards."""
     paths = list(paths)
     delete_all(store, paths, guard)
     for folder in sorted({layout.attempt_folder(path) for path in paths}):
@@ -101,8 +104,10 @@ def remove(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambd
 
 
 def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
-    """Delete files, eight at a time. `guard` is called before each time; what it raises ends the deletion and is
-    raised."""
+    """Delete files, eight in parallel.
+
+    `guard` is called before each eight; what it raises ends the deletion and propagates.
+    """
     paths = list(paths)
     with ThreadPoolExecutor(_REQUESTS) as pool:
         for first in range(0, len(paths), _REQUESTS):
@@ -111,8 +116,10 @@ def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = l
 
 
 def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:
-    """What a run has and need not keep, of its own iterations. Looks from the newest backwards as far as the last that
-    is retired already, or, for `everything`, to the first."""
+    """Yield what a run has and need not keep, of its own iterations.
+
+    Goes backwards from the newest iteration to the last that is already retired, or with `everything` to the first.
+    """
     if config.save_retain_interval is None and config.retain_snapshots is None:
         return
     newest = ledger.last_iteration()
@@ -146,11 +153,14 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
 def candidates(
     config: CheckpointConfig, *, newest: int, checkpoint: int, needed: Collection[int], first: int
 ) -> Iterator[tuple[int, Kind]]:
-    """What a run need not keep, from the newest to the oldest, whether it has it or not.
+    """Yield what a run need not keep, from the newest to the oldest, whether it exists or not.
 
-    `newest`: its last iteration with commits. `checkpoint`: that of the checkpoint from which recovery begins.
-    `needed`: iterations whose snapshots are read although they lie before it. `first`: the first iteration that may
-    lose anything.
+    Args:
+        config: the retention policy.
+        newest: last iteration with commits.
+        checkpoint: iteration of the checkpoint from which recovery starts.
+        needed: earlier iterations whose snapshots are still read.
+        first: first iteration that may lose anything.
     """
     kept = config.save_retain_interval
     if kept is not None:
@@ -164,9 +174,11 @@ def candidates(
 
 
 def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> Commit | None:
-    """The newest checkpoint at or below an iteration, of a run or of what it shares with its parent, that has its
-    files: from it weights of that age are had again. Looks at every iteration: a preempted driver leaves one where none
-    is due. `marked`: markers, by their store paths, that stand for files which are still there."""
+    """Return the newest checkpoint with files at or below an iteration, of a run or of what it shares, or None.
+
+    Weights of that age are recovered from it. Checks every iteration, because a preempted driver leaves a checkpoint
+    where none is due. `marked` are store paths of markers whose files still exist.
+    """
     found = (ledger.find(i, Step.CHECKPOINT) for i in range(iteration, -1, -1))
     return next(
         (one for one in found if one is not None and (_mark(one) in marked or not is_retired(ledger, one))), None
@@ -178,8 +190,11 @@ def _mark(saved: Commit) -> str:
 
 
 def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
-    """Iterations whose snapshots the steps after a checkpoint were made from, and those of groups that a selection
-    which is yet to be trained on trains on, or that the newest leaves waiting."""
+    """Return the iterations whose snapshots must stay.
+
+    These are the iterations from which the steps after a checkpoint were made, those with groups of a selection that is
+    not trained on yet, and those with groups that the newest selection trains on or leaves waiting.
+    """
     needed: set[int] = set()
     selection = None
     for iteration in range(min(checkpoint + 1, newest - 1), newest + 1):
@@ -197,8 +212,10 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
 
 
 def kept_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
-    """What is not retired since somebody pinned an iteration. `marked`: markers, by their store paths, that stand for
-    files which are still there."""
+    """Return what is not retired because an iteration is pinned.
+
+    `marked` are store paths of markers whose files still exist.
+    """
     return {
         place
         for iteration in pinned(ledger.decisions.all())
@@ -208,8 +225,10 @@ def kept_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int,
 
 
 def brought_back_from(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
-    """What the weights and the samples of an iteration are had again from: the newest checkpoint at or below it, the
-    snapshots since then and those that their steps were made from."""
+    """Return what the recovery of an iteration's weights and samples needs.
+
+    This is the newest checkpoint at or below it, the snapshots since then, and those from which their steps were made.
+    """
     saved = newest_checkpoint(ledger, iteration, marked)
     since = -1 if saved is None else saved.iteration
     samples = {iteration, *range(since + 1, iteration + 1)}
@@ -219,9 +238,12 @@ def brought_back_from(ledger: Ledger, iteration: int, marked: Collection[str] = 
 
 
 def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
-    """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint of weights as
-    old as those that it samples from with its `lag`, and from the snapshots since then and of the groups that wait, in
-    the buffer or unfinished."""
+    """Raise Retired, naming what is gone, unless a fork can continue after the iteration.
+
+    The fork needs a checkpoint of weights as old as those from which it samples with its `lag`, the snapshots since
+    then, and the snapshots of groups that wait in the buffer or are unfinished. Raises Redacted if their samples were
+    redacted.
+    """
     gone = retired(ledger.owner(iteration))
     if not gone and not ledger.owner(iteration).decisions.all():
         return
@@ -251,8 +273,10 @@ def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
 
 
 def is_retired(ledger: Ledger, commit: Commit) -> bool:
-    """Whether the files of a commit of a run or its parents are gone, or about to go. One request, or one for each file
-    of a commit that the run shares with its parent."""
+    """Return whether the files of a commit of a run or its parents are removed, or about to be removed.
+
+    Makes one request; for a commit that the run shares with its parent, also one for each file.
+    """
     store = ledger.store
     if not store.exists(layout.retired(commit.run, commit.iteration, Kind.of(commit.step))):
         return False
@@ -261,15 +285,17 @@ def is_retired(ledger: Ledger, commit: Commit) -> bool:
 
 
 def retired(ledger: Ledger) -> set[tuple[int, Kind]]:
-    """All that a run has retired. One request a thousand."""
+    """Return everything that a run has retired. Makes one request for every thousand."""
     names = ledger.store.list(layout.retirements(ledger.run))
     return {place for name in names if (place := layout.parse_retired(name)) is not None}
 
 
 def forks(store: Store, run: str) -> dict[str, int]:
-    """The runs that were forked from a run, and the last iteration that each shares with it. Reads the manifests of all
-    runs. A folder that holds none of its name (a copy, a link, something else) is passed over, with a warning: nobody
-    can go on with it."""
+    """Return the forks of a run, each with the last iteration that it shares with the run.
+
+    Reads the manifests of all runs. Skips, with a warning, a folder without a run of its name (a copy, a link,
+    something else), because no driver can continue it.
+    """
 
     def parent(name: str) -> int | None:
         try:
@@ -288,7 +314,7 @@ def forks(store: Store, run: str) -> dict[str, int]:
 
 
 def shared_with_forks(ledger: Ledger) -> int:
-    """The last iteration of a run that a fork reads; -1 without forks."""
+    """Return the last iteration of a run that a fork reads; -1 without forks."""
     return max(forks(ledger.store, ledger.run).values(), default=-1)
 
 
@@ -300,29 +326,30 @@ def _commits(ledger: Ledger, iteration: int, kind: Kind) -> list[Commit]:
 
 
 def _made_from(commits: Iterable[Commit]) -> set[int]:
-    """Iterations of the commits with files that commits were made from; a train step leaves none."""
+    """Return the iterations of the commits with files from which commits were made. A train step has no files."""
     names = (name.partition("/") for commit in commits for name in commit.inputs)
     return {int(iteration) for iteration, slash, step in names if slash and step != Step.TRAIN}
 
 
 def _places_of_groups(ledger: Ledger, selection: Commit, dispositions: Collection[Disposition]) -> set[int]:
-    """Iterations in which groups with one of the dispositions lie."""
+    """Return the iterations that store groups with one of the dispositions."""
     (output,) = selection.outputs
     rows = read_table(ledger.store, selection.run, output, ["iteration", "disposition"]).to_pylist()
     return {row["iteration"] for row in rows if row["disposition"] in dispositions}
 
 
-# Pins: an iteration whose weights and samples are kept, whatever the run's retention says.
+# Pins protect an iteration's weights and samples from the run's retention.
 #
-# A pin is a decision (`cairn.storage.ledger.decisions`); `cairn.storage.upkeep.retention` keeps what it needs. Somebody
-# may retire that very iteration meanwhile: the pin is recorded first and then looks for the markers of retirement, and
-# retirement, which marks first, looks for pins. Where both see each other the files stay, and so does the pin that is
-# set again.
+# A pin is a decision (`cairn.storage.ledger.decisions`), and retention keeps what the pin needs. Both may happen at the
+# same time: the pin is recorded first and then checks for retirement markers; retirement creates its markers first and
+# then checks for pins. If both see each other, the files stay, and the pin succeeds when it is set again.
 
 
 def pin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | None = None) -> Decision:
-    """Keep what brings an iteration back. Raises ValueError if the run has not made it or shares it with its parent,
-    Retired if something of it is gone."""
+    """Protect what recovers an iteration, and return the decision.
+
+    Raises ValueError if the run has not made the iteration or shares it with its parent, Retired if a part is gone.
+    """
     if iteration < ledger.first_iteration:
         assert ledger.parent is not None
         raise ValueError(
@@ -341,7 +368,7 @@ def pin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | Non
 
 
 def unpin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | None = None) -> Decision:
-    """Leave an iteration to the run's retention again. Raises ValueError if it is not pinned."""
+    """Return an iteration to the run's retention. Raises ValueError if it is not pinned."""
 
     def release(so_far: tuple[Decision, ...]) -> Pin:
         if iteration not in pinned(so_far):

@@ -1,5 +1,7 @@
-"""What was found of kinds of machines: whether they give the same bits twice. One small file each, created once, beside
-the runs: all runs of a store share what one of them found."""
+"""Self-tests of kinds of machines: whether they compute the same bits twice.
+
+Each is one small file, created once and stored next to the runs. All runs of a store share it.
+"""
 
 from collections.abc import Callable
 
@@ -11,27 +13,27 @@ from cairn.storage.store.store import Store
 
 
 class SelfTest(Record):
-    """One update, done twice from the same state, across a restart of the training engine."""
+    """Result of computing one update twice from the same state, with a restart of the training engine in between."""
 
     schema_version: int = 1
     fingerprint: str
-    """Digest of the environment, of the options on which kernels and layout depend, and of the model."""
+    """Digest of the environment, of the options that affect kernels and layout, and of the model."""
     environment: Environment
     agrees: bool
-    """Whether both gave the same state."""
+    """Whether both updates gave the same state."""
     state_digests: tuple[str, str]
-    """What each gave."""
+    """State digest of each update."""
     run: str
     iteration: int
-    """Whose batch it was."""
+    """Iteration whose batch was used."""
     seconds: float
-    """That the test took."""
+    """Duration of the test in seconds."""
     tested_at: float
     """Unix seconds."""
 
 
 def find_self_test(store: Store, fingerprint: str) -> SelfTest | None:
-    """What was found; None where nobody has tried. Raises Damaged."""
+    """Return the self-test of a kind of machine, or None if there is none. Raises Damaged."""
     path = layout.self_test(fingerprint)
     try:
         fields = canonical.unseal(store.read(path))
@@ -44,5 +46,5 @@ def find_self_test(store: Store, fingerprint: str) -> SelfTest | None:
 
 
 def record_self_test(store: Store, found: SelfTest, guard: Callable[[], None]) -> None:
-    """Keep what was found; whoever was first stays. `guard`: see `Store.create`."""
+    """Store a self-test unless there is one. `guard` is that of `Store.create`."""
     store.create(layout.self_test(found.fingerprint), canonical.seal(found.model_dump(mode="json")), guard)

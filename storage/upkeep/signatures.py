@@ -1,22 +1,22 @@
-"""Signatures: who wrote what of a ledger, where its writers have keys.
+"""Signatures: proof of the author of ledger files, for writers with keys.
 
 ```
 runs/<run>/iterations/000042/train.json                           a commit
-runs/<run>/iterations/000042/train.json.<16 hex digits>.sig       beside it: a signature of its path and its bytes
+runs/<run>/iterations/000042/train.json.<16 hex digits>.sig       next to it: a signature of its path and its bytes
 ```
-A process that finds `CAIRN_SIGNING_KEY`, the path of an Ed25519 private key (PEM), signs whatever it creates
-exclusively below `runs/` and `evals/`: manifests, leases, commits, upgrades, decisions, markers of retirement, results.
-It signs too what it writes ahead of a commit, parts of samples and of calls, and what graders answered (`answers/`):
-files whose names hold the SHA-256 of their bytes, whose signatures go when they do. Nothing that is signed changes for
-that, so digests are those of a ledger without signatures, and who has no key reads it as ever.
+If `CAIRN_SIGNING_KEY` is the path of an Ed25519 private key (PEM), a process signs everything that it creates
+exclusively below `runs/` and `evals/`: manifests, leases, commits, upgrades, decisions, retirement markers, results. It
+also signs what it writes ahead of a commit (parts of samples and of calls) and graders' answers (`answers/`). The names
+of these files hold the SHA-256 of their bytes, and their signatures are deleted with them. Signed files do not change.
+So their digests equal those of an unsigned ledger, and a reader without a key reads the ledger as before.
 
 | order | a crash right after it leaves |
 |---|---|
-| the signature is written, under a name that holds the digest of the bytes | a signature that nobody looks for |
+| the signature is written, under a name that holds the digest of the bytes | an unused signature |
 | the file is created | both |
 
-So what a signer has written is never without its signature. Somebody who alters a file, computes its digests anew, and
-those of all that was made from it, still has no signature under what it holds then.
+So a file of a signer is never without its signature. If an attacker alters a file and recomputes its digests, and those
+of everything made from it, the signature for the new content is still missing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,19 +41,21 @@ else:
 
 
 class Signed(Record):
-    """Who wrote one file of a ledger."""
+    """Author of one file of a ledger."""
 
     path: str
-    """In the store."""
+    """Path in the store."""
     signer: str | None
-    """The name that the list of signers gives; None where no signature of one of them is right."""
+    """Name in the list of signers; None if none of them has a valid signature."""
     problem: str | None = None
-    """One sentence, where there is none."""
+    """Sentence about what is wrong, if there is no signer."""
 
 
 def read_signers(file: Path) -> dict[str, str]:
-    """Names by public key, of a file with a line for each: a name, and the key in hex. `#` begins a comment. Raises
-    ValueError with a sentence."""
+    """Return the names in a file of signers, by public key.
+
+    Each line has a name and the key in hex; `#` starts a comment. Raises ValueError, saying what is wrong.
+    """
     found: dict[str, str] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -71,15 +73,13 @@ def read_signers(file: Path) -> dict[str, str]:
 
 
 def check_signatures(ledger: Ledger, signers: Mapping[str, str]) -> Iterator[Signed]:
-    """Hold every file of a run's ledger, of what it shares with its parents, and of what is written ahead of its
-    commits, against its signature."""
+    """Check the signature of every file of a run's ledger, of what it shares, and of its write-ahead parts."""
     for path in _signed_files(ledger):
         yield check_signature(ledger.store, path, signers)
 
 
 def check_result_signatures(store: Store, signers: Mapping[str, str]) -> Iterator[Signed]:
-    """Hold every result of an evaluation, every claim to make one, what is written ahead of results, and every file of
-    what graders answered, against its signature."""
+    """Check the signatures of all results of evaluations, claims, write-ahead parts, and files of graders' answers."""
     for folder in evals.folders(store):
         claims, result = layout.evaluation_claims(folder), layout.evaluation_result(folder)
         paths = [f"{claims}/{name}" for name in store.list(claims) if layout.parse_lease(name) is not None]
@@ -90,7 +90,7 @@ def check_result_signatures(store: Store, signers: Mapping[str, str]) -> Iterato
 
 
 def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Signed:
-    """Who wrote a file, by the signature beside it."""
+    """Return the author of a file, according to the signature next to it."""
     try:
         data = store.read(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reading a whole run again and holding it against its digests."""
+"""Verification: reads a whole run again and compares it with its digests."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.accounting import Accounting, GroupCounts, GroupTable, tells_of_groups
 
-# Whether the tokens of committed samples are those of their committed calls: one history, whatever drivers made it.
+# Check that the tokens of committed samples match their committed calls, even if several drivers made them.
 
 
 SAMPLES_FILE = "samples.parquet"
@@ -37,7 +37,8 @@ _COLUMNS = (
 
 
 def mixed_histories(store: Store, commit: Commit) -> Iterator[Finding]:
-    """The first sample of a rollout of which a segment was not sampled as its calls say, if there is one."""
+    """Yield a finding for the first sample of a rollout with a segment that does not match its calls, if there is
+    one."""
     files = {output.path.rpartition("/")[2]: output for output in commit.outputs}
     if commit.step is not Step.ROLLOUT or not files.keys() >= {SAMPLES_FILE, layout.CALLS_FILE}:
         return
@@ -56,7 +57,7 @@ def mixed_histories(store: Store, commit: Commit) -> Iterator[Finding]:
 
 
 def _calls(store: Store, run: str, output: OutputFile) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """Return the answered calls of the policy, by (group, sample, call)."""
+    """Return the policy's calls that have a response, by (group, sample, call)."""
     table = read_table(store, run, output)
     table = table.filter(pc.field("order").is_valid() & (pc.field("kind") == "sample"))
     rows = table.select(["group_id", "sample_index", "call", "given_tokens", "arguments"]).to_pylist()
@@ -64,7 +65,7 @@ def _calls(store: Store, run: str, output: OutputFile) -> dict[tuple[int, int, s
 
 
 def _asked(row: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
-    """The calls of a sample's segments, and the tokens before each in its trajectory."""
+    """Yield the call of each sampled segment, and the tokens before the segment in its trajectory."""
     lengths = row.get(TRAJECTORIES.name) or [len(row["response_ids"])]
     prompts = row.get(TRAJECTORY_PROMPTS.name) or repeat(None)
     begins = dict(zip((0, *accumulate(lengths)), prompts, strict=False))
@@ -78,7 +79,10 @@ def _asked(row: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
 
 
 def _is_after(recorded: Mapping[str, Any], before: Sequence[int]) -> bool:
-    """Earlier versions of the code recorded how many tokens these were, and not which."""
+    """Return whether a recorded call continued from the tokens `before`.
+
+    Earlier versions of the code recorded only the number of these tokens.
+    """
     if recorded["arguments"] is None:
         return bool(recorded["given_tokens"] == len(before))
     sha256 = hashlib.sha256(np.asarray(before, np.int32).tobytes())
@@ -89,7 +93,7 @@ _REQUESTS = 8
 _RETIRED: Final = "retired"
 _REDACTED: Final = "redacted"
 _Found = Finding | Literal["retired", "redacted"] | None
-"""What reading a file again found; None: what was committed."""
+"""Result of reading a file again; None if it is as committed."""
 _Redactions = Mapping[str, tuple[tuple[Decision, RedactedFile], ...]]
 _GROUPS = "groups"
 Item = TypeVar("Item")
@@ -97,34 +101,36 @@ _COMMIT_NAME = re.compile(r"\d{6}/")
 
 
 class Verified(Record):
-    """What reading one commit (or the manifest, the terms of an upgrade, a decision, the claim of an admission) and its
-    files again found; or, at last, what became of the groups of all of them."""
+    """Result of checking one commit (or manifest, terms of an upgrade, decision, or claim of an admission) with its
+    files. The last result of a run is the accounting of all groups."""
 
     name: str
-    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, `stream/admissions/000000.json`, the commit as
+    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, `stream/admissions/000000.json`, a commit such as
     `000042/rollout.00-000`, or `groups`."""
     files: int
-    """Files read, the marker included."""
+    """Number of files read, including the marker."""
     bytes: int
     retired: int = 0
-    """Files that are gone on purpose: the run does not keep them for ever."""
+    """Number of files that retention removed."""
     redacted: int = 0
-    """Files that are other than committed on purpose, and as a redaction says."""
+    """Number of files that differ from what was committed, as a redaction recorded."""
     findings: tuple[Finding, ...] = ()
     groups: GroupCounts | None = None
-    """Of `groups` alone."""
+    """Counts of the groups; only for `groups`."""
 
     @property
     def is_commit(self) -> bool:
-        """Whether it is of a commit."""
+        """Whether this is the result of a commit."""
         return _COMMIT_NAME.match(self.name) is not None
 
 
 def verify(ledger: Ledger) -> Iterator[Verified]:
-    """Read every marker and every committed file of a run, in the order of iterations, and compare them with their
-    digests, and each commit's inputs with the commits they name. What a fork shares with its parent is its own history
-    and read too. Every group of it is accounted for: see `cairn.storage.upkeep.accounting`. Yields as it goes; reads
-    everything, changes nothing."""
+    """Verify every marker and every committed file of a run, in the order of iterations.
+
+    Compares them with their digests, and each commit's inputs with the commits that they name. For a fork this includes
+    what it shares with its parent. Accounts for every group (`cairn.storage.upkeep.accounting`). Yields each result as
+    it is checked; reads everything, changes nothing.
+    """
     store = ledger.store
     yield _verify_manifest(store, ledger.run)
     yield from _verify_upgrades(store, ledger.run)
@@ -135,7 +141,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     redactions = _redactions(ledger)
     with ThreadPoolExecutor(_REQUESTS) as readers:
         accounting, contradictions = Accounting(store, readers), list[Finding]()
-        # Newest first: a driver that is at work commits what is read before what is made from it.
+        # Newest first: a running driver commits inputs before the commits made from them.
         markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
         history = _read_all(store, reversed(markers), readers, digests)
         admitted = Admitted(claims)
@@ -179,8 +185,10 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
 
 
 def _look_again(ledger: Ledger, commit: Commit, digests: dict[str, str], admitted: Admitted) -> None:
-    """Read admissions that a commit was made from and that were not there yet when their iteration was listed: a
-    stream's lie in later iterations than its own."""
+    """Read admissions from which a commit was made and that did not exist when their iteration was listed.
+
+    The admissions of a stream can be in later iterations than the commit.
+    """
     for name in commit.inputs.keys() - digests.keys():
         iteration, _, rest = name.partition("/")
         step, _, shard = rest.partition(".")
@@ -192,7 +200,7 @@ def _look_again(ledger: Ledger, commit: Commit, digests: dict[str, str], admitte
 def _read_all(
     store: Store, markers: Iterable[tuple[int, list[str]]], readers: ThreadPoolExecutor, digests: dict[str, str]
 ) -> Iterator[tuple[int, list[str], list[Commit | Finding]]]:
-    """The commits of each iteration, with their paths; their digests are added by their names."""
+    """Yield the commits of each iteration with their paths, and add the commits' digests to `digests` by name."""
     for iteration, paths in markers:
         commits = list(readers.map(lambda path: _read_commit(store, path), paths))
         digests |= {commit.name: commit.digest for commit in commits if isinstance(commit, Commit)}
@@ -200,8 +208,10 @@ def _read_all(
 
 
 def _ahead(count: int, items: Iterator[Item]) -> Iterator[Item]:
-    """The same, each when `count` more have been read: what a stream admits for later iterations, an earlier one may
-    take."""
+    """Yield each item after `count` more have been read.
+
+    An earlier iteration may take what a stream admitted in a later one.
+    """
     waiting: deque[Item] = deque()
     for item in items:
         waiting.append(item)
@@ -230,7 +240,7 @@ def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
 
 
 def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
-    """Each decision by itself, and that they follow each other."""
+    """Verify each decision, and that each names the digest of the one before."""
     store, run = ledger.store, ledger.run
     names = store.list(layout.decisions(run))
     numbers = [number for name in names if (number := layout.parse_decision(name)) is not None]
@@ -260,7 +270,7 @@ def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
 
 
 def _verify_claims(ledger: Ledger, claims: list[Claim]) -> Iterator[Verified]:
-    """Each claim of an admission by itself; those that can be read are added to `claims`."""
+    """Verify each claim of an admission, and add those that can be read to `claims`."""
     for number in claimed_numbers(ledger.store, ledger.run):
         path = layout.admission(ledger.run, number)
         name, data = path.removeprefix(f"{layout.run(ledger.run)}/"), ledger.store.read(path)
@@ -297,8 +307,10 @@ def _read_commit(store: Store, path: str) -> Commit | Finding:
 
 
 def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
-    """Of a run and those that it was forked from, by their names. Decisions that are damaged are findings of their
-    own."""
+    """Return the redactions of a run and of its parents, by the runs' names.
+
+    Ignores damaged decisions, which are findings of their own.
+    """
     found: dict[str, _Redactions] = {}
     while ledger is not None:
         try:
@@ -337,7 +349,7 @@ def _verify_file(store: Store, run: str, output: OutputFile, redactions: _Redact
 
 
 def _group_tables(commit: Commit, read: Sequence[_Found], redactions: _Redactions) -> Iterator[GroupTable]:
-    """The tables of a commit that tell of groups, and what reading its files found of them."""
+    """Yield the tables of a commit that record groups, each with the result of reading its file."""
     for output, found in zip(commit.outputs, read, strict=True) if tells_of_groups(commit.name) else ():
         if output in commit.tables:
             versions = redactions.get(output.path, ())

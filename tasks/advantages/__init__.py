@@ -1,1 +1,1 @@
-"""From rewards to advantages: the step, and one estimator a file."""
+"""Compute advantages from rewards: the step, and one estimator a file."""

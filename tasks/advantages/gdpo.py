@@ -1,19 +1,20 @@
 """Group reward-decoupled normalization policy optimization (Liu et al. 2026, "GDPO: Group reward-Decoupled
 Normalization Policy Optimization for Multi-reward RL Optimization", arXiv:2601.05242, section 3).
 
-Of a sample with rewards r_1 … r_n, `gdpo_reward_keys`, weighed by w_1 … w_n, `gdpo_reward_weights`,
+For a sample with rewards r_1 … r_n (`gdpo_reward_keys`) and weights w_1 … w_n (`gdpo_reward_weights`),
 
     A_k = (r_k - mean(r_k)) / (std(r_k) + 1e-6)    over the samples of its group, each reward by itself
     S   = Σ_k w_k · A_k
     A   = (S - mean(S)) / sqrt(var(S) + 1e-8)      over all samples of the batch
 
-so that a reward that differs little, or seldom, counts for as much as its weight says beside one that differs a lot,
-whereas the sum of the rewards would drown it. Standard deviations and variances are unbiased.
+So a reward with a small or rare spread counts as much as its weight says, next to one with a large spread. In the plain
+sum of the rewards it would be lost. Standard deviations and variances are unbiased.
 
-The batch is normalised over samples, whatever their lengths, as in the paper. verl counts each sample once for every
-trained token; that is this with `normalize_advantages`, which shifts and scales the outcome once more, over tokens.
+As in the paper, the batch is normalised over samples, whatever their lengths. verl counts each sample once for every
+trained token; that is this estimator with `normalize_advantages`, which shifts and scales the result once more, over
+tokens.
 
-Rewards belong to a sample, and its trajectories share the advantage. The sample's own `reward` takes part only where it
+Rewards belong to a sample, and its trajectories share the advantage. The sample's own reward takes part only where it
 is named, as `reward`.
 """
 
@@ -29,7 +30,7 @@ from cairn.tasks.grading.shaping import is_number
 
 @plugin(needs={"components"}, reads={"gdpo_reward_keys", "gdpo_reward_weights"})
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    """Every token of a sample gets the sample's advantage, which is its return too. Raises BadPlugin where a sample
+    """Return advantages, which are the returns too: every token gets its sample's. Raises BadPlugin where a sample
     lacks one of the rewards."""
     sums = np.zeros(len(batch))
     weights = config.gdpo_reward_weights or [1.0] * len(config.gdpo_reward_keys)
@@ -42,7 +43,7 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def _rewards(batch: ScoredBatch, key: str) -> np.ndarray:
-    """[N] float64."""
+    """Return [N] float64 rewards of one name."""
     assert batch.components is not None
     values = [components.get(key) for components in batch.components]
     missing = sum(not is_number(value) for value in values)

@@ -2,10 +2,10 @@
 
     A_{i,t} = (r_i - mean(r)) / (std(r) + 1e-6)    mean and unbiased std over the samples of i's group
 
-Of a sample with several rewards each counts for its part of the sample.
+If a sample has several rewards, each counts for its share of the sample.
 
 Without the division it is the advantage of Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", section
-3.2), whose loss is divided by a constant besides: `algorithm.loss_scale_factor`.
+3.2), whose loss is also divided by a constant: `algorithm.loss_scale_factor`.
 """
 
 import numpy as np
@@ -15,12 +15,12 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.tasks.advantages.batch import Advantages, ScoredBatch
 
 EPSILON = 1e-6
-"""Added to the standard deviation, as in slime."""
+"""Term added to the standard deviation, as in slime."""
 
 
 @plugin(reads={"rewards_normalization", "grpo_std_normalization"})
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    """Every token of a sample gets the sample's normalised reward, as its advantage and as its return.
+    """Return advantages, which are the returns too: every token gets its sample's normalised reward.
 
     Each group is normalised over its own samples, however many there are.
     """
@@ -30,7 +30,7 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def normalise(rewards: np.ndarray, config: AlgorithmConfig, siblings: np.ndarray | None = None) -> np.ndarray:
-    """[G] rewards of one group -> [G] advantages, in float64. `siblings`: see `ScoredBatch`."""
+    """Return [G] float64 advantages from the [G] rewards of one group. `siblings`: see `ScoredBatch`."""
     rewards = rewards.astype(np.float64)
     if not config.rewards_normalization:
         return rewards
@@ -38,7 +38,7 @@ def normalise(rewards: np.ndarray, config: AlgorithmConfig, siblings: np.ndarray
 
 
 def standardise(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.ndarray:
-    """[G] float64 rewards -> [G]: less their mean, over their unbiased standard deviation and 1e-6; exactly 0 where all
+    """Return [G] float64 rewards less their mean, divided by (unbiased standard deviation + 1e-6); exactly 0 where all
     are equal."""
     centred = centre(rewards, siblings)
     if not centred.any():
@@ -52,16 +52,19 @@ def standardise(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.n
 
 
 def centre(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.ndarray:
-    """[G] rewards of one group less the mean of its samples. Of equal ones, and of one alone, exactly 0: in floating
-    point their mean may differ from them by a rounding error, which a division by a standard deviation near zero makes
-    large."""
+    """Return the [G] rewards of one group less the mean of its samples; exactly 0 if all are equal, or if there is one.
+
+    In floating point the mean of equal rewards may differ from them by a rounding error, which a division by a standard
+    deviation near zero would inflate.
+    """
     mean = rewards.mean() if siblings is None else np.average(rewards, weights=shares(siblings))
     centred: np.ndarray = rewards - mean
     return centred if np.ptp(rewards) > 0 else np.zeros_like(rewards)
 
 
 def shares(siblings: np.ndarray) -> np.ndarray:
-    """[G] float64: the part of its sample that each of a group is; those of one add up to 1."""
+    """Return [G] float64: the share that each entry of a group has in its sample. The shares of a sample add up to
+    1."""
     _, sample, counts = np.unique(siblings, return_inverse=True, return_counts=True)
     found: np.ndarray = 1 / counts[sample]
     return found

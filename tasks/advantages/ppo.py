@@ -1,24 +1,24 @@
 """Proximal policy optimization with a critic: generalised advantage estimation (Schulman et al. 2016,
 "High-Dimensional Continuous Control Using Generalized Advantage Estimation", equation 16).
 
-Over the trained tokens t = 1 … T of a sample, with values V_t of the critic, V_{T+1} = 0 and the sample's reward r,
+Over the trained tokens t = 1 … T of a sample, with the critic's values V_t, V_{T+1} = 0 and the sample's reward r,
 
-    r_t     = -kl_coef · KL_t,  and r more at t = T
+    r_t     = -kl_coef · KL_t,  plus r at t = T
     δ_t     = r_t + gamma · V_{t+1} - V_t
     A_t     = δ_t + gamma · lambd · A_{t+1}
     return  = A_t + V_t
 
-Tokens that are not trained on are the environment's: they take no part, and have advantage and return 0.
+Tokens that are not trained on belong to the environment: they take no part, and have advantage and return 0.
 
-**Truncated samples.** A response that was cut at the longest length allowed has not ended there, and V_{T+1} = 0 says
-that it has. With `bootstrap_truncated` what it would have come to is what the critic expects (Pardo et al. 2018, "Time
-Limits in Reinforcement Learning", section 3.1). There is no value after the last token, so the episode is cut before
-it: r_T = V_T, without reward and KL, and so
+**Truncated samples.** A response that was cut off at the maximum length has not ended there, but V_{T+1} = 0 says that
+it has. With `bootstrap_truncated` the critic's value stands in for the missing rest (Pardo et al. 2018, "Time Limits in
+Reinforcement Learning", section 3.1). There is no value after the last token, so the episode is cut before it:
+r_T = V_T, without reward and KL, and so
 
     A_T = 0,   return_T = V_T,   δ_{T-1} = r_{T-1} + gamma · V_T - V_{T-1}
 
-Its reward, which the grader gave for a part of a response, takes no part: V_T is an estimate of what would have come in
-its place, and the two added up would count it twice.
+The sample's reward, which the grader gave for a partial response, takes no part: V_T estimates the reward of the full
+response, and their sum would count it twice.
 """
 
 from cairn.configs.kinds import plugin
@@ -31,7 +31,7 @@ from cairn.tasks.advantages.batch import Advantages, ScoredBatch, TrainedTokens
     reads={"gamma", "lambd", "kl_coef", "bootstrap_truncated", "value_clip", "num_critic_only_steps"},
 )
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    """Rewards are taken as they are, each sample for itself."""
+    """Return advantages and returns. Rewards are not normalised, and samples are independent of each other."""
     assert batch.values is not None
     tokens = TrainedTokens(batch.loss_masks)
     rewards, values = batch.token_rewards(tokens, config.kl_coef), tokens.of(batch.values)

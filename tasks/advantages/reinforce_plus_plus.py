@@ -3,11 +3,11 @@ Normalization", section 3.1).
 
 Over the trained tokens t = 1 … T of a sample with reward r,
 
-    r_t = -kl_coef · KL_t,  and r more at t = T
+    r_t = -kl_coef · KL_t,  plus r at t = T
     A_t = Σ_{u≥t} gamma^{u-t} · r_u
 
-which `algorithm.normalize_advantages` then whitens over the whole batch: that is the baseline, and there is no group.
-Tokens that are not trained on are the environment's: they take no part, discount nothing, and have advantage 0.
+`algorithm.normalize_advantages` then whitens these over the whole batch. That is the baseline; groups play no role.
+Tokens that are not trained on belong to the environment: they take no part, discount nothing, and have advantage 0.
 """
 
 from cairn.configs.kinds import plugin
@@ -17,7 +17,8 @@ from cairn.tasks.advantages.batch import Advantages, ScoredBatch, TrainedTokens
 
 @plugin(reads={"gamma", "kl_coef"})
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    """Rewards are taken as they are, each sample for itself. Returns are the advantages before they are whitened."""
+    """Return advantages, which are the returns too, before they are whitened. Rewards are not normalised, and samples
+    are independent of each other."""
     tokens = TrainedTokens(batch.loss_masks)
     advantages = tokens.spread(tokens.discounted(batch.token_rewards(tokens, config.kl_coef), config.gamma))
     return advantages, advantages

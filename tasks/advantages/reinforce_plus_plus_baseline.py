@@ -3,8 +3,8 @@ Advantage Normalization", section 3.2).
 
     A_{i,t} = r_i - mean(r) - kl_coef · KL_{i,t}      mean over the samples of i's group
 
-which `algorithm.normalize_advantages` then whitens over the whole batch. Tokens that are not trained on have advantage
-0.
+`algorithm.normalize_advantages` then whitens these over the whole batch. Tokens that are not trained on have
+advantage 0.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from cairn.tasks.advantages.grpo import centre
 
 @plugin(reads={"rewards_normalization", "kl_coef"})
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    """Without `rewards_normalization` the reward itself stands in the place of its distance from the mean."""
+    """Return advantages, which are the returns too. Without `rewards_normalization` the mean is not subtracted."""
     rewards = batch.rewards.astype(np.float64)
     if config.rewards_normalization:
         pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)

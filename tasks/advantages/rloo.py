@@ -4,8 +4,8 @@ from Human Feedback in LLMs", section 3.3; Kool et al. 2019).
     R_i     = r_i - kl_coef · Σ_t KL_{i,t}                         over the trained tokens of the sample
     A_{i,t} = R_i - 1/(k-1) · Σ_{j≠i} R_j                          over the k samples of i's group
 
-Of a sample with several rewards R_j is their mean. The baseline of a sample does not depend on it, so the gradient is
-unbiased. A sample whose group has no other one has nothing to be compared with, and advantage 0.
+If a sample has several rewards, R_j is their mean. The baseline of a sample does not depend on that sample, so the
+gradient is unbiased. A sample that is alone in its group has advantage 0.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from cairn.tasks.advantages.grpo import centre, shares
 
 @plugin(reads={"kl_coef"})
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    """Every token of a sample gets the sample's advantage, which is its return too."""
+    """Return advantages, which are the returns too: every token gets its sample's."""
     rewards = batch.rewards.astype(np.float64)
     if config.kl_coef > 0:
         assert batch.kl is not None
@@ -30,8 +30,11 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def against_the_others(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.ndarray:
-    """[k] rewards of one group → [k] float64: each less the mean of the other samples, 0 where there are none.
-    `siblings`: see `ScoredBatch`."""
+    """Return [k] float64: each of the [k] rewards of a group less the mean of the other samples, 0 where there are
+    none.
+
+    `siblings`: see `ScoredBatch`.
+    """
     if siblings is None:
         return centre(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
     weights, samples = shares(siblings), len(set(siblings.tolist()))

@@ -1,4 +1,4 @@
-"""`advantage`: per-token advantages and returns of the kept samples, a pure function of rewards and scores."""
+"""The step `advantage`: per-token advantages and returns of the kept samples, a pure function of rewards and scores."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,26 +38,25 @@ from cairn.tasks.grading.sample_metrics import sample_metrics, sampled_lengths
 from cairn.tasks.grading.shaping import as_graded, by_name
 from cairn.tasks.selecting.sample_filters import NothingLeft
 
-# On-policy distillation: the teacher judges every token that the policy has sampled (Gu et al. 2024, "MiniLLM:
-# Knowledge Distillation of Large Language Models", section 2.1; Agarwal et al. 2024, "On-Policy Distillation of
-# Language Models").
-#
-#     A_t ← A_t - opd_kl_coef · (log π(y_t) - log π_teacher(y_t))
-#
-# The difference is a one-sample estimate of the reverse KL divergence of the policy from the teacher, in nats.
+# On-policy distillation: the teacher scores every sampled token (Gu et al. 2024, "MiniLLM: Knowledge Distillation of
+# Large Language Models", section 2.1; Agarwal et al. 2024, "On-Policy Distillation of Language Models").
 
 
 def reverse_kl(log_probs: Sequence[np.ndarray], teacher_log_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """[T_i] float32 of each sample: the policy's log-prob of each token less the teacher's."""
+    """Return [T_i] float32 of each sample: the policy's log-prob of each token less the teacher's.
+
+    This is a one-sample estimate of the reverse KL divergence of the policy from the teacher, in nats.
+    """
     return [policy - teacher for policy, teacher in zip(log_probs, teacher_log_probs, strict=True)]
 
 
 def distil(
     advantages: Sequence[np.ndarray], divergences: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray], coef: float
 ) -> list[np.ndarray]:
-    """Advantages lowered by `coef` times the divergence at trained tokens; the others are the environment's.
+    """Return A_t - coef · (log π(y_t) - log π_teacher(y_t)) at trained tokens; advantages of other tokens are
+    unchanged.
 
-    All are [T_i] of each sample, the result float32.
+    All arguments are [T_i] of each sample; the result is float32.
     """
     return [
         (advantage - coef * divergence * mask.astype(bool)).astype(np.float32)
@@ -65,42 +64,31 @@ def distil(
     ]
 
 
-# What is compared with what, where samples have several trajectories, or roles.
-#
-# A reward belongs to a sample, and so do its baseline and its weight in the group:
-#
-# | where, of a prompt | is compared |
-# |---|---|
-# | each sample has one reward | sample with sample, whatever their trajectories and roles |
-# | a sample has trajectories of different rewards | trajectory with trajectory of the same role |
-# | the estimator goes by `components`, which a sample has one of | sample with sample |
-#
-# In the second case those trajectories of a sample that share a role and a reward are one response, and all of a
-# sample's responses count as one sample (`ScoredBatch.siblings`). So an estimator sees a batch of responses, each with
-# one reward, and no sample's advantage depends on how many trajectories another one went through.
+# Baselines where samples have several trajectories, or roles: see `compared`.
 
 
 Segments = Sequence[dict[str, Any]]
-"""Of a row of the rollout table."""
+"""Segments in a row of the rollout table."""
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """What of N samples is more than a response: each field has an entry a sample, as the tables have it."""
+    """Trajectories, roles, segments and turns of N samples: each field has an entry a sample, as in the tables."""
 
     lengths: Sequence[Sequence[int] | None]
-    """Tokens of each of several trajectories."""
+    """Tokens of each trajectory, where there are several."""
     rewards: Sequence[Sequence[float] | None]
-    """Of each trajectory, where they have rewards of their own."""
+    """Reward of each trajectory, where they have rewards of their own."""
     roles: Sequence[Sequence[str | None] | None]
     segments: Sequence[Segments | None]
     turn_rewards: Sequence[Sequence[float | None] | None]
 
     def role_rewards(self, rewards: Sequence[float]) -> dict[str, float]:
-        """Mean reward of each role: over the samples that have it, of the mean over a sample's trajectories of it.
+        """Return the mean reward of each role: the mean over its samples of the mean over a sample's trajectories in
+        it.
 
         Args:
-            rewards: of each sample, which its trajectories have where they have none of their own.
+            rewards: reward of each sample, for trajectories without rewards of their own.
         """
         found = dict[str, list[float]]()
         for shared, given, roles in zip(rewards, self.rewards, self.roles, strict=True):
@@ -111,17 +99,17 @@ class Episodes:
         return {role: float(np.mean(means)) for role, means in sorted(found.items())}
 
     def turns(self, totals: Sequence[int]) -> list[list[Turn]]:
-        """Of each sample, which has so many tokens."""
+        """Return the turns of each sample. `totals`: tokens of each sample."""
         return [_turns(*one) for one in zip(self.segments, self.turn_rewards, totals, strict=True)]
 
 
 Span = tuple[int, int]
-"""First token, and the one behind the last, of a sample's response."""
+"""First token of a part of a response, and the index after its last one."""
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is compared: a sample, or those trajectories of one that share a role and a reward."""
+    """A unit of comparison: a sample, or those of its trajectories that share a role and a reward."""
 
     sample: int
     spans: Sequence[Span]
@@ -129,22 +117,22 @@ class _Unit:
     truncated: bool
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """[T] of the sample's tokens → those of this unit."""
+        """Select this unit's tokens from [T] of the sample's."""
         return np.concatenate([values[start:end] for start, end in self.spans])
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A batch in which each of what is compared is a sample."""
+    """A batch in which each unit of comparison is a sample."""
 
     batch: ScoredBatch
     _units: Sequence[_Unit] | None
-    """Its samples; None: they are those of the batch that it was made of."""
+    """Unit of each sample; None where they are the samples of the original batch."""
     _lengths: Sequence[int]
-    """Tokens of each sample of that batch."""
+    """Tokens of each sample of the original batch."""
 
     def of_samples(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """[T_i] of each of its samples → of each sample of the batch that it was made of."""
+        """Convert [T_i] of each sample of this batch to those of the original batch."""
         if self._units is None:
             return list(values)
         found = [np.zeros(length, values[0].dtype) for length in self._lengths]
@@ -156,7 +144,20 @@ class Compared:
 
 
 def compared(batch: ScoredBatch, episodes: Episodes) -> Compared:
-    """The batch as estimators are given it."""
+    """Return the batch as estimators get it.
+
+    A reward belongs to a sample, and so do its baseline and its weight in the group:
+
+    | samples of a prompt | comparison |
+    |---|---|
+    | each sample has one reward | sample with sample, whatever their trajectories and roles |
+    | a sample has trajectories of different rewards | trajectory with trajectory of the same role |
+    | the estimator uses `components`, which belong to a whole sample | sample with sample |
+
+    In the second case a sample's trajectories that share a role and a reward are one response, and all of a sample's
+    responses count as one sample (`ScoredBatch.siblings`). So an estimator sees a batch of responses with one reward
+    each, and no sample's advantage depends on the number of another sample's trajectories.
+    """
     groups = [units for group in batch.groups for units in _compared_units(batch, episodes, group)]
     units, sizes = [unit for group in groups for unit in group], list(map(len, groups))
     lengths = list(map(len, batch.loss_masks))
@@ -190,7 +191,7 @@ _OF_TOKENS = (
 
 
 def _compared_units(batch: ScoredBatch, episodes: Episodes, group: slice) -> list[list[_Unit]]:
-    """The units of a prompt's samples, those that are compared with each other together."""
+    """Return the units of a prompt's samples, in lists of those that are compared with each other."""
     samples = range(group.start, group.stop)
     differ = any(len(set(episodes.rewards[sample] or ())) > 1 for sample in samples)
     if batch.components is not None or not differ:
@@ -210,7 +211,7 @@ def _whole(batch: ScoredBatch, episodes: Episodes, sample: int) -> _Unit:
 
 
 def _parts(batch: ScoredBatch, episodes: Episodes, sample: int) -> Iterator[tuple[str | None, _Unit]]:
-    """The units of a sample with their roles, in the order of their first trajectories."""
+    """Yield the units of a sample with their roles, in the order of their first trajectories."""
     lengths, whole = episodes.lengths[sample], _whole(batch, episodes, sample)
     count = 1 if lengths is None else len(lengths)
     roles = episodes.roles[sample] or [None] * count
@@ -227,7 +228,7 @@ def _parts(batch: ScoredBatch, episodes: Episodes, sample: int) -> Iterator[tupl
 
 
 def _finish_reason(segments: Segments, start: int, end: int) -> str | None:
-    """Of the last segment that was sampled within a span."""
+    """Return the finish reason of the last sampled segment within a span."""
     ends = accumulate(segment["tokens"] for segment in segments)
     within = [
         one["finish_reason"] for one, last in zip(segments, ends, strict=True) if start < last <= end and one["call"]
@@ -260,15 +261,15 @@ def _within(turns: Sequence[Turn], unit: _Unit) -> list[Turn]:
     return found
 
 
-# From rewards to advantages. One estimator a file, `estimate(batch, config) -> (advantages, returns)`: see
-# `cairn.tasks.advantages.batch`. What one needs of the scores it declares, with `cairn.plugin`.
+# Estimators, one a file: `estimate(batch, config) -> (advantages, returns)`, see `cairn.tasks.advantages.batch`. An
+# estimator declares the scores that it needs with `cairn.plugin`.
 
 
 __all__ = ["Estimator", "ScoredBatch", "estimate"]
 
 
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Advantages and returns of a batch, [T_i] float32 of each sample, by `algorithm.advantage_estimator`.
+    """Return advantages and returns of a batch, [T_i] float32 of each sample, by `algorithm.advantage_estimator`.
 
     Raises BadPlugin where the estimator returns anything else.
     """
@@ -314,8 +315,10 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> tuple[list[np.ndarr
 def advantage(
     step: StepCall, selection: Commit, rollouts: list[Commit], rewards: list[Commit], scores: Commit | None
 ) -> Outcome:
-    """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch. Raises
-    NothingLeft where an optimizer step would have no trained token."""
+    """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch.
+
+    Raises NothingLeft where an optimizer step would have no trained token.
+    """
     table, metrics = estimated(step.run, step.run.config.algorithm, selection, rollouts, rewards, scores)
     return Outcome(tables={"advantages.parquet": table}, metrics=metrics)
 
@@ -328,8 +331,10 @@ def estimated(
     rewards: list[Commit],
     scores: Commit | None,
 ) -> tuple[pa.Table, dict[str, float]]:
-    """A table ADVANTAGE of the trained samples of an iteration, and its metrics, by any algorithm whose scores are
-    there. Raises NothingLeft."""
+    """Return a table ADVANTAGE of an iteration's trained samples, and its metrics, by any algorithm whose scores exist.
+
+    Raises NothingLeft where an optimizer step would have no trained token.
+    """
     columns = ["response_ids", "log_probs", "loss_mask", "weight_versions", "status", "segments"]
     columns += [field.name for field in (TRAJECTORIES, TRAJECTORY_ROLES, TURN_REWARDS)]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
@@ -409,8 +414,12 @@ def _require_tokens(masks: Sequence[np.ndarray], num_steps: int, selection: Comm
 def _rewards(
     run: RecordedRun, selection: Commit, rollouts: list[Commit], rewards: list[Commit]
 ) -> tuple[list[np.ndarray], list[Sequence[float] | None], np.ndarray]:
-    """Of the samples of each group; where nobody grades, the first of a pair is preferred: 1, and the other 0. And of
-    each sample those of its trajectories, where they have their own; and [R] what graders said of all samples."""
+    """Return the rewards of each group's samples, those of each sample's trajectories, and the graders' raw rewards,
+    [R].
+
+    Trajectories without rewards of their own have None. Without grading the first sample of a pair is the preferred
+    one: it has reward 1, the other one 0.
+    """
     if rewards:
         columns = ["reward", TRAJECTORY_REWARDS.name, RAW_REWARD.name]
         graded = list(rows_of_groups(run, selection, rewards, columns))
@@ -423,7 +432,7 @@ def _rewards(
 
 
 def _components(run: RecordedRun, selection: Commit, rewards: list[Commit]) -> list[dict[str, Any]]:
-    """What was said of each sample, by its names; none where nobody grades."""
+    """Return reward and components of each sample, by name; an empty list without grading."""
     graded = pa.concat_tables(rows_of_groups(run, selection, rewards, ["reward", "components"]))
     rows = zip(graded.column("reward").to_pylist(), graded.column("components").to_pylist(), strict=True)
     return [by_name(reward, from_json(said) if said else None) for reward, said in rows]
@@ -440,13 +449,13 @@ def _episodes(samples: pa.Table, own_rewards: Sequence[Sequence[float] | None]) 
 def _divergences(
     log_probs: Sequence[np.ndarray], ref_log_probs: Sequence[np.ndarray], kind: KLType
 ) -> list[np.ndarray]:
-    """[T_i] float64 of each sample: estimates of the divergence of the policy from the reference model."""
+    """Return [T_i] float64 of each sample: estimates of the divergence of the policy from the reference model."""
     current, ref = (torch.tensor(np.concatenate(fields)).double() for fields in (log_probs, ref_log_probs))
     return np.split(kl_divergence(current, ref, kind).numpy(), np.cumsum([len(field) for field in log_probs])[:-1])
 
 
 def _scores(samples: pa.Table, scored: pa.Table | None, algorithm: AlgorithmConfig) -> dict[str, list[np.ndarray]]:
-    """[T_i] of each sample: the columns that advantages need, by their names in `ScoredBatch`."""
+    """Return [T_i] of each sample for the columns that advantages need, by their names in `ScoredBatch`."""
     found = {}
     for column in advantage_needs(algorithm):
         if column == "old_log_probs":
@@ -461,7 +470,8 @@ def _scores(samples: pa.Table, scored: pa.Table | None, algorithm: AlgorithmConf
 def _age_metrics(
     masks: Sequence[np.ndarray], ages: Sequence[np.ndarray], rollout_masks: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Of the trained tokens, and how many of the batch's are not trained on since they are too old."""
+    """Return the ages of trained tokens, and how many tokens of the batch are not trained on because they are too
+    old."""
     mask = np.concatenate(masks).astype(bool)
     trained = np.concatenate(ages)[mask]
     masked = int(np.count_nonzero(np.concatenate(rollout_masks))) - int(mask.sum())
@@ -475,18 +485,18 @@ def _age_metrics(
 def _down_weighted(
     masks: Sequence[np.ndarray], ages: Sequence[np.ndarray], groups: Sequence[int], bounds: Mapping[int, int | None]
 ) -> int:
-    """Tokens that are trained on though they are too old."""
+    """Return the number of tokens that are trained on although they are too old."""
     rows = zip(masks, ages, (bounds[id] for id in groups), strict=True)
     return sum(int(mask[age > bound].sum()) for mask, age, bound in rows if bound is not None)
 
 
 def _turn_metrics(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
-    """Turns of samples, of all trajectories of each."""
+    """Return the numbers of turns of the samples, over all trajectories of each."""
     counts = np.array(list(map(len, turns)))
     return {"turns/mean": float(counts.mean()), "turns/max": int(counts.max())}
 
 
 def _constant_groups(rewards_per_group: Sequence[np.ndarray]) -> dict[str, int]:
-    """Groups whose samples all have one reward, by that reward: they teach nothing."""
+    """Return the numbers of groups in which all rewards are equal, by that reward: these groups teach nothing."""
     constant = Counter(float(group[0]) for group in rewards_per_group if np.ptp(group) == 0)
     return {f"zero_std/count_{reward:g}": count for reward, count in sorted(constant.items())}

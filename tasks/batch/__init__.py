@@ -1,1 +1,1 @@
-"""From committed snapshots to arrays."""
+"""Conversion of committed snapshots to arrays."""

@@ -1,4 +1,4 @@
-"""From committed snapshots to the batch that the training engine takes."""
+"""Conversion of committed snapshots to the batch that the training engine takes."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ from cairn.tasks.durable.versions import token_ages
 
 
 def trained_shards(run: RecordedRun, selection: Commit) -> tuple[list[Commit], list[Commit]]:
-    """The rollout and the reward commits that hold the groups to train on, in pairs, each once; no reward commits where
-    nothing is graded.
+    """Return the rollout and reward commits that hold the groups to train on, in pairs, each once.
 
-    Groups from the buffer lie in an earlier iteration's shards.
+    The list of reward commits is empty where nothing is graded. Groups from the buffer are in shards of an earlier
+    iteration.
     """
     places = dict.fromkeys((iteration, shard) for iteration, shard, _ in trained_groups(run, selection))
     return (
@@ -34,8 +34,8 @@ def trained_shards(run: RecordedRun, selection: Commit) -> tuple[list[Commit], l
 def rows_of_groups(
     run: RecordedRun, selection: Commit, shards: Sequence[Commit], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """One table a trained group, in the order of the batch, its samples by index. A column that a shard may lack is
-    null where it does."""
+    """Yield one table per trained group, in the order of the batch, with its samples by index. An optional column is
+    null where the shard lacks it."""
     wanted = ["group_id", "sample_index", *columns]
     tables = {(shard.iteration, shard.shard): with_optional(run.read(shard), wanted) for shard in shards}
     starts: dict[tuple[int, str | None], dict[int, tuple[int, int]]] = {
@@ -47,10 +47,11 @@ def rows_of_groups(
 
 
 def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Loss mask and age of every response token of the batch's samples, [T_i] uint8 and [T_i] int32 each.
+    """Return the loss mask and the age of every response token of the batch's samples, [T_i] uint8 and [T_i] int32
+    each.
 
-    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group, or has a
-    weight all the same, of samples that it has not removed.
+    A token is trained on if the rollout left it unmasked, the filter step did not remove its sample, and it is not
+    older than the filter step allows for its group or has a stale weight above 0.
 
     Args:
         samples: `group_id`, `sample_index`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
@@ -71,13 +72,14 @@ def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tu
 
 
 def mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
-    """Mean over the trained tokens of a batch, 0 where there is none. `fields`, `masks`: [T_i] of each sample."""
+    """Return the mean over the trained tokens of a batch; 0 without any. `fields`, `masks`: [T_i] of each sample."""
     trained = np.concatenate(fields)[np.concatenate(masks).astype(bool)]
     return float(trained.mean()) if trained.size else 0.0
 
 
 def age_weights(ages: np.ndarray, max_age: int, stale: Sequence[float]) -> np.ndarray:
-    """[T] float32: the weights of tokens by their ages [T]. 1 up to `max_age`, then as `stale` says, and 0 beyond."""
+    """Return the weights of tokens by their ages [T], as [T] float32: 1 up to `max_age`, then the entries of `stale` by
+    age, then 0."""
     beyond = np.asarray([*stale, 0.0], np.float32)[np.clip(ages - max_age - 1, 0, len(stale))]
     return np.where(ages <= max_age, np.float32(1), beyond)
 
@@ -89,8 +91,8 @@ def train_batch(
     advantages: Commit | None = None,
     scores: Commit | None = None,
 ) -> TrainBatch:
-    """The batch of an iteration: trained groups in order, with advantages and scores where they are given; a sample
-    of several trajectories is as many sequences of it."""
+    """Return the batch of an iteration: trained groups in order, with advantages and scores if passed. A sample with
+    several trajectories becomes as many sequences."""
     columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions"]
     columns += [field.name for field in (KEPT, *SEQUENCES, IMAGES)]
     replays = run.config.algorithm.use_rollout_routing_replay
@@ -136,20 +138,20 @@ def train_batch(
 
 
 def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
-    """What the tokens of each sample were drawn from, as `cairn.storage.ledger.schemas.KEPT` has it."""
+    """Return the sampling support of each sample's tokens as a column of type `cairn.storage.ledger.schemas.KEPT`."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
     return _nested(ids, counts, list(map(len, kept)), KEPT.type)
 
 
 def rows_column(rows: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
-    """A column of [T_i, k] of each sample, a list of k numbers for each token."""
+    """Return the [T_i, k] arrays of the samples as a column: a list of k numbers for each token."""
     table = np.concatenate(rows)
     return _nested(table.ravel(), np.repeat([0, table.shape[1]], [1, len(table)]), list(map(len, rows)), kind)
 
 
 def rows_of(table: pa.Table, column: str) -> list[np.ndarray] | None:
-    """What `rows_column` made; None where the step had no need of the column."""
+    """Return the arrays of a column that `rows_column` made; None where the step did not need the column."""
     if column not in table.column_names:
         return None
     lists = table.column(column).combine_chunks()
@@ -159,15 +161,16 @@ def rows_of(table: pa.Table, column: str) -> list[np.ndarray] | None:
 
 
 def _nested(values: np.ndarray, counts: np.ndarray, tokens: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """`counts`: 0, and how many of the values are of each token. `tokens`: of each sample."""
+    """Return `values` as lists of lists. `counts`: 0, then the number of values per token. `tokens`: tokens per
+    sample."""
     of_tokens = pa.LargeListArray.from_arrays(pa.array(np.cumsum(counts, dtype=np.int64)), pa.array(values))
     ends = np.cumsum([0, *tokens], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), of_tokens).cast(kind)
 
 
 def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[KeptTokens] | None:
-    """What the tokens of each sample were drawn from; None where that was always the whole vocabulary, as it was where
-    the column is null."""
+    """Return the sampling support of each sample's tokens; the whole vocabulary for a sample whose column is null. None
+    where that holds for all samples."""
     lists = samples.column(KEPT.name).combine_chunks()
     if lists.null_count == len(lists):
         return None
@@ -183,12 +186,12 @@ def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[Kept
 
 
 def row_images(value: Sequence[Mapping[str, Any]] | None, data: Mapping[str, bytes]) -> tuple[Image, ...]:
-    """The images of a row of the rollout table. `data`: their bytes, by their SHA-256."""
+    """Return the images of a row of the rollout table. `data`: their bytes, by SHA-256."""
     return tuple(Image(data[one["sha256"]], one["height"], one["width"]) for one in value or ())
 
 
 def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> list[tuple[Image, ...]] | None:
-    """Those of each sample's prompt, out of the snapshots; None where none has any."""
+    """Return the images of each sample's prompt from the snapshots; None if no prompt has any."""
     column = samples.column(IMAGES.name)
     if column.null_count == len(column):
         return None
@@ -197,7 +200,7 @@ def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> 
 
 
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a table; null those that a step writes only where it has something to say."""
+    """Return some columns of a table. An optional column that the step did not write is null."""
     for field in (KEPT, *SEQUENCES, ROUTED, IMAGES, RAW_REWARD):
         if field.name in columns and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -205,7 +208,7 @@ def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 
 def arrays(table: pa.Table, column: str) -> list[np.ndarray]:
-    """A list column as one numpy array a row."""
+    """Return a list column as one numpy array per row."""
     lists = table.column(column).combine_chunks()
     values = lists.values.to_numpy(zero_copy_only=False)
     offsets = lists.offsets.to_numpy()
@@ -213,14 +216,14 @@ def arrays(table: pa.Table, column: str) -> list[np.ndarray]:
 
 
 def optional_arrays(table: pa.Table, column: str) -> list[np.ndarray] | None:
-    """As `arrays`, or None where the step had no need of the column."""
+    """Return a list column as one numpy array per row; None where the step did not need the column."""
     if column not in table.column_names or table.column(column).null_count:
         return None
     return arrays(table, column)
 
 
 def _group_slices(table: pa.Table) -> dict[int, tuple[int, int]]:
-    """group_id -> (first row, rows); snapshots are sorted by group and sample."""
+    """Return group_id -> (first row, number of rows). Snapshots are sorted by group and sample."""
     ids = table.column("group_id").to_numpy()
     starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
     lengths = np.diff(np.r_[starts, len(ids)])

@@ -1,7 +1,7 @@
-"""The trajectories of samples as sequences of a batch, and back.
+"""Conversion between the trajectories of samples and the sequences of a batch.
 
-Everywhere but in the training engine a sample is one row, whose tokens are those of its trajectories, one after the
-other. The model reads each trajectory by itself, after the prompt; what it says of the tokens is put together again.
+Outside the training engine a sample is one row, and its tokens are those of its trajectories, one after the other. The
+model reads each trajectory by itself, after the prompt; its results per token are then joined again per sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from cairn.engines.training.batching import PER_TOKEN
 from cairn.engines.types.types import KeptTokens, TrainBatch
 from cairn.storage.ledger.schemas import ROUTED, TRAJECTORIES, TRAJECTORY_PROMPTS
 
-# The column of the experts that tokens were routed to, and the arrays that engines exchange.
+# Conversion between the column of routed experts and the arrays that engines exchange.
 
 
 def routed_column(samples: Sequence[Sequence[np.ndarray | None]]) -> pa.Array:
-    """The experts of the tokens of each sample, as `cairn.storage.ledger.schemas.ROUTED` has it: null where those of
-    one of its trajectories are not known.
+    """Return the experts of each sample's tokens as a column of type `cairn.storage.ledger.schemas.ROUTED`. A sample is
+    null if the experts of one of its trajectories are unknown.
 
     Args:
-        samples: [tokens, layers, top-k] of each trajectory of each.
+        samples: [tokens, layers, top-k] for each trajectory of each sample.
     """
     values: list[dict[str, Any] | None] = []
     for parts in samples:
@@ -40,7 +40,7 @@ def routed_column(samples: Sequence[Sequence[np.ndarray | None]]) -> pa.Array:
 
 
 def routes_of(value: Mapping[str, Any] | None) -> np.ndarray | None:
-    """[tokens, layers, top-k] from one value of the column."""
+    """Return one value of the column as [tokens, layers, top-k]."""
     if value is None:
         return None
     experts = np.frombuffer(value["experts"], np.dtype(f"<u{value['bytes']}"))
@@ -48,41 +48,43 @@ def routes_of(value: Mapping[str, Any] | None) -> np.ndarray | None:
 
 
 def routed_experts(samples: pa.Table) -> list[np.ndarray | None] | None:
-    """Of each sample, [tokens, layers, top-k]; None where no sample of the batch has any."""
+    """Return [tokens, layers, top-k] for each sample; None if no sample of the batch has routed experts."""
     column = samples.column(ROUTED.name)
     return None if column.null_count == len(column) else [routes_of(value.as_py()) for value in column]
 
 
 Prompts = Sequence[Sequence[int] | np.ndarray | None]
-"""Of the trajectories of a sample those that have one of their own, None for the others."""
+"""Own prompts of a sample's trajectories; None for a trajectory that follows the sample's prompt."""
 
 
 def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
-    """Tokens of each trajectory of each sample, None for a sample that has one; None where all have."""
+    """Return the token count of each trajectory of each sample, None for a sample with one trajectory. Return None if
+    all samples have one."""
     column = samples.column(TRAJECTORIES.name)
     return None if column.null_count == len(column) else column.to_pylist()
 
 
 def own_prompts(samples: pa.Table) -> list[Prompts | None]:
-    """The prompts of each sample's trajectories; None where all come after the sample's."""
+    """Return the own prompts of each sample's trajectories; None for a sample whose trajectories all follow its
+    prompt."""
     found: list[Prompts | None] = samples.column(TRAJECTORY_PROMPTS.name).to_pylist()
     return found
 
 
 def last_trajectory(ids: Sequence[int], lengths: Sequence[int] | None) -> Sequence[int]:
-    """Of a response's tokens those of its last trajectory: what is graded, and shown as text."""
+    """Return the response tokens of the last trajectory, which is graded and shown as text."""
     return ids if lengths is None else ids[len(ids) - lengths[-1] :]
 
 
 def split_trajectories(
     batch: TrainBatch, trajectories: Sequence[Sequence[int] | None], own: Sequence[Prompts | None] | None = None
 ) -> TrainBatch:
-    """A batch of samples as one of their trajectories, in order.
+    """Turn a batch of samples into a batch of their trajectories, in order.
 
     Args:
-        trajectories: tokens of each one of each sample; None where it has one.
-        own: prompts of their own of each one of each sample, which has none of the sample's images then; None where
-            all come after the sample's.
+        trajectories: token counts of each sample's trajectories; None for a sample with one.
+        own: own prompts of each sample's trajectories; None where all follow the sample's prompt. A trajectory with its
+            own prompt has none of the sample's images.
     """
     lengths = [one or [total] for one, total in zip(trajectories, batch.response_lengths, strict=True)]
     spans = [list(pairwise(np.cumsum([0, *one]).tolist())) for one in lengths]
@@ -136,7 +138,7 @@ def split_trajectories(
 
 
 def of_samples(batch: TrainBatch, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What an engine says of the tokens of each sequence, as one array a sample."""
+    """Join an engine's results per sequence into one array per sample."""
     if batch.samples is None:
         return list(values)
     starts = np.flatnonzero(np.diff(batch.samples, prepend=-1))

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations: where they are read from, and in which order a run draws them."""
+"""Prompts and demonstrations: their sources, and the order in which a run draws them."""
 
 from cairn.configs.errors import BadData
 from cairn.tasks.data.demonstrations import DemonstrationData, DemonstrationRow

@@ -1,4 +1,4 @@
-"""Rows of a CSV file at any fsspec URL, with the names of the columns in its first line; every value is text."""
+"""Data source `csv`: rows of a CSV file at any fsspec URL. The first line names the columns; every value is text."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from cairn.tasks.data.files import open_file
 
 
 def rows(path: str) -> Iterator[Mapping[str, Any]]:
-    """Row after row. Raises BadData where the file is missing, no text, or torn."""
+    """Yield the rows. Raises BadData where the file is missing, is not text, or is torn."""
     with io.TextIOWrapper(open_file(path, (".csv",)), "utf-8-sig", newline="") as text:
         try:
             for number, row in enumerate(csv.DictReader(text, strict=True), 1):

@@ -1,12 +1,12 @@
-"""Rows that hold responses, as samples to train on: prompts with the response to them, or whole chats.
+"""Rows that contain responses, as samples to train on: prompts with their response, or whole chats.
 
 | `response_key` | `apply_chat_template` | a row is |
 |---|---|---|
-| null | true | a chat in `input_key`: the assistant's turns are learned, but for a `step_loss_mask` of 0 |
-| a column | true | what that holds, said by the assistant after the prompt; turns in that are not learned |
-| a column | false | its text after the prompt's, both as they stand, and then an end token |
+| null | true | a chat in `input_key`; the assistant's turns are trained on, except those with a `step_loss_mask` of 0 |
+| a column | true | its value as the assistant's response to the prompt; turns in the prompt are not trained on |
+| a column | false | its text after the prompt's, both unchanged, and then an end token |
 
-Of preferences a row holds two responses to one prompt, each as in the last two lines: `chosen_key`, `rejected_key`.
+A row of preferences has two responses to one prompt, each as in the last two lines: `chosen_key`, `rejected_key`.
 """
 
 import json
@@ -23,22 +23,23 @@ from cairn.engines.models.tokenizers import special_ids
 from cairn.tasks.data.prompts import OverRows, Rows, require_template, require_text
 from cairn.tasks.data.rows import metadata_of, open_rows, prompt_of, tools_of
 
-# Where an assistant's turn ends: the tokens that a model has to say to stop.
+# Ends of the assistant's turns: the tokens that a model must emit to stop.
 
 
 class TurnEnds:
-    """What is learned behind the words of a turn.
+    """Tokens after the words of a turn that are trained on.
 
-    | behind the words, before any other word, stands | learned |
+    | after the words, before any other word | trained on |
     |---|---|
-    | an end token of the model | through the first |
-    | none, but the chat template closes turns with special tokens | through the first special one |
-    | neither, and the chat ends there | an end token, which is put there |
-    | neither, and the chat goes on | nothing |
+    | an end token of the model | up to and including the first |
+    | no end token, but the chat template closes turns with special tokens | up to and including the first special one |
+    | neither, and the chat ends there | an end token, which is appended |
+    | neither, and the chat continues | nothing |
     """
 
     def __init__(self, tokenizer: Any, model_ends: Collection[int]) -> None:
-        """`model_ends`: the tokens at which engines stop (`cairn.engines.models.folders.end_tokens`)."""
+        """Create the rule. `model_ends`: the tokens at which engines stop
+        (`cairn.engines.models.folders.end_tokens`)."""
         own = tokenizer.eos_token_id
         self.ids = frozenset(model_ends) | ({own} if own is not None else set())
         """Tokens that end a response."""
@@ -46,17 +47,17 @@ class TurnEnds:
         self.closes = True
         """Whether the chat template closes a turn that nothing follows with a special token."""
         self.default: int | None = own if own in model_ends or not model_ends else min(model_ends)
-        """What is put behind a turn that has no end; None where the model has none."""
+        """Token that is appended to a turn without an end; None if the model has none."""
         self._tokenizer = tokenizer
 
     def look_at(self, closing: Sequence[int], opening: Sequence[int]) -> None:
-        """Learn from the chat template: what it writes behind an answer that nothing follows, and behind one that a
-        question follows. A template that closes nothing ends a turn by beginning the next, as that of GLM-4.5 does."""
+        """Learn from the chat template what it writes after an answer that nothing follows, and after one that a
+        question follows. A template that closes nothing ends a turn by beginning the next one: GLM-4.5's does this."""
         self.closes = any(id in self.special for id in self._gap(closing))
         self.default = next((id for id in self._gap(opening) if id in self.ids), self.default)
 
     def length(self, following: Sequence[int]) -> int:
-        """How many of the tokens behind a turn's words end it."""
+        """Return how many of the tokens after a turn's words end it."""
         gap = self._gap(following)
         for wanted in (self.ids, self.special if self.closes else frozenset()):
             first = next((place for place, id in enumerate(gap) if id in wanted), None)
@@ -65,63 +66,50 @@ class TurnEnds:
         return 0
 
     def has_ended(self, said: Sequence[int], by: Collection[int]) -> bool:
-        """Whether one of the tokens `by` stands at the end of a turn, with only special ones and space behind."""
+        """Return whether one of the tokens `by` is at the end of a turn, with only special tokens and space after
+        it."""
         return any(id in by for id in self._gap(said[::-1]))
 
     def _gap(self, ids: Iterable[int]) -> list[int]:
-        """The tokens before the first that is a part of a word."""
+        """Return the tokens before the first one that is part of a word."""
         return list(takewhile(lambda id: id in self.special or not self._tokenizer.decode([id]).strip(), ids))
 
 
-# A chat as tokens, and which of them the assistant's turns are: what a model learns of a demonstration.
-#
-# A chat is rendered once, by the tokenizer's chat template, so that a model sees in training what it is given when it
-# answers. Where the assistant's turns lie in that
-#
-# | the template | is found |
-# |---|---|
-# | marks them itself, by `{% generation %}` | where it says |
-# | does not | from its own renderings of the same chat (`Chats._span`) |
-#
-# A turn begins where the messages before it end, with the template's generation prompt; where the template writes those
-# otherwise once others follow, or begins a turn without thoughts otherwise than it asks for one, where the chat and
-# that prompt part. It ends where the rest of the chat begins, which is the same after another answer. It is learned
-# through the token that ends it (`cairn.tasks.data.demonstrations`); what the template writes after that nobody
-# samples, and nobody learns. A template that writes a turn otherwise once others follow, as one that leaves out their
-# thinking, decides what is learned of it: what stands in the whole chat.
+# Rendering of chats as tokens, and the position of the assistant's turns in them.
 
 
 Messages = list[dict[str, Any]]
 
 STEP_LOSS_MASK = "step_loss_mask"
-"""Of a message: 0 leaves it out of the loss. slime has it too."""
+"""Field of a message: 0 leaves the message out of the loss. slime has it too."""
 
 _MARK = "another message of 7261 words"
-"""Stands for a message where the template is looked at."""
+"""Placeholder for a message while the template is examined."""
 
 _ANSWER: Messages = [{"role": "assistant", "content": _MARK}]
 
 Span = tuple[int, int]
-"""Where a turn begins and ends: in characters, or in tokens."""
+"""Beginning and end of a turn, in characters or in tokens."""
 
 
 @dataclass(frozen=True)
 class Demonstrated:
-    """The tokens of a prompt and of what is learned after it."""
+    """Tokens of a prompt and of the response to train on."""
 
     prompt_ids: tuple[int, ...]
-    """Before the first learned token."""
+    """Tokens before the first trained token."""
     response_ids: tuple[int, ...]
-    """From there on to the last one."""
+    """Tokens from the first to the last trained token."""
     loss_mask: tuple[int, ...]
-    """[R], 1 where the response's token is learned."""
+    """[R]: 1 where the response's token is trained on."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
     @classmethod
     def of(cls, ids: Sequence[int], mask: Sequence[int], where: str) -> "Demonstrated":
-        """Of the tokens of a whole text, and which are learned. Raises BadPrompt if none is, or the first is."""
+        """Create it from the tokens of a whole text and their loss mask. Raises BadPrompt if no token is trained on, or
+        the first one is."""
         if 1 not in mask:
             raise BadPrompt(f"{where} has nothing to learn: let an assistant answer in it, or remove the row")
         start, end = mask.index(1), len(mask) - mask[::-1].index(1)
@@ -130,23 +118,38 @@ class Demonstrated:
         return cls(tuple(ids[:start]), tuple(ids[start:end]), tuple(mask[start:end]))
 
     def cut(self, length: int, where: str) -> "Demonstrated":
-        """Its first `length` tokens. Raises BadPrompt if nothing is left to learn."""
+        """Return the first `length` tokens. Raises BadPrompt if none of them is trained on."""
         mask = [0] * len(self.prompt_ids) + [*self.loss_mask]
         return Demonstrated.of((self.prompt_ids + self.response_ids)[:length], mask[:length], where)
 
 
 class Chats:
-    """Renders chats with a tokenizer."""
+    """Renderer of chats, which also locates the assistant's turns.
+
+    A chat is rendered once, by the tokenizer's chat template, so that the model sees in training what it sees when it
+    generates. If the template marks the turns with `{% generation %}`, the marks locate them. Otherwise renderings of
+    the same chat do (`_span`):
+
+    - A turn begins where the messages before it end, including the template's generation prompt. Some templates render
+      these messages differently once others follow, or begin a turn without thoughts differently from the generation
+      prompt. Then the turn begins where the chat and that prompt diverge.
+    - A turn ends where the rest of the chat begins, which is the same after another answer.
+    - A turn is trained on up to and including the token that ends it (`TurnEnds`). Nobody samples what the template
+      writes after that token, so it is not trained on.
+    - If a template renders a turn differently once others follow, for example without its thinking, the rendering in
+      the whole chat counts.
+    """
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any], model_ends: Collection[int] = ()) -> None:
-        """
+        """Learn from the chat template how a turn ends.
+
         Args:
             tokenizer: a Hugging Face tokenizer with a chat template.
-            arguments: further ones of the template.
+            arguments: further arguments of the template.
             model_ends: the tokens at which engines stop.
 
         Raises:
-            BadData: nothing says how a turn ends.
+            BadData: neither the template, the model nor the tokenizer defines how a turn ends.
         """
         self._tokenizer = tokenizer
         self._arguments = arguments
@@ -166,7 +169,7 @@ class Chats:
     def demonstrated(
         self, messages: Messages, learned: Sequence[int], tools: list[Any] | None, where: str
     ) -> Demonstrated:
-        """A chat, of which the assistant's messages at the indices `learned` are. Raises BadPrompt."""
+        """Return a chat in which the assistant's messages at the indices `learned` are trained on. Raises BadPrompt."""
         shown = [{name: value for name, value in m.items() if name != STEP_LOSS_MASK} for m in messages]
         turns = [index for index, message in enumerate(shown) if message["role"] == "assistant"]
         if self._marks_turns:
@@ -176,11 +179,11 @@ class Chats:
         return Demonstrated.of(*self._with_ends(ids, spans, turns[-1:] == [len(shown) - 1] == [*learned[-1:]]), where)
 
     def _with_ends(self, ids: list[int], spans: Sequence[Span], ends_chat: bool) -> tuple[list[int], list[int]]:
-        """The tokens of a chat and which are learned: turns, and what ends them. `ends_chat`: whether the last span is
-        the last message."""
+        """Return the tokens of a chat and their loss mask: 1 for turns and their ends. `ends_chat`: whether the last
+        span is the last message."""
         mask = [0] * len(ids)
         for place, (start, end) in enumerate(spans):
-            # Where a template marks turns it also says what ends them, if it marks that.
+            # Where the template marks turns, a special token at the end of the marked text ends the turn.
             if not self._ends.has_ended(ids[start:end], self._ends.special if self._marks_turns else self._ends.ids):
                 count = self._ends.length(ids[end:])
                 if not count and ends_chat and place == len(spans) - 1 and self._ends.default is not None:
@@ -221,7 +224,8 @@ class Chats:
         return ids, list(zip(bounds[1::2], bounds[2::2], strict=True))
 
     def _span(self, text: str, messages: Messages, turn: int, tools: list[Any] | None, where: str) -> Span:
-        """Where the assistant's message at index `turn` begins and ends in the rendered chat."""
+        """Return the beginning and end of the assistant's message at index `turn` in the rendered chat. Raises
+        BadPrompt."""
         start, end = self._start(text, messages, turn, tools), self._end(text, messages, turn, tools)
         if start is None or end is None or start > end:
             raise BadPrompt(
@@ -246,7 +250,8 @@ class Chats:
         )
         if whole is None or asked is None or not text.endswith(whole):
             return None
-        # What is in the prompt and in the chat: no less than what says who speaks, and nothing of what is said.
+        # The common prefix of prompt and chat must contain at least the header that names the speaker, and no word of
+        # the turn.
         shared = _shared(whole, asked)
         if shared < len(asked):
             shared = min(shared, _shared(plain, asked))
@@ -256,14 +261,14 @@ class Chats:
         after = self._behind([*messages[:turn], *_ANSWER, *messages[turn + 1 :]], tools)
         if after is not None and text.endswith(after):
             return len(text) - len(after)
-        # A turn that calls tools may end otherwise than an answer: by an end token of its own.
+        # A turn that calls tools may end differently from an answer: with an end token of its own.
         through = (self._rendered(messages[: turn + 1], tools) or "").rstrip()
         ended = through and self._ends.has_ended(self._ids(through), self._ends.ids)
         return len(through) if ended and text.startswith(through) else None
 
     def _pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
-        """The tokens between cuts: those of the whole text where none lies across a cut, else each piece's own, which
-        is how a model reads a prompt and writes what follows."""
+        """Return the tokens between cuts: those of the whole text if none crosses a cut. Otherwise each piece is
+        tokenized by itself, just as a model reads a prompt and writes what follows."""
         bounds = list(pairwise(cuts))
         if self._tokenizer.is_fast:
             whole = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -283,12 +288,13 @@ class Chats:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _behind(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
-        """What stands behind `_MARK`; None where the template refuses the messages, or does not write it."""
+        """Return the rendered text after `_MARK`; None where the template rejects the messages, or does not write the
+        mark."""
         _, found, after = (self._rendered(messages, tools, asks) or "").rpartition(_MARK)
         return after if found else None
 
     def _rendered(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
-        """`asks`: with the generation prompt. None where the template refuses the messages."""
+        """Return the rendered messages; None where the template rejects them. `asks`: with the generation prompt."""
         try:
             text: str = self._template(messages, tools, "", tokenize=False, add_generation_prompt=asks)
         except Exception:  # a template raises what it likes
@@ -303,30 +309,30 @@ class Chats:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Return the length of the common prefix in characters."""
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 @dataclass(frozen=True)
 class DemonstrationRow:
-    """One row, ready to be trained on."""
+    """Row that is ready to be trained on."""
 
     index: int
     """Position in the data set, from 0; a sliced file is counted from the slice's start."""
     samples: tuple[Demonstrated, ...]
-    """What is learned together."""
+    """Samples that are trained on together."""
     truncated: bool
-    """Whether it was longer than allowed, and its end cut off."""
+    """Whether the row was longer than allowed and was cut at its end."""
     metadata: dict[str, Any] | None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Of the first sample."""
+        """Prompt tokens of the first sample."""
         return self.samples[0].prompt_ids
 
 
 class DemonstrationData(OverRows):
-    """The demonstrations of one data set."""
+    """Demonstrations of one data set."""
 
     def __init__(
         self,
@@ -338,8 +344,8 @@ class DemonstrationData(OverRows):
         pairs: bool,
         model_ends: Collection[int],
     ) -> None:
-        """`max_length`: of a prompt and a response to it, in tokens. Raises BadData where nothing says how a response
-        ends."""
+        """Create the data set. `max_length`: tokens of a prompt and its response together. Raises BadData where nothing
+        defines how a response ends."""
         super().__init__(rows)
         self._tokenizer = tokenizer
         self._pairs = pairs
@@ -366,14 +372,14 @@ class DemonstrationData(OverRows):
         pairs: bool = False,
         model_ends: Collection[int] = (),
     ) -> "DemonstrationData":
-        """Open what the data source gives for `path`, and check every row: see `open_rows`.
+        """Open what the data source provides for `path`, and check every row: see `open_rows`.
 
         Args:
-            pairs: whether a row holds two responses, of which the first is preferred.
+            pairs: whether a row has two responses, of which the first is preferred.
             model_ends: the tokens at which engines stop (`cairn.engines.models.folders.end_tokens`).
 
         Raises:
-            BadData: the data, or what they are to be rendered with, cannot be used.
+            BadData: the data, or the tokenizer that must render them, cannot be used.
         """
         require_template(format, tokenizer)
         if not pairs and format.response_key is None and not format.apply_chat_template:
@@ -397,8 +403,8 @@ class DemonstrationData(OverRows):
         """Read, render and tokenize the row at `index`.
 
         Raises:
-            BadPrompt: the chat template refuses it, nothing of it is to be learned, or it is too long and passed over.
-            BadData: it is too long, and that is refused.
+            BadPrompt: the chat template rejects it, no token of it is trained on, or it is too long and skipped.
+            BadData: it is too long, and the configuration refuses such rows.
         """
         format, where = self._format, f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
@@ -446,7 +452,7 @@ class DemonstrationData(OverRows):
 def _fields(
     row: dict[str, Any], format: DataConfig, pairs: bool, where: str
 ) -> tuple[list[tuple[str | Messages, str | Messages | None]], dict[str, Any] | None, list[Any] | None]:
-    """The chats, metadata and tools of a row. Raises BadData if something is not of its kind."""
+    """Return the chats, metadata and tools of a row. Raises BadData if one has the wrong type."""
     return (
         _chats(row, format, pairs, where),
         None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
@@ -457,8 +463,8 @@ def _fields(
 def _chats(
     row: dict[str, Any], format: DataConfig, pairs: bool, where: str
 ) -> list[tuple[str | Messages, str | Messages | None]]:
-    """The prompts and responses of a row: one, or two of which the first is preferred. A response is None where the
-    prompt is a whole chat. Raises BadData if something is not of its kind."""
+    """Return the prompts and responses of a row: one, or two of which the first is preferred. A response is None where
+    the prompt is a whole chat. Raises BadData if one has the wrong type."""
     prompt = None
     if row.get(format.input_key) is not None:
         prompt = prompt_of(row[format.input_key], format.input_key, format, where)
@@ -480,7 +486,8 @@ def _chats(
 def _pair(
     prompt: str | Messages | None, chosen: str | Messages, rejected: str | Messages, format: DataConfig, where: str
 ) -> list[tuple[str | Messages, str | Messages | None]]:
-    """Two responses to one prompt: that which is given, or where whole chats are, what both begin with."""
+    """Return two responses to one prompt. For whole chats the prompt is their common beginning, otherwise it is
+    `prompt`. Raises BadData."""
     if not isinstance(chosen, str) and not isinstance(rejected, str) and chosen[0]["role"] != "assistant":
         shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]

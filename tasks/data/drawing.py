@@ -1,4 +1,4 @@
-"""The prompts that come next: of one data set, of several, or of a function; and of a curriculum, before them.
+"""Selection of the next prompts: from one data set, from several, or from a function, with a curriculum before them.
 
 | data | cursor |
 |---|---|
@@ -7,9 +7,9 @@
 | a source with a state | `{"drawn": …, "state": …}` |
 | any of the first two with a curriculum | `{"drawn": …, "data": its cursor, "curriculum": the policy's state}` |
 
-The cursor is committed by every rollout and filter step, and 0 at the beginning of a run. A draw is a pure function of
-it and of what became of the prompts of the round before, which a commit holds; so a run that goes on, is forked or
-replayed draws what it would have drawn.
+Every rollout and filter step commits the cursor, which is 0 at the beginning of a run. A draw is a pure function of the
+cursor and of the results of the prompts of the round before, which a commit holds. So a run that is resumed, forked or
+replayed draws the same prompts.
 """
 
 import json
@@ -31,20 +31,11 @@ from cairn.tasks.data.prompts import Check, PromptData, PromptRow
 from cairn.tasks.data.stream import Draw, DrawnRow, GivenPrompts, GroupResult, draw, drawn_so_far
 
 # Several data sets, drawn from by weight.
-#
-# Each has a stream of its own: its own order, its own epochs, its own place. Which one the next prompt is of is for the
-# weights to say: each source is owed its share of every prompt that was drawn, and the one that is owed most is drawn
-# from (smooth weighted round-robin). So any stretch of the mixture has the proportions of the weights, to within a few
-# prompts, and a prompt that is passed over costs its source nothing.
-#
-# What is to be remembered is the cursor: `drawn`, how many prompts were, which is the next group's id; and of each
-# source its `position` and what it is `owed`. A source that a fork adds begins at its beginning, owed nothing; weights
-# that a fork changes hold from there on.
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One source, whose rows know their place in the whole and where they are from."""
+    """Source of a mixture. Its rows know their index in the whole mixture and the name of their source."""
 
     name: str
     data: PromptData
@@ -63,7 +54,17 @@ class _Part:
 
 
 class MixedData:
-    """The prompts of several data sets, numbered through in their order."""
+    """Mixture of several data sets, drawn from by weight. Prompts are numbered through the data sets in their order.
+
+    Each source has a stream of its own, with its own order, epochs and position. With every prompt that is drawn, each
+    source is owed its share of one prompt, and the source that is owed most is drawn from (smooth weighted
+    round-robin). So any stretch of the mixture has the proportions of the weights, to within a few prompts, and a
+    skipped prompt costs its source nothing.
+
+    The cursor holds `drawn`, the number of prompts drawn and thus the next group's id, and for each source its
+    `position` and what it is `owed`. A source that a fork adds starts at its beginning, owed nothing. Weights that a
+    fork changes apply from the fork on.
+    """
 
     def __init__(self, sources: Sequence[MixedSource], opened: Sequence[PromptData]) -> None:
         starts = [0, *accumulate(map(len, opened))]
@@ -81,34 +82,34 @@ class MixedData:
         check: Check | None = None,
         tools: list[Any] | None = None,
     ) -> "MixedData":
-        """Open each as `PromptData.open` does."""
+        """Open each source as `PromptData.open` does."""
         return cls(sources, [PromptData.open(one, one.path, tokenizer, check, tools) for one in sources])
 
     @property
     def path(self) -> str:
-        """The data, as messages name it."""
+        """Name of the data in messages."""
         return " + ".join(part.path for part in self.parts)
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """sha256, in hex, of all that each source gives, by its name."""
+        """SHA-256, in hex, of all that each source provides, by its name."""
         return {part.name: part.data.fingerprint for part in self.parts}
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of the fingerprints, by name."""
+        """SHA-256, in hex, of the fingerprints by name."""
         return canonical.digest(self.fingerprints)
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def row(self, index: int) -> PromptRow:
-        """The prompt at `index`, its source among its metadata. Raises BadPrompt as `PromptData.row`."""
+        """Return the prompt at `index`, with its source in the metadata. Raises BadPrompt as `PromptData.row` does."""
         part = self._part(index)
         return part.row(index - part.start)
 
     def source_of(self, index: int) -> str:
-        """Name of the source of a prompt."""
+        """Return the name of a prompt's source."""
         return self._part(index).name
 
     def _part(self, index: int) -> _Part:
@@ -125,7 +126,8 @@ def draw_mixed(
     max_prompt_len: int | None,
     without: Collection[int] = (),
 ) -> Draw[PromptRow]:
-    """The next `count` prompts after `cursor`: the position 0, or what a draw of a mixture left. As `draw`."""
+    """Return the next `count` prompts after `cursor`, which is the position 0 or what a draw of a mixture left. The
+    other arguments and the errors are those of `draw`."""
     places = (
         cursor.get("data", cursor) if isinstance(cursor, dict) else {}
     )  # below a curriculum that a fork has no more
@@ -161,7 +163,7 @@ Prompts = PromptData | MixedData | GivenPrompts
 
 
 def learns_from_results(config: RunConfig) -> bool:
-    """Whether which prompts come next depends on what became of those before."""
+    """Whether the choice of the next prompts depends on the results of those before."""
     return config.data.get_samples_path is not None or config.data.curriculum.policy is not None
 
 
@@ -175,7 +177,7 @@ def next_prompts(
     max_prompt_len: int | None,
     without: Collection[int] = (),
 ) -> Draw[PromptRow]:
-    """The `count` prompts after `cursor` that are none of `without`. Raises BadData where there are none."""
+    """Return the `count` prompts after `cursor` that are not among `without`. Raises BadData if there are none."""
     if isinstance(data, GivenPrompts):
         return data.draw(cursor, count, results, max_prompt_len=max_prompt_len, without=without)
     if config.data.curriculum.policy is None:
@@ -209,7 +211,7 @@ def _with_curriculum(
     max_prompt_len: int | None,
     without: Collection[int],
 ) -> Draw[PromptRow]:
-    """Those that come back first, then the next ones of the data."""
+    """Return the prompts that the curriculum repeats, then the next ones of the data."""
     plain = {"drawn": drawn_so_far(cursor), "data": cursor, "curriculum": None}
     before: dict[str, Any] = cursor if isinstance(cursor, dict) and "curriculum" in cursor else plain
     wanted = int(config.data.curriculum.share * count)
@@ -232,14 +234,14 @@ def _with_curriculum(
 def _choose(
     config: RunConfig, data: PromptData | MixedData, state: JsonValue, results: Sequence[GroupResult], wanted: int
 ) -> tuple[list[int], JsonValue]:
-    """What the policy says, checked."""
+    """Return the prompts and the state that the policy chooses, checked. Raises BadData."""
     name = config.data.curriculum.policy
     assert name is not None
     try:
         own = json.loads(json.dumps(state))  # to do with as it likes: the state lies in a commit
         prompts, after = CURRICULUM.load(name)(own, tuple(results), wanted, config.data.curriculum)
         again, kept = [int(index) for index in prompts], from_json(json.dumps(after))
-    # Whatever user code raises is the user's to see.
+    # User code may raise any exception. Show it to the user.
     except Exception as error:
         raise BadData(
             f"the curriculum {name!r} failed with {error!r}: let it return (prompts, state), the places of prompts in "

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file at any fsspec URL: the data source `files`."""
+"""Data source `files`: rows of a JSONL or Parquet file at any fsspec URL."""
 
 import base64
 import contextlib
@@ -27,8 +27,8 @@ _PARQUET_ROWS = 1024
 
 
 def rows(path: str) -> Iterator[Mapping[str, Any]]:
-    """Row after row, all columns, as JSON values; bytes of Parquet that are no text become data URLs. Raises BadData
-    where the file is missing, of another kind or torn."""
+    """Yield the rows with all columns, as JSON values. Bytes of Parquet that are not text become data URLs. Raises
+    BadData where the file is missing, has another format or is torn."""
     with open_file(path) as file:
         if is_parquet(path):
             yield from parquet_rows(file, path, lambda present: present, None)
@@ -39,12 +39,12 @@ def rows(path: str) -> Iterator[Mapping[str, Any]]:
 
 
 def is_parquet(url: str) -> bool:
-    """By the end of its name."""
+    """Whether a file is Parquet, by the suffix of its name."""
     return _suffix(url) == ".parquet"
 
 
 def open_file(url: str, kinds: Sequence[str] = (".jsonl", ".parquet")) -> Binary:
-    """The bytes of a file whose name ends in one of `kinds`: a local one itself, else an unnamed temporary copy. Raises
+    """Open a file whose name ends in one of `kinds`: a local file itself, otherwise an unnamed temporary copy. Raises
     BadData, and NoSpace where the copy does not fit on this machine."""
     if _suffix(url) not in kinds:
         raise BadData(f"{url} is neither a {' nor a '.join(kinds)} file: convert it to one of them")
@@ -56,13 +56,13 @@ def open_file(url: str, kinds: Sequence[str] = (".jsonl", ".parquet")) -> Binary
         raise BadData(f"{url} is a folder: give the path of a {' or '.join(kinds)} file") from None
     except NoSpace:
         raise
-    # Every file system of fsspec raises exceptions of its own, and so do the libraries below it.
+    # Each fsspec file system, and each library below it, raises its own exceptions.
     except Exception as error:
         raise BadData(f"{url} cannot be read ({error}): check the path and the access to it") from error
 
 
 def parsed(line: bytes, where: str) -> dict[str, Any]:
-    """The row that a line of JSONL holds. Raises BadData."""
+    """Return the row in a line of JSONL. Raises BadData."""
     try:
         row = from_json(line)
     except ValueError as error:
@@ -75,9 +75,13 @@ def parsed(line: bytes, where: str) -> dict[str, Any]:
 def parquet_rows(
     file: Binary, url: str, choose: Callable[[list[str]], list[str]], pictures: Collection[str] | None = ()
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file, as JSON values. `choose`: of the columns that are there, those that are read.
-    `pictures`: those whose bytes become data URLs; None: any may hold some. Other bytes are UTF-8 text. Raises
-    BadData."""
+    """Yield the rows of a Parquet file as JSON values. Raises BadData.
+
+    Args:
+        choose: maps the columns of the file to those that are read.
+        pictures: columns whose bytes become data URLs; None means that any column may contain pictures. Other bytes are
+            UTF-8 text.
+    """
     number = 0
     try:
         parquet = pq.ParquetFile(file)
@@ -95,18 +99,18 @@ def parquet_rows(
         raise BadData(
             f"{url}, row {number}: {error} holds bytes that are no UTF-8 text: write the column as text"
         ) from None
-    # The library raises exceptions of its own, OSError and more, and so do the codecs below it.
+    # The library raises its own exceptions, OSError and others, and so do the codecs below it.
     except Exception as error:
         raise BadData(f"{url} is not a whole Parquet file ({error}): copy it again") from error
 
 
 class _NoText(Exception):
-    """Bytes of a column, which it names, are no text."""
+    """Bytes in a column that are not text. The message is the column's name."""
 
 
 def _json_value(value: Any, column: str, pictures: Collection[str] | None) -> Any:
-    """A value of Parquet in the words of JSON. A struct's null fields are left out: Arrow gives each struct of a column
-    all fields that any has. Times and the like are text, as Python writes them."""
+    """Convert a value of Parquet to JSON. A struct's null fields are left out, because Arrow adds to each struct of a
+    column all fields that any of them has. Times and similar values become text, as Python writes them."""
     match value:
         case None | str() | int() | float():
             return value
@@ -128,7 +132,8 @@ def _json_value(value: Any, column: str, pictures: Collection[str] | None) -> An
 
 
 def _suffix(url: str) -> str:
-    """Of its name: only HTTP has queries and fragments behind it, and S3 versions."""
+    """Return the suffix of a URL's name. Only HTTP URLs have queries and fragments after the name, and S3 URLs
+    versions."""
     name = urlsplit(url).path if url.startswith(("http://", "https://")) else url.partition("?versionId=")[0]
     return os.path.splitext(name)[1]
 

@@ -1,4 +1,4 @@
-"""The data that a run trains on."""
+"""Opening of the data that a run trains on."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from cairn.tasks.data.drawing import MixedData, Prompts
 from cairn.tasks.data.prompts import Check, PromptData
 from cairn.tasks.data.stream import GivenPrompts
 
-# The tools of a run, as its prompts and its steps know them.
+# Tools of a run, for its prompts and its steps.
 
 
 def told_tools(rollout: RolloutConfig) -> list[Any] | None:
-    """What chat templates are told of `rollout.tools`; None where that is nothing. Raises BadPlugin."""
+    """Return the tool schemas of `rollout.tools` for chat templates; None if templates get none. Raises BadPlugin."""
     if not rollout.tools or rollout.tool_call_format != "template":
         return None
     from cairn.engines.agents.tools.tool import load_tools
@@ -23,7 +23,7 @@ def told_tools(rollout: RolloutConfig) -> list[Any] | None:
 
 
 def searched(rollout: RolloutConfig) -> Path | None:
-    """The corpus that the tool `search` looks into, where it is named."""
+    """Return the corpus of the tool `search`; None if none is configured."""
     corpus = rollout.tool_options.search.corpus if "search" in rollout.tools else None
     return None if corpus is None else Path(corpus).expanduser()
 
@@ -32,10 +32,10 @@ Data = Prompts | DemonstrationData
 
 
 def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None) -> Data:
-    """Prompts, or rows that hold responses too, as the algorithm learns from. Raises BadData and BadModel.
+    """Open the prompts, or the rows with responses, that the algorithm learns from. Raises BadData and BadModel.
 
     Args:
-        check: called with the metadata of each row of prompts, such as `cairn.tasks.grading.graders.row_check`.
+        check: called with the metadata of each row of prompts, for example `cairn.tasks.grading.graders.row_check`.
     """
     data = config.data
     if config.samples_responses and data.get_samples_path is not None:

@@ -1,4 +1,4 @@
-"""From a row of data to the tokens of a prompt."""
+"""Conversion of a row of data to the tokens of a prompt."""
 
 import base64
 import binascii
@@ -19,33 +19,34 @@ from cairn.engines.types.images import BadImage, Image, decode, size_of
 from cairn.storage.store import canonical
 from cairn.tasks.data.rows import FILES, Messages, label_of, metadata_of, open_rows, prompt_of, tools_of, without_slice
 
-# Images of rows: where a row has them, and the places that they take in its prompt.
-#
-# A column, `multimodal_keys.image`, holds one image or a list of them, each as
-#
-# | value | is |
-# |---|---|
-# | `{"bytes": …}` of Parquet | the encoded picture; so Hugging Face's data sets have it |
-# | `data:image/png;base64,…` | the same as text |
-# | a path, or `{"path": …}` without bytes | a file beside the data's own, or at an absolute path of this machine |
-#
-# They stand in the prompt where it says `<image>`, or where a message has a part `{"type": "image"}`, in order.
+# Images of rows, and their positions in the prompt.
 
 
 PLACE = "<image>"
-"""Stands in a text for an image."""
+"""Placeholder of an image in a text."""
 
 _DATA_URL = "data:"
 _MAX_BYTES = 256 * 1024 * 1024
-"""Of an encoded picture."""
+"""Largest encoded picture, in bytes."""
 
 
 class RowImages:
-    """The images of a data set's rows, in the size in which a model sees them."""
+    """Images of a data set's rows, in the size in which a model sees them.
+
+    A column, `multimodal_keys.image`, contains one image or a list of them:
+
+    | value | meaning |
+    |---|---|
+    | `{"bytes": …}` of Parquet | the encoded picture, as in Hugging Face's data sets |
+    | `data:image/png;base64,…` | the encoded picture as text |
+    | a path, or `{"path": …}` without bytes | a file next to the data's file, or at an absolute path of this machine |
+
+    The images replace each `<image>` in the prompt, or each part `{"type": "image"}` of a message, in order.
+    """
 
     def __init__(self, format: RowFormat, folder: str, beside: str | None = None) -> None:
-        """`folder`: of the model. `beside`: the file that the rows are of, which relative paths are beside. Raises
-        BadData where the model sees no images."""
+        """Create the reader. `folder`: of the model. `beside`: the file of the rows, whose folder relative paths start
+        from. Raises BadData where the model sees no images."""
         from cairn.engines.models.folders import check_model_folder, sees_images  # what few data sets need
         from cairn.engines.models.vision import image_processor
 
@@ -67,28 +68,29 @@ class RowImages:
             )
         self._token: int = config.image_token_id
         self._files: dict[str, str] | None = None
-        """SHA-256 of every file that a row names, by its path, once all rows were looked at."""
+        """SHA-256 of every file that a row names, by its path; None until all rows were checked."""
         self._found: dict[str, str] = {}
         self._has_column = False
 
     def check(self, row: Mapping[str, Any], where: str) -> None:
-        """Look at the header of every image of a row. Raises BadPrompt."""
+        """Check the header of every image of a row. Raises BadPrompt."""
         self._of(row, where)
         self._has_column |= self.column in row
 
     def end_checks(self, path: str) -> None:
-        """All rows, of `path`, were looked at: no file is to change from now on. Raises BadData where no row has the
+        """End the checks of all rows of `path`: no file may change from now on. Raises BadData where no row has the
         column."""
         if not self._has_column:
             raise BadData(f"multimodal_keys.image is {self.column}, which no row of {path} has: correct it")
         self._files = self._found
 
     def fingerprint(self, of_rows: str) -> str:
-        """SHA-256, in hex, of the rows and of the files that they name. `of_rows`: that of the rows."""
+        """Return the SHA-256, in hex, of the rows and of the files that they name. `of_rows`: that of the rows
+        alone."""
         return canonical.digest({"rows": of_rows, "files": self._files}) if self._files else of_rows
 
     def of(self, row: Mapping[str, Any], where: str) -> tuple[Image, ...]:
-        """Those of a row, each decoded once. Raises BadPrompt."""
+        """Return the images of a row, each decoded once as a check. Raises BadPrompt."""
         images = self._of(row, where)
         for number, image in enumerate(images, 1):
             try:
@@ -98,7 +100,7 @@ class RowImages:
         return images
 
     def laid(self, ids: Sequence[int], images: Sequence[Image], where: str) -> tuple[int, ...]:
-        """A prompt's token ids with as many placeholders for each image as it takes, in place of one. Raises
+        """Return a prompt's token ids with each image's placeholder repeated as often as the image needs. Raises
         BadPrompt."""
         from cairn.engines.models.vision import places_of
 
@@ -131,7 +133,7 @@ class RowImages:
         return tuple(images)
 
     def _bytes(self, value: Any, where: str) -> bytes:
-        """Of an image, as a row has it. Raises BadImage."""
+        """Return the bytes of an image from its value in a row. Raises BadImage."""
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if not isinstance(value, str):
@@ -157,7 +159,7 @@ class RowImages:
                 data: bytes = file.read(_MAX_BYTES + 1)
         except FileNotFoundError:
             raise BadImage(f"does not exist at {url}") from None
-        # Every file system of fsspec raises exceptions of its own, and so do the libraries below it.
+        # Each fsspec file system, and each library below it, raises its own exceptions.
         except Exception as error:
             raise BadImage(f"cannot be read at {url} ({error})") from error
         if len(data) > _MAX_BYTES:
@@ -171,7 +173,7 @@ class RowImages:
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Messages with texts cut into parts at the places of images, as chat templates take them. Raises BadPrompt."""
+    """Return messages whose texts are split into parts at the images, as chat templates expect. Raises BadPrompt."""
     return [{**message, "content": _parts(message.get("content"), where)} for message in messages]
 
 
@@ -193,59 +195,59 @@ def _parts(content: Any, where: str) -> Any:
 
 
 Check = Callable[[dict[str, Any] | None, str], None]
-"""Looks at the metadata of a row, of which the second argument says where it stands. Raises BadPlugin."""
+"""Function that checks the metadata of a row; its second argument is the row's location. Raises BadPlugin."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, ready to be generated from and graded."""
+    """Prompt that is ready for generation and grading."""
 
     index: int
     """Position in the data set, from 0; a sliced file is counted from the slice's start."""
     prompt: str | Messages
-    """As the row has it."""
+    """Prompt as in the row."""
     prompt_text: str
-    """What the model reads, special tokens written out."""
+    """Text that the model reads, with its special tokens."""
     prompt_ids: tuple[int, ...]
     label: str | None
     metadata: dict[str, Any] | None
-    """As the row has it; with tools, they are added under `tools`, as in slime."""
+    """Metadata as in the row. A row's tools are added under `tools`, as in slime."""
     images: tuple[Image, ...] = ()
-    """In the order of their placeholders, of which each has as many among `prompt_ids` as it takes, and one in
+    """Images in the order of their placeholders. Each has as many placeholders in `prompt_ids` as it needs, and one in
     `prompt_text`."""
 
 
 class Rows(Protocol):
-    """What prompts are made of: a `RowFile`, or rows that are made of one."""
+    """Rows that prompts are made of: a `RowFile`, or rows derived from one."""
 
     @property
     def path(self) -> str:
-        """The data, as messages name it."""
+        """Name of the data in messages."""
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of all that there is."""
+        """SHA-256, in hex, of all rows."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> dict[str, Any]:
-        """The row at `index`, from 0."""
+        """Return the row at `index`, from 0."""
 
 
 class OverRows:
-    """One data set. Holds the place of every row, and no row. Thread-safe."""
+    """Data set read by index. Stores the position of every row, and no row. Thread-safe."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
     @property
     def path(self) -> str:
-        """The data, as messages name it."""
+        """Name of the data in messages."""
         return self._rows.path
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of all that the data source gives: of a file, its bytes."""
+        """SHA-256, in hex, of all that the data source provides; for a file, of its bytes."""
         return self._rows.fingerprint
 
     def __len__(self) -> int:
@@ -253,7 +255,7 @@ class OverRows:
 
 
 class PromptData(OverRows):
-    """The prompts of one data set."""
+    """Prompts of one data set."""
 
     def __init__(
         self,
@@ -263,7 +265,7 @@ class PromptData(OverRows):
         images: RowImages | None = None,
         tools: list[Any] | None = None,
     ) -> None:
-        """`tools`: default tools for the chat template."""
+        """Create the data set. `tools`: default tools for the chat template."""
         super().__init__(rows)
         self._tools = tools
         self._tokenizer = tokenizer
@@ -279,10 +281,14 @@ class PromptData(OverRows):
         check: Check | None = None,
         tools: list[Any] | None = None,
     ) -> "PromptData":
-        """Open what the data source gives for `path`, and check every row: see `open_rows`.
+        """Open what the data source provides for `path`, and check every row: see `open_rows`.
 
-        `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. `tools`: default tools for the chat
-        template. Raises BadData also where the tokenizer has no chat template but needs one.
+        Raises BadData, also where the tokenizer has no chat template but needs one.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+            check: an additional check of every row.
+            tools: default tools for the chat template.
         """
         require_template(format, tokenizer)
         required = {format.input_key: "input_key"}
@@ -313,18 +319,18 @@ class PromptData(OverRows):
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of all that the data source gives, and of the images that its rows name."""
+        """SHA-256, in hex, of all that the data source provides, and of the images that its rows name."""
         return super().fingerprint if self._images is None else self._images.fingerprint(super().fingerprint)
 
     def row(self, index: int) -> PromptRow:
-        """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template refuses it, it is empty,
-        or it holds what is no text."""
+        """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template rejects it, it is empty,
+        or it contains something that is not text."""
         where = f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
         prompt, label, metadata, tools = _fields(row, self._format, where)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
         require_text(str(text) + (label or ""), where)
-        # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
+        # The template writes the special tokens that it wants. A plain prompt is taken literally, as in slime.
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise BadPrompt(f"{where} has an empty prompt: give it some text or remove the row")
@@ -337,14 +343,14 @@ class PromptData(OverRows):
         return PromptRow(index, prompt, str(text), tuple(ids), label, metadata, images)
 
     def dated(self, rows: Sequence[PromptRow]) -> dict[str, str]:
-        """Of an evaluation's key: the digest of prompts under `prompts` where the chat template tells the time, else
-        nothing."""
+        """Return a part of an evaluation's key: the digest of the prompts under `prompts` if the chat template reads
+        the clock, otherwise nothing."""
         if not self._format.apply_chat_template or not reads_clock(self._tokenizer):
             return {}
         return {"prompts": canonical.digest([row.prompt_text for row in rows])}
 
     def require_all(self) -> None:
-        """Make every prompt once: none of a benchmark's can be passed over. Raises BadPrompt."""
+        """Create every prompt once, since no prompt of a benchmark may be skipped. Raises BadPrompt."""
         for index in range(len(self)):
             self.row(index)
 
@@ -366,7 +372,7 @@ class PromptData(OverRows):
 
 
 def require_template(format: RowFormat, tokenizer: Any) -> None:
-    """Raise BadData where a chat template is to be applied and the tokenizer has none."""
+    """Raise BadData where a chat template must be applied and the tokenizer has none."""
     if format.apply_chat_template and not tokenizer.chat_template:
         raise BadData(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template: "
@@ -375,7 +381,7 @@ def require_template(format: RowFormat, tokenizer: Any) -> None:
 
 
 def require_text(text: str, where: str) -> None:
-    """Raise BadPrompt where a row holds what cannot be encoded."""
+    """Raise BadPrompt where a row contains text that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -392,7 +398,7 @@ class _Fields(NamedTuple):
 
 
 def _fields(row: dict[str, Any], format: RowFormat, where: str) -> _Fields:
-    """What the configuration takes of a row. Raises BadData if something is not of its kind."""
+    """Return the fields of a row that the configuration names. Raises BadData if one has the wrong type."""
     return _Fields(
         prompt_of(row[format.input_key], format.input_key, format, where),
         None if format.label_key is None else label_of(row[format.label_key], format, where),

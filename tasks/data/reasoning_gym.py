@@ -1,9 +1,9 @@
-r"""Questions that reasoning-gym generates (Stojanovski et al. 2025, arXiv:2505.24760): over a hundred kinds of puzzle,
-as many of each as one wants, nothing downloaded. `pip install 'cairn-rl[reasoning-gym]'`.
+r"""Data source of reasoning-gym's generated questions (Stojanovski et al. 2025, arXiv:2505.24760): over a hundred kinds
+of puzzle, as many questions of each as needed, without a download. `pip install 'cairn-rl[reasoning-gym]'`.
 
 `path` is a generator with options, or a YAML file with several by weight:
 
-    chain_sum?size=2000&seed=1&max_terms=3        # the generator's own options beside those below
+    chain_sum?size=2000&seed=1&max_terms=3        # the generator's own options as well as those below
 
     size: 2000                                    # puzzles.yaml
     seed: 1
@@ -16,13 +16,13 @@ as many of each as one wants, nothing downloaded. `pip install 'cairn-rl[reasoni
 | `size` | 1000 | questions |
 | `seed` | 0 | of the generators |
 | `level` | | of the generator's curriculum, from 0, in place of its default options |
-| `part` | `all` | `heldout`: the tenth of the questions whose hash says so; `train`: the others. The two share none |
+| `part` | `all` | `heldout`: a tenth of the questions, selected by hash; `train`: the others. The two are disjoint |
 | `answer` | `boxed` | where the answer is: in the last `\boxed{…}`, in `<answer>…</answer>` (`tag`), or the `whole` |
 | `template` | `{question}` | the prompt |
 
-A row has the generator's answer as label, and in its metadata what the grader `reasoning_gym` needs. Refused by name is
-what cannot be trained on: generators that give another question to every Python process, and those whose own
-scorer does not take their own answer, or takes any.
+A row has the generator's answer as label, and in its metadata what the grader `reasoning_gym` needs. Generators that
+cannot be trained on are refused by name: those that give other questions in every Python process, and those whose own
+scorer rejects their own answer or accepts any answer.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ from cairn.tasks.data.files import open_file
 ANSWERS = ("boxed", "tag", "whole")
 PARTS = ("all", "train", "heldout")
 _UNSEEDED = {"codeio", "list_functions"}
-"""Generators that draw from other than their seed. This and the next as measured of 0.1.25: 25 questions each, in
-processes with PYTHONHASHSEED 0, 0, 1 and 2."""
+"""Generators that draw from other randomness than their seed. This set and the next were measured with 0.1.25: 25
+questions each, in processes with PYTHONHASHSEED 0, 0, 1 and 2."""
 _HASH_ORDERED = {
     "intermediate_integration",
     "isomorphic_strings",
@@ -53,18 +53,18 @@ _HASH_ORDERED = {
     "ransom_note",
     "word_ladder",
 }
-"""Generators whose questions follow the order of sets."""
+"""Generators whose questions depend on the order of sets."""
 
 _NONSENSE = "#?"
-"""No answer to anything."""
+"""Text that is the right answer to no question."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What `path` asks for."""
+    """Options in `path`."""
 
     datasets: list[dict[str, Any]]
-    """`name`, `weight` and `config` of each."""
+    """`name`, `weight` and `config` of each generator."""
     size: int = 1000
     seed: int = 0
     part: str = "all"
@@ -73,7 +73,7 @@ class _Plan:
 
 
 def rows(path: str) -> Iterator[Mapping[str, Any]]:
-    """Question after question. Raises BadData where `path` does not say what can be generated, see above."""
+    """Yield the questions as rows. Raises BadData where `path` does not describe what can be generated, see above."""
     plan = _plan(path)
     names = [one["name"] for one in plan.datasets]
     options = {one["name"]: _jsonable(one["config"]) for one in plan.datasets}
@@ -99,7 +99,7 @@ def rows(path: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _generated(plan: _Plan, path: str) -> tuple[Any, dict[str, Any]]:
-    """What gives the questions by index, and what scores those of each generator."""
+    """Return the generated questions by index, and the scorer of each generator. Raises BadData."""
     from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
     from reasoning_gym.factory import create_dataset
 
@@ -116,12 +116,12 @@ def _generated(plan: _Plan, path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _takes(score: Any, answer: Any, entry: dict[str, Any]) -> bool:
-    """Whether an answer gets the full score for a question as the grader will have it: out of JSON."""
+    """Whether an answer gets the full score for a question after a round trip through JSON, as in the grader."""
     if not isinstance(answer, str):
         return False
     try:
         return float(score(answer=answer, entry=entry)) == 1.0
-    # Every scorer fails in its own way on what it cannot read.
+    # Each scorer fails in its own way on answers that it cannot parse.
     except Exception:
         return False
 
@@ -153,7 +153,7 @@ def _plan(path: str) -> _Plan:
 
 
 def _of_query(path: str) -> dict[str, Any]:
-    """`name?option=value&…`: an option that is none of the source's is the generator's."""
+    """Parse `name?option=value&…`. An option that is not one of the source's is passed to the generator."""
     name, _, query = path.partition("?")
     given = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     own = {field.name for field in dataclasses.fields(_Plan)} - {"datasets"}
@@ -181,7 +181,7 @@ def _of_file(path: str) -> dict[str, Any]:
 
 
 def _datasets(given: Any, path: str) -> list[dict[str, Any]]:
-    """The generators that are asked for, each with name, weight and config. Raises BadData."""
+    """Return the requested generators, each with name, weight and config. Raises BadData."""
     from reasoning_gym.factory import DATASETS
 
     known = sorted(DATASETS.keys() - {"composite"})
@@ -217,7 +217,8 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def _at_level(name: str, level: Any, path: str) -> dict[str, Any]:
-    """The options of a generator at a level of its curriculum, all attributes at it or at their last."""
+    """Return the options of a generator at a level of its curriculum. Attributes with fewer levels are at their
+    last."""
     from reasoning_gym.factory import create_curriculum, has_curriculum
 
     if not has_curriculum(name):

@@ -1,11 +1,22 @@
-"""The rows that a data source gives, read by index without holding them in memory.
+"""Rows of a data source, read by index without holding them in memory.
 
-Opening a source reads it once: what it gives is hashed, every row is checked, and the place of each row is noted. Rows
-are then read from local disk: from the file itself if it is a local JSONL file, else from an unnamed temporary copy
-with one JSON object a line, which goes away with the process.
+Opening a source reads it once: its content is hashed, every row is checked, and the position of each row is recorded.
+Rows are then read from local disk: from the file itself if it is a local JSONL file, otherwise from an unnamed
+temporary copy with one JSON object a line, which disappears with the process.
 
-A source is a file in this folder with `rows(path)`, or a function of the user's: it gives mappings of JSON values, the
-same ones in the same order whenever it is asked. A run records their digest, and is not resumed with others.
+A source is a file in this folder with `rows(path)`, or a function of the user's. It yields mappings of JSON values, the
+same ones in the same order at every call. A run records their digest, and refuses to resume with others.
+
+The columns of a row are checked by type. Other values raise an error that names the row and the column:
+
+| column | type | also accepted |
+|---|---|---|
+| prompt, response | text, or messages | JSON of messages |
+| a message's content | text; parts of text and images where the model sees images | parts of text alone |
+| a tool call's arguments | a mapping | JSON of a mapping |
+| label | text | a number; a whole one is written without a point |
+| metadata | a mapping | JSON of a mapping |
+| tools | a list of mappings | JSON of the list, or of each tool |
 """
 
 import hashlib
@@ -29,25 +40,14 @@ from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import NoSpace, naming_full
 from cairn.tasks.data.files import Binary, is_parquet, open_file, parquet_rows, parsed
 
-# What the columns of a row hold: prompts, labels, metadata and tools, each of its own kind.
-#
-# | column | is | is made of |
-# |---|---|---|
-# | prompt, response | text, or messages | JSON of messages |
-# | a message's content | text; parts of text and images where the model sees images | parts of text alone |
-# | a tool call's arguments | a mapping | JSON of one |
-# | label | text | a number; a whole one is written without a point |
-# | metadata | a mapping | JSON of one |
-# | tools | a list of mappings | JSON of one, or of each |
-#
-# Anything else is refused with its row and column.
+# Values of columns: prompts, labels, metadata and tools.
 
 
 Messages = list[dict[str, Any]]
 
 
 def prompt_of(value: Any, key: str, format: RowFormat, where: str) -> str | Messages:
-    """A string, or the messages of a chat, as column `key` holds them. Raises BadData."""
+    """Return the prompt in column `key`: a string, or the messages of a chat. Raises BadData."""
     if isinstance(value, str):
         messages = _messages_in(value)
         if messages is None or not format.apply_chat_template:
@@ -68,7 +68,7 @@ def prompt_of(value: Any, key: str, format: RowFormat, where: str) -> str | Mess
 
 
 def label_of(value: Any, format: RowFormat, where: str) -> str | None:
-    """The text of a label, cut by `label_pattern`. Raises BadData."""
+    """Return the text of a label, cut by `label_pattern`. Raises BadData."""
     assert format.label_key is not None
     label = label_text(value, format.label_key, where)
     if format.label_pattern is None:
@@ -83,7 +83,7 @@ def label_of(value: Any, format: RowFormat, where: str) -> str | None:
 
 
 def label_text(value: Any, key: str, where: str) -> str | None:
-    """The text of the label in column `key`. Raises BadData."""
+    """Return the text of the label in column `key`. Raises BadData."""
     if not _is_text_or_number(value):
         raise BadData(
             f"{where}: {key!r} is a label and holds {_shown(value)}, which is no text and no number: write it as text, "
@@ -95,7 +95,7 @@ def label_text(value: Any, key: str, where: str) -> str | None:
 
 
 def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | None:
-    """The mapping of a row's metadata. Raises BadData."""
+    """Return the mapping of a row's metadata. Raises BadData."""
     if isinstance(value, str):
         try:
             value = canonical.from_json(value)
@@ -110,7 +110,7 @@ def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | N
 
 
 def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
-    """The tools of a row; a list, or the JSON of one. Raises BadData."""
+    """Return the tools of a row: a list, or the JSON of one. Raises BadData."""
     value = _read(value, list)
     tools = [_read(tool, dict) for tool in value] if isinstance(value, list) else value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -119,7 +119,7 @@ def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
 
 
 def _messages_in(text: str) -> Any:
-    """The messages that a column of strings holds as JSON; None where the text is a prompt itself."""
+    """Return the messages that a text contains as JSON; None where the text is itself the prompt."""
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return None
     value = _read(text, list)
@@ -129,7 +129,7 @@ def _messages_in(text: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], images: bool, where: str) -> dict[str, Any]:
-    """A message without fields that are null. Raises BadData."""
+    """Return a message without its null fields. Raises BadData."""
     found = {name: value for name, value in message.items() if value is not None}
     if not isinstance(found["role"], str):
         raise BadData(f"{where} has the role {_shown(found['role'])}, which is no text: correct the row")
@@ -146,7 +146,7 @@ def _message(message: Mapping[str, Any], images: bool, where: str) -> dict[str, 
 
 
 def _content(content: Any, images: bool, where: str) -> Any:
-    """Text; with `images`, parts as they are. Raises BadData."""
+    """Return the content as text or, with `images`, a list of parts unchanged. Raises BadData."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
@@ -163,14 +163,14 @@ def _content(content: Any, images: bool, where: str) -> Any:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as a mapping, where they are one: templates write text in quotes once more."""
+    """Return a tool call with its arguments as a mapping if they are one: templates would quote text once more."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"])}
     return {**call, "arguments": _read(call["arguments"], dict)} if "arguments" in call else dict(call)
 
 
 def _read(value: Any, kind: type) -> Any:
-    """What a text holds as JSON of a kind; else the value as it is."""
+    """Return the value of a JSON text if it has type `kind`; otherwise the value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -192,26 +192,26 @@ def _shown(value: Any) -> str:
 
 
 def _option(key: str, format: RowFormat) -> str:
-    """The one that names a column."""
+    """Return the option that names a column."""
     return next(name for name, value in format if name.endswith("_key") and value == key)
 
 
 Check = Callable[[dict[str, Any], str], object]
-"""Looks at one row and raises BadData; the second argument says where the row stands."""
+"""Function that checks one row and raises BadData. Its second argument is the row's location."""
 
 FILES = "files"
-"""The source that reads files. The digest of one is that of its bytes, and a local JSONL file is not copied."""
+"""Name of the source that reads files. A file's digest is that of its bytes, and a local JSONL file is not copied."""
 
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
 class RowFile:
-    """The rows of one source or of a slice of it. Thread-safe."""
+    """Rows of one source or of a slice of it. Thread-safe."""
 
     def __init__(self, path: str, lines: Binary, offsets: array, fingerprint: str) -> None:
         self.path = path
         self.fingerprint = fingerprint
-        """sha256, in hex, of all that the source gives: of a file, its bytes."""
+        """SHA-256, in hex, of all that the source provides; for a file, of its bytes."""
         self._lines = lines
         self._offsets = offsets
         self._unchanged = _stamp(lines)
@@ -222,7 +222,7 @@ class RowFile:
         return len(self._offsets)
 
     def read(self, index: int) -> dict[str, Any]:
-        """The row at `index`, from 0. Raises BadData if the file was changed in place since it was opened."""
+        """Return the row at `index`, from 0. Raises BadData if the file was changed in place since it was opened."""
         with self._lock:
             if _stamp(self._lines) != self._unchanged:
                 raise BadData(f"{self.path} was changed while it was in use: put the old file back, or start a new run")
@@ -240,17 +240,18 @@ def open_rows(
     check: Check,
     pictures: Collection[str] = (),
 ) -> RowFile:
-    """Open what `source` gives for `path`, which may end in a slice such as `@[100:200]` or `@[-50:]`, and check each
-    of its rows.
+    """Open what `source` provides for `path`, and check each of its rows, including those outside the slice.
 
-    `required` maps the fields that every row must have to the options that name them; a Parquet file's other columns
-    are not read, unless they are `optional`. Rows outside the slice are checked too. `pictures`: columns whose bytes
-    are no text, see `files.parquet_rows`.
+    Args:
+        path: may end in a slice such as `@[100:200]` or `@[-50:]`.
+        required: maps the fields that every row must have to the options that name them. Other columns of a Parquet
+            file are not read, unless they are `optional`.
+        pictures: columns whose bytes are not text, see `files.parquet_rows`.
 
     Raises:
-        BadData: the source fails or gives something else than rows; a file is missing, empty, of another kind or torn,
-            lacks a field, the slice has no row, or `check` says so.
-        BadPlugin: there is no such source.
+        BadData: the source fails or provides something else than rows; a file is missing, empty, of another format or
+            torn, or lacks a field; the slice has no row; or `check` raises it.
+        BadPlugin: the source does not exist.
         NoSpace: the temporary copy does not fit on this machine.
     """
     match = _SLICE.fullmatch(path)
@@ -277,13 +278,13 @@ def open_rows(
 
 
 def without_slice(path: str) -> str:
-    """A path without the slice that it may end in."""
+    """Return a path without the slice that it may end in."""
     match = _SLICE.fullmatch(path)
     return match["path"] if match else path
 
 
 def _given(source: str, path: str) -> Iterator[dict[str, Any]]:
-    """What a function of the user's gives."""
+    """Yield the rows that a function of the user's provides. Raises BadData."""
     function, number = SOURCE.load(source), 0
     try:
         for number, row in enumerate(function(path), 1):
@@ -293,7 +294,7 @@ def _given(source: str, path: str) -> Iterator[dict[str, Any]]:
             yield dict(row)
     except (BadData, NoSpace):
         raise
-    # Whatever user code raises is the user's to see.
+    # User code may raise any exception. Show it to the user.
     except Exception as error:
         raise BadData(
             f"the data source {source!r} failed on {path} after {number} rows with {error!r}: correct it"
@@ -301,7 +302,7 @@ def _given(source: str, path: str) -> Iterator[dict[str, Any]]:
 
 
 def _spooled(rows: Iterable[Mapping[str, Any]]) -> Binary:
-    """One JSON object a line."""
+    """Write rows to a temporary file, one JSON object a line. Raises BadData."""
     lines = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the rows are read
     with naming_full(tempfile.gettempdir()):
         for number, row in enumerate(rows, 1):
@@ -319,7 +320,7 @@ def _columns(present: list[str], *, required: Mapping[str, str], optional: Colle
 
 
 def _index(file: Binary, url: str, unit: str, required: Mapping[str, str], check: Check) -> array:
-    """Byte offset of each row; blank lines are none."""
+    """Return the byte offset of each row, skipping blank lines. Checks every row."""
     offsets, offset = array("Q"), 0
     file.seek(0)
     for number, line in enumerate(file, 1):

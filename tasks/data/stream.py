@@ -1,7 +1,7 @@
-"""The endless stream of prompts that a run draws from: one pass through the data after the other.
+"""Endless stream of prompts that a run draws from: one pass through the data after the other.
 
-A position in the stream is a cursor: epoch `cursor // n`, place `cursor % n` in that epoch's order. Every position has
-one row, fixed by the seed, so the cursor is all that a run has to remember, and it is the group's id too.
+A position in the stream is a cursor: epoch `cursor // n`, place `cursor % n` in that epoch's order. The seed fixes the
+row at every position. So the cursor is all that a run has to store, and it is the group's id too.
 """
 
 import functools
@@ -20,33 +20,33 @@ from cairn.configs.schema.data import DataConfig
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.data.prompts import PromptData, PromptRow, RowImages
 
-# What became of the prompts of a round, as a curriculum or a data source with a state learns it.
+# Results of a round's prompts, for a curriculum or a data source with a state.
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """A group that was judged: its prompt, and how the policy did."""
+    """A judged group: its prompt and the policy's result."""
 
     group_id: int
     prompt_index: int
-    """The prompt's place in the data; of a source with a state, which prompt of its own it was, from 0."""
+    """Index of the prompt in the data; for a source with a state, its number among the source's prompts, from 0."""
     label: str | None
     metadata: dict[str, Any]
-    """Of the prompt's row."""
+    """Metadata of the prompt's row."""
     mean_reward: float | None
-    """Of the group's samples; None where a sample failed."""
+    """Mean over the group's samples; None where a sample failed."""
     std_reward: float | None
     kept: bool
-    """Whether it was kept by the filter; it may be trained on later, from the buffer."""
+    """Whether the filter kept the group. It may be trained on later, from the buffer."""
     reason: str | None
-    """Why not."""
+    """Reason why it was not kept."""
     pass_rate: float | None = None
-    """Share of the group's answers that are right, by its mean reward and what its grader pays; None where a sample
-    failed. Rewards of graders of one's own count as shares."""
+    """Share of the group's answers that are right, from its mean reward and the rewards that its grader pays; None
+    where a sample failed. Rewards of the user's own graders count as shares."""
 
 
 class Row(Protocol):
-    """What is drawn."""
+    """Row that can be drawn."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]: ...
@@ -56,7 +56,7 @@ AnyRow = TypeVar("AnyRow", bound=Row, covariant=True)
 
 
 class Source(Protocol[AnyRow]):
-    """What is drawn from."""
+    """Data that rows are drawn from."""
 
     @property
     def path(self) -> str: ...
@@ -71,7 +71,7 @@ class DrawnRow(Generic[AnyRow]):
     """A row at its position in the stream."""
 
     group_id: int
-    """The position: unique in a run."""
+    """Position in the stream: unique in a run."""
     epoch: int
     row: AnyRow
 
@@ -82,15 +82,15 @@ class Draw(Generic[AnyRow]):
 
     rows: list[DrawnRow[AnyRow]]
     cursor: JsonValue
-    """Where the next draw begins: a position of the stream, or the state of what is no plain stream."""
+    """Beginning of the next draw: a position in the stream, or the state of data that are not a plain stream."""
     passed_over: int
-    """Prompts that were too long, that the chat template refuses, or that a person has put in quarantine."""
+    """Number of skipped prompts: too long, rejected by the chat template, or in quarantine."""
     refusal: str | None = None
-    """Why the last row that gives no prompt gives none, and what to do."""
+    """Reason why the last row without a prompt has none, and what to do."""
 
 
 def drawn_so_far(cursor: JsonValue) -> int:
-    """Above the id of every group that was drawn before a cursor of any kind."""
+    """Return a number above the id of every group that was drawn before a cursor of any kind."""
     if isinstance(cursor, dict):
         cursor = cursor["drawn"]
     assert isinstance(cursor, int)
@@ -99,10 +99,10 @@ def drawn_so_far(cursor: JsonValue) -> int:
 
 @functools.lru_cache(maxsize=32)
 def order(seed: int | str, epoch: int, n: int) -> np.ndarray:
-    """[n] int64, read-only: the rows of one epoch in their random order, the same on every machine and version.
+    """Return the rows of one epoch in their random order, the same on every machine and version: [n] int64, read-only.
 
-    The rows are sorted by the raw output of the counter-based generator Philox, whose stream numpy guarantees never to
-    change (NEP 19; it gives no such guarantee for `permutation`).
+    The rows are sorted by the raw output of the counter-based generator Philox. numpy guarantees that this stream never
+    changes (NEP 19), but gives no such guarantee for `permutation`.
     """
     key = np.frombuffer(hashlib.blake2b(f"order/{seed}/{epoch}".encode(), digest_size=16).digest(), "<u8")
     permutation = np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
@@ -120,13 +120,13 @@ def draw(
     max_prompt_len: int | None,
     without: Collection[int] = (),
 ) -> Draw[AnyRow]:
-    """The next `count` prompts of at most `max_prompt_len` tokens after `cursor`; longer ones are passed over, and so
-    are rows that give no prompt and those of `without`.
+    """Return the next `count` prompts after `cursor`.
 
-    A pure function of its arguments. A draw may span any number of epochs.
+    Skips prompts longer than `max_prompt_len` tokens, rows without a usable prompt, and those of `without`. A pure
+    function of its arguments. A draw may span any number of epochs.
 
     Raises:
-        BadData: no prompt of the data will do.
+        BadData: no prompt of the data is usable.
     """
     n = len(data)
     rows: list[DrawnRow[AnyRow]] = []
@@ -146,7 +146,7 @@ def draw(
             else:
                 shortest = length if shortest is None else min(shortest, length)
         position += 1
-        # So many positions in a row hold at least one whole epoch, wherever they begin.
+        # This many consecutive positions contain at least one whole epoch, wherever they begin.
         if position - last_taken >= 2 * n:
             if shortest is None and refusal is None:
                 raise BadData(f"every prompt of {data.path} is in quarantine: lift that of some")
@@ -159,21 +159,16 @@ def draw(
     return Draw(rows, position, position - cursor - len(rows), None if refusal is None else str(refusal))
 
 
-# Prompts that a function of the user's gives as they are needed: a data source with a state.
-#
-# `get_samples(path, state, count, results) -> (rows, state)` is called for the next `count` prompts with the state that
-# it returned last, None at first, and with what became of the prompts of the round before. It is a pure function: what
-# it remembers is its state, a JSON value that is committed with the iteration, and what it draws by chance it draws
-# from the state. So a run that goes on, or an iteration that is done again, gets the same prompts.
+# Prompts that a function of the user's provides on demand: a data source with a state.
 
 
 _BARREN = 100
-"""Calls in a row after which a source of which no prompt will do is given up."""
+"""Consecutive calls without a usable prompt after which a source is given up."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """Rows that were given just now."""
+    """Rows that the function has just returned."""
 
     path: str
     rows: Sequence[dict[str, Any]]
@@ -187,10 +182,18 @@ class _Given:
 
 
 class GivenPrompts:
-    """What a function of the user's gives. Its source counts as that of any plug-in; `path` counts by its name."""
+    """Prompts from a function of the user's, a data source with a state.
+
+    `get_samples(path, state, count, results) -> (rows, state)` is called for the next `count` prompts. It receives the
+    state that it returned last (None at first) and the results of the prompts of the round before. It must be a pure
+    function: its memory is its state, a JSON value that is committed with the iteration, and its random draws must
+    derive from the state. So a run that is resumed, or an iteration that is repeated, gets the same prompts.
+
+    The function's source is digested like that of any plug-in; of `path` only the string is.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: Any, tools: list[Any] | None = None) -> None:
-        """`tools`: as in `PromptData`."""
+        """Create the source. `tools`: default tools for the chat template."""
         assert config.get_samples_path is not None
         self.path = config.path
         self.name = config.get_samples_path
@@ -202,7 +205,7 @@ class GivenPrompts:
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of the path that the function is given."""
+        """SHA-256, in hex, of the path that the function receives."""
         return hashlib.sha256(self.path.encode()).hexdigest()
 
     def draw(
@@ -214,8 +217,8 @@ class GivenPrompts:
         max_prompt_len: int | None,
         without: Collection[int] = (),
     ) -> Draw[PromptRow]:
-        """The next `count` prompts; what is too long, or gives no prompt, is passed over, and more are asked for.
-        Raises BadData where the function fails, or gives something else than it should."""
+        """Return the next `count` prompts. Prompts that are too long or unusable are skipped, and more are requested.
+        Raises BadData where the function fails, or returns something else than it should."""
         before: dict[str, Any] = cursor if isinstance(cursor, dict) else {}
         given, state = drawn_so_far(cursor), before.get("state")
         rows: list[DrawnRow[PromptRow]] = []
@@ -256,7 +259,7 @@ class GivenPrompts:
         try:
             own = json.loads(json.dumps(state))  # to do with as it likes: the state lies in a commit
             answer = self._function(self.path, own, count, tuple(results))
-        # Whatever user code raises is the user's to see.
+        # User code may raise any exception. Show it to the user.
         except Exception as error:
             raise BadData(f"the data source {self.name!r} failed with {error!r}: correct it") from error
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], Sequence):

@@ -1,1 +1,1 @@
-"""What makes a step happen exactly once."""
+"""Durable steps: code that makes a step happen exactly once."""

@@ -1,12 +1,13 @@
-"""What an engine had before it when it was lost, for a prompt that ends its engine every time to be found.
+"""Records of lost engines, to find a prompt that ends its engine every time.
 
-An engine that dies or falls silent does not say over what: machines kill processes too, so no group is blamed and none
-fails. But a group that was unfinished each time within a step may be what ends it. From the second loss on the error
-says so, and the last of these errors ends the run. From one loss to the next a step gives its requests in the opposite
-order, so that what stood behind such a prompt is finished and durable, and drops out.
+An engine that dies or falls silent does not report which request caused it. Machines kill processes too, so a loss
+alone blames no group and fails none. But a group that was unfinished at every loss within a step may be the cause. From
+the second loss on the error names these groups, and the last of these errors ends the run. After each loss the step
+reverses the order of its requests. So the groups that were queued behind such a prompt finish, become durable and are
+no longer suspects.
 
-An engine that did not end in time was not killed by a machine: where that happens `HUNG` times while nothing but one
-group was unfinished, it is the group, and its unfinished samples fail. So the step ends without them.
+An engine that did not end in time was not killed by its machine. If that happens `HUNG` times with one and the same
+group as the only unfinished one, that group is the cause: its unfinished samples fail, and the step ends without them.
 """
 
 import threading
@@ -18,23 +19,23 @@ from cairn.engines.rollout.plan import kind_of
 from cairn.storage.ledger.commits import Step
 
 HUNG = 2
-"""Times that an engine may not end in time over a group alone."""
+"""Timeouts of an engine over one group alone after which that group is blamed."""
 _SHOWN = 8
-"""Rows that are named; of more it cannot be told which."""
+"""Largest number of rows that an error names. With more rows the cause cannot be singled out."""
 
 
 class Place(NamedTuple):
-    """Where an engine was lost."""
+    """Place where an engine was lost."""
 
     run: str
     iteration: int
     step: str
     engine: str
-    """`rollout.engine`."""
+    """Value of `rollout.engine`."""
 
 
 class Casualties:
-    """By step, how often an engine was lost under this driver, and the groups that were unfinished each time.
+    """Number of engine losses under this driver and the groups that were unfinished at every one, by step.
     Thread-safe."""
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Casualties:
         Args:
             step: the name that the step's commit will have, here and below.
             unfinished: ids of groups.
-            hung: the engine did not end in time.
+            hung: whether the engine did not end in time.
         """
         unfinished = list(unfinished)
         with self._lock:
@@ -59,19 +60,19 @@ class Casualties:
             self._lost[step] = times + 1, ids if before is None else ids & before
 
     def times(self, step: str) -> int:
-        """How often an engine was lost within the step."""
+        """Return how often an engine was lost within the step."""
         with self._lock:
             return self._lost.get(step, (0, None))[0]
 
     def blamed(self, step: str, group: int) -> str | None:
-        """The error of the samples of a group that is not to be tried again; None for all others."""
+        """Return the error for the samples of a group that must not be tried again; None for any other group."""
         with self._lock:
             times = self._hung[step, group]
         return f"EngineTimeout: an engine did not end in time {times} times over it alone" if times >= HUNG else None
 
     def explain(self, step: str, error: Exception, rows: Mapping[int, int], place: "Place") -> str:
-        """The error's message, with what was there each time if there was another loss before. `rows`: of the data, by
-        the group's id."""
+        """Return the error's message. From the second loss on it names the prompts that were unfinished each time.
+        `rows` maps the id of a group to its row in the data."""
         with self._lock:
             times, ids = self._lost.get(step, (0, frozenset()))
         if times < 2:

@@ -1,4 +1,4 @@
-"""What every step of a live run shares: configuration, ledger, data, grader and fleet."""
+"""State that every step of a live run shares: configuration, ledger, data, grader and fleet."""
 
 import threading
 from collections import Counter
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
 
 
-# What a filter step says of the groups that its own round judged, with their prompts.
+# Results of the groups that a filter step judged in its own round, with their prompts.
 
 
 def untold_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
-    """What became of the prompts that were judged since prompts were drawn last: by a round and, where that generated
-    nothing since the batch was filled from the buffer, by those before it."""
+    """Return the results of all prompts that were judged since the last draw of prompts.
+
+    These are the results of this round. Where it generated nothing since the batch was filled from the buffer, the
+    results of the rounds before it are included.
+    """
     found = round_results(run, selection)
     while run.find(selection.iteration, Step.ROLLOUT, f"{selection.shard}-000") is None and selection.iteration:
         selection = last_selection(run, selection.iteration - 1)
@@ -51,7 +54,8 @@ def untold_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, .
 
 
 def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
-    """By group id. A group is told once: by the filter step of the round that finished it."""
+    """Return the results of a round, sorted by group id. Each group is reported once: by the filter step of the round
+    that finished it."""
     rows = {
         row["group_id"]: row
         for row in run.read(selection).to_pylist()
@@ -81,27 +85,27 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
     return tuple(found[group_id] for group_id in sorted(found))
 
 
-# Which samples a shard's engine is given first: those of the prompts whose responses were the longest before.
+# Which samples a shard's engine gets first: those of the prompts whose responses were the longest before.
 #
-# An engine decodes so many samples at a time, and the others wait: a long one that begins last is waited for by all.
-# From the second epoch on it is known how long the responses to a prompt were, and the longest begin first (the LPT
-# rule of Graham, Bounds on multiprocessing timing anomalies, 1969). A prompt that is not known goes before those that
-# are: it may be the longest, and begun last would cost the most. No sample is another for it where the engine is
-# batch-invariant; elsewhere the order is part of the company that samples have anyway.
+# An engine decodes a limited number of samples at a time, and the others wait. If a long sample begins last, all wait
+# for it. From the second epoch on the lengths of a prompt's responses are known, and the longest begin first (the LPT
+# rule of Graham, Bounds on multiprocessing timing anomalies, 1969). An unknown prompt goes before the known ones: it
+# may be the longest, and would cost the most if it began last. Where the engine is batch-invariant, the order changes
+# no sample. Elsewhere the order is one more part of the batch composition, which affects samples anyway.
 #
-# What is known lies in the driver's memory, from the rollouts that it made itself: nothing is read for it.
+# The lengths are in the driver's memory, from the rollouts that it made itself. Nothing is read for them.
 
 
 class ResponseLengths:
-    """Tokens of the responses to each prompt, on average over its samples in the newest epoch. Thread-safe."""
+    """Mean response length of each prompt in tokens, over its samples in the newest epoch. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._means: dict[int, tuple[int, float]] = {}
-        """By the prompt's row in the data: the epoch, and tokens."""
+        """Epoch and mean tokens, by the prompt's row in the data."""
 
     def add(self, samples: pa.Table) -> None:
-        """Rows of the rollout table; failed ones tell nothing."""
+        """Add the lengths of rows of the rollout table. Failed samples do not count."""
         tokens = pc.list_value_length(samples.column("response_ids"))
         table = samples.select(["prompt_index", "epoch"]).append_column("tokens", tokens)
         table = table.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
@@ -112,49 +116,49 @@ class ResponseLengths:
                     self._means[row["prompt_index"]] = row["epoch"], row["tokens_mean"]
 
     def longest_first(self, samples: Iterable[SampleRequest], prompts: Mapping[int, int]) -> list[SampleRequest]:
-        """The samples in the order in which they are to begin, those of a prompt together. `prompts`: by the group's
-        id, its row in the data."""
+        """Return the samples in the order in which they must begin; the samples of a prompt stay together. `prompts`
+        maps the id of a group to its row in the data."""
         with self._lock:
             known = {id: self._means[row][1] for id, row in prompts.items() if row in self._means}
         return sorted(samples, key=lambda sample: -known.get(sample.group_id, float("inf")))
 
 
-# Committed train steps that a driver does again to restore the trainer, until a commit records them.
+# Committed train steps that a driver replays to restore the trainer, until a commit records them.
 #
-# A restore may come before any step, for the publications that open halves need, or within one. So the next commit of
-# the driver records what was replayed since the one before, whatever step that is.
+# A restore may come before any step (for the publications that open halves need) or within one. So the driver's next
+# commit, of whatever step, records what was replayed since the commit before.
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Train steps that were done again, and the seconds that they took."""
+    """Number of replayed train steps and their duration in seconds."""
 
     steps: int = 0
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """As a commit records them; nothing where there were none."""
+        """Return the metrics for a commit; empty without replays."""
         return {"recovery/replayed_steps": self.steps} if self.steps else {}
 
     def timings(self) -> dict[str, float]:
-        """The same, in seconds."""
+        """Return the timings for a commit, in seconds; empty without replays."""
         return {"replay": self.seconds} if self.steps else {}
 
 
 class ReplayTally:
-    """What no commit has recorded yet. Thread-safe."""
+    """Replays that no commit has recorded yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replayed = Replayed()
 
     def add(self, seconds: float) -> None:
-        """A step was replayed."""
+        """Count one replayed step that took `seconds`."""
         with self._lock:
             self._replayed = Replayed(self._replayed.steps + 1, self._replayed.seconds + seconds)
 
     def take(self) -> Replayed:
-        """What was replayed since this was last asked."""
+        """Return what was replayed since the last call, and reset the tally."""
         with self._lock:
             replayed, self._replayed = self._replayed, Replayed()
             return replayed
@@ -166,7 +170,7 @@ Service = TypeVar("Service")
 class RunContext(RecordedRun):
     """A live run in its driver's process. Thread-safe: shards of a step run at the same time.
 
-    A plain class on purpose: Prefect looks into dataclasses and models that are passed to tasks.
+    A plain class on purpose: Prefect inspects dataclasses and models that are passed to tasks.
     """
 
     def __init__(
@@ -184,9 +188,15 @@ class RunContext(RecordedRun):
         emit: Callable[[StepEvent], None],
         trusted: Callable[[RunConfig], RunConfig] = lambda recorded: recorded,
     ) -> None:
-        """`fleet` returns the engines once they are up. `max_prompt_len` is in tokens. `graders` maps the name of a
-        benchmark to its grader, None to the training's. `trusted` returns a recorded configuration with code that may
-        be imported, or raises ConfigError; by default none may."""
+        """Create the context.
+
+        Args:
+            fleet: returns the engines once they are up.
+            max_prompt_len: in tokens.
+            graders: maps the name of a benchmark to its grader, None to the grader of the training samples.
+            trusted: returns a recorded configuration with code that may be imported, or raises ConfigError. By default
+                none may.
+        """
         super().__init__(config, ledger)
         self._whole_config, self._trusted = config, trusted
         self.tokenizer = tokenizer
@@ -195,47 +205,48 @@ class RunContext(RecordedRun):
         self.emit = emit
         self.environment = environment
         self.weights_lock = threading.RLock()
-        """Held while the training engine is moved to a state, works from it, or publishes its weights."""
+        """Held while the training engine moves to a state, works from it, or publishes its weights."""
         self.stopping = threading.Event()
-        """Set when the driver ends before its time: no step is to begin, or to be tried again."""
+        """Set when the driver ends early: no step may begin or be retried."""
         self.suspects_lock = threading.Lock()
         """Held while a group that may end its engine is generated alone."""
         self._attached: dict[type, object] = {}
         self.side_by_side = False
         """Whether one thread learns while another collects."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()
-        """How often an engine itself failed on a group, by step and request: see cairn.tasks.generation.generation."""
+        """Number of times that an engine itself failed on a group, by step and request: see
+        `cairn.tasks.generation.generation`."""
         self.casualties = Casualties()
-        """What engines had before them when they were lost."""
+        """Unfinished groups of engines that were lost."""
         self.response_lengths = ResponseLengths()
-        """Of the rollouts that this driver made."""
+        """Response lengths of the rollouts that this driver made."""
         self.retries = RetryTally(config.retry)
-        """New tries of steps."""
+        """Retries of steps."""
         self.replays = ReplayTally()
-        """Train steps that are done again."""
+        """Replays of train steps."""
         self._fleet = fleet
         self._benchmarks = benchmarks
         self._graders = graders
         self._drawing = threading.Lock()
         self._draws: dict[str, Draw[PromptRow]] = {}
-        """The newest draw, by what it was asked for."""
+        """The newest draw, by the digest of its arguments."""
         self._noticed: set[str] = set()
 
     def seen_as(self, config: RunConfig) -> "RunContext":
-        """Returns this run, all of its state shared, with another view of its configuration."""
+        """Return this run with another view of its configuration. All state is shared."""
         seen = copy(self)
         seen.config = config
         return seen
 
     @property
     def records_kept(self) -> bool:
-        """Whether rollouts record what was left of the vocabulary to draw each token from, for it to be scored within
-        that."""
+        """Whether rollouts record the sampling support of each token, so that scores are computed within it."""
         return self.config.rollout.cuts_vocabulary
 
     @property
     def fleet(self) -> "Fleet":
-        """The engines. They start beside everything else; whoever needs them first waits, with the start's deadline."""
+        """The engines. They start in the background; the first access waits for them, until the deadline of the
+        start."""
         return self._fleet()
 
     @property
@@ -244,18 +255,21 @@ class RunContext(RecordedRun):
         return self._graders[None]
 
     def benchmark_data(self, name: str) -> PromptData:
-        """Prompts of a benchmark."""
+        """Return the prompts of a benchmark."""
         return self._benchmarks[name]
 
     def benchmark_grader(self, name: str) -> Grading:
-        """Grader of a benchmark."""
+        """Return the grader of a benchmark."""
         return self._graders[name]
 
     def draw(
         self, cursor: JsonValue, count: int, without: Sequence[int] = (), earlier: Sequence[Commit] = ()
     ) -> Draw[PromptRow]:
-        """The `count` prompts after `cursor` that are none of `without`; the shards of a round share one draw.
-        `earlier`: the filter step that left the cursor, whose groups say where what comes next depends on them."""
+        """Return the `count` prompts after `cursor` that are not among `without`. The shards of a round share one draw.
+
+        Args:
+            earlier: the filter step that left the cursor. Its groups matter where the next prompts depend on results.
+        """
         assert not isinstance(self.data, DemonstrationData)
         key = canonical.digest([cursor, count, list(without), [commit.digest for commit in earlier]])
         with self._drawing:
@@ -275,26 +289,26 @@ class RunContext(RecordedRun):
             return self._draws[key]
 
     def attach(self, service: object) -> None:
-        """Share an object with all steps, which find it by its class; it takes the place of one of the same class."""
+        """Share an object with all steps, which look it up by its class. It replaces an object of the same class."""
         self._attached[type(service)] = service
 
     def detach(self, kind: type) -> None:
-        """No longer share the object of this class."""
+        """Stop sharing the object of this class."""
         self._attached.pop(kind, None)
 
     def attached(self, kind: type[Service]) -> Service | None:
-        """The object of this class that is shared; None where there is none."""
+        """Return the shared object of this class; None without one."""
         return self._attached.get(kind)  # type: ignore[return-value]
 
     def notice(self, what: str) -> bool:
-        """Whether this is new to the driver: for what is told once."""
+        """Return whether this is new to the driver, and record it: for messages that are reported once."""
         with self._lock:
             new = what not in self._noticed
             self._noticed.add(what)
         return new
 
     def input_commit(self, commit: Commit, name: str) -> Commit:
-        """The commit that `commit` names as an input. Raises Damaged if it is not the one that was read then."""
+        """Return the commit that `commit` names as an input. Raises Damaged if it is not the one that was read then."""
         iteration, _, rest = name.partition("/")
         step, _, shard = rest.partition(".")
         found = self.committed(int(iteration), Step(step), shard or None)
@@ -305,8 +319,10 @@ class RunContext(RecordedRun):
         return found
 
     def config_of(self, commit: Commit) -> RunConfig:
-        """All of the configuration that a commit was made under, a parent's for one shared with it, to be executed.
-        Raises ConfigError where a store must not ask for something in it."""
+        """Return the whole configuration that a commit was made under, ready to be executed. For a commit that is
+        shared with a parent, this is the parent's. Raises ConfigError where it contains something that a store must not
+        request.
+        """
         recorded = from_manifest(self.ledger.terms_of(commit).config)
         return self._whole_config if recorded == self._whole_config else self._trusted(recorded)
 

@@ -1,4 +1,4 @@
-"""What a step tells while it works. `cairn.flows.events` adds what a driver tells about a whole run."""
+"""Events of a step while it runs. `cairn.flows.events` adds the events of a driver about a whole run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,14 +17,14 @@ class StepStarted:
 
 @dataclass(frozen=True)
 class GroupsGenerated:
-    """How far a rollout shard is: told when it begins to generate and then, while it lasts, at most every second."""
+    """Progress of a rollout shard: emitted when it begins to generate, and then at most every second."""
 
     iteration: int
     shard: str | None
     groups: int
-    """Generated, those that an interrupted attempt had finished included."""
+    """Generated groups, including those that an interrupted attempt had finished."""
     total: int
-    """Of the shard; it may end before all of them with `rollout.partial_rollout`."""
+    """Groups of the shard. With `rollout.partial_rollout` the shard may end before all are generated."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class StepCommitted:
 
     commit: Commit
     adopted: bool = False
-    """It was there before this driver came to it."""
+    """Whether the commit existed before this driver reached the step."""
     seconds: float = 0.0
-    """From the start of the step to the end of its commit; 0 if it was there."""
+    """Seconds from the start of the step to the end of its commit; 0 if the commit existed."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""Which source files make up user code that a configuration names, and their digest.
+"""Source files of the user code that a configuration names, and their digest.
 
 | module | part of the digest |
 |---|---|
-| the one that is named, and where the function behind decorators and `partial` is defined | yes |
-| of the user's, imported by one of these, at the top or within a function, and so on | yes |
-| installed, and not of the named module's own package | no: its version is part of the environment, where it counts |
-| imported under a name that is only known at run time | no |
+| the named module, and the one that defines the function behind decorators and `partial` | yes |
+| a user module that one of these imports, at the top or within a function, recursively | yes |
+| an installed module outside the named module's own package | no: the environment records its version where it counts |
+| a module that is imported under a name known only at run time | no |
 
-Nothing is executed to find them: imports are read from the source.
+Imports are read from the source: nothing is executed to find them.
 """
 
 import ast
@@ -37,22 +37,25 @@ _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "p
 
 
 def source_digest(path: str) -> str:
-    """sha256, in hex, of the source files behind the callable that `path` names: of one file its own bytes', of several
-    of their module names and digests. Raises BadPlugin where the name cannot be loaded or has no source file."""
+    """Return the SHA-256, in hex, of the source files behind the callable that `path` names.
+
+    For one file it is the digest of its bytes, for several the digest of their module names and digests. Raises
+    BadPlugin where the name cannot be loaded or has no source file.
+    """
     files = source_files(path)
     digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     return next(iter(digests.values())) if len(digests) == 1 else canonical.digest(digests)
 
 
 def digest_of_all(digests: Iterable[str]) -> str:
-    """Of an option that names several functions: of one, its own."""
+    """Return the digest of an option that names several functions; a single function keeps its own digest."""
     found = list(digests)
     return found[0] if len(found) == 1 else canonical.digest(found)
 
 
 def defining_file_digest(function: Callable[..., Any]) -> str:
-    """sha256, in hex, of the file that defines a callable, or its class: what the ledger calls by the option's own
-    name. Raises BadPlugin if it has none."""
+    """Return the SHA-256, in hex, of the file that defines a callable, or its class. The ledger records it under the
+    option's own name. Raises BadPlugin if the callable has no source file."""
     function = inspect.unwrap(function)
     owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
@@ -65,7 +68,7 @@ def defining_file_digest(function: Callable[..., Any]) -> str:
 
 
 def source_files(path: str) -> dict[str, Path]:
-    """The files, by name of their module; the named module itself has the name ""."""
+    """Return the source files by module name. The named module itself has the name ""."""
     function = load_callable(path)
     named = module_of(path)
     first = _source(named)
@@ -98,14 +101,14 @@ def _source(module: ModuleType) -> Path | None:
 
 
 def _is_users(file: Path, name: str, package: str | None) -> bool:
-    """Whether it is the user's own: neither Cairn's nor installed, unless with the package of what was named."""
+    """Whether a file is the user's own: neither Cairn's nor installed, except in the package of the named module."""
     if package is not None and name.partition(".")[0] == package:
         return True
     return not any(map(file.is_relative_to, [*_OURS, *_INSTALLED]))
 
 
 def _defining(function: Callable[..., Any]) -> Iterator[ModuleType]:
-    """The modules in which a callable and what it wraps are defined."""
+    """Yield the modules that define a callable and what it wraps."""
     wrapped: Any = function
     while wrapped is not None:
         owner = wrapped if inspect.isroutine(wrapped) or inspect.isclass(wrapped) else type(wrapped)
@@ -117,7 +120,8 @@ def _defining(function: Callable[..., Any]) -> Iterator[ModuleType]:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Absolute names that a source file imports; of `from a import b` both `a` and `a.b`, which may be no module."""
+    """Yield the absolute names that a source file imports. For `from a import b` these are `a` and `a.b`, which need
+    not be a module."""
     try:
         tree = parsed(file.read_bytes(), str(file))
     except SyntaxError:  # whoever imports it will be told

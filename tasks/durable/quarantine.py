@@ -1,15 +1,15 @@
-"""Prompts that are not drawn any more.
+"""Quarantine: prompts that are no longer drawn.
 
-| who | does |
+| actor | action |
 |---|---|
-| a person | records that a prompt shall be passed over (`cairn quarantine`) |
-| the driver, before it draws the prompts of an iteration | records which are from that iteration on |
-| `rollout` | passes over those, which are among its commit's inputs |
-| whoever does an iteration again | finds in the ledger which they were |
+| a person | records that a prompt shall be skipped (`cairn quarantine`) |
+| the driver, before it draws the prompts of an iteration | records which prompts are skipped from that iteration on |
+| `rollout` | skips these prompts, which are among its commit's inputs |
+| a driver that repeats an iteration | finds in the ledger which prompts were skipped |
 
-So nothing depends on when a person's word arrived: before anyone acts on it, it is a commit that names the iteration.
-An iteration of which something was generated already is finished as it began. Groups that were drawn before, and wait
-in the buffer or unfinished, are trained on. A fork goes on with what its parent passed over where it parted.
+So nothing depends on when a person's request arrived: before it takes effect, a commit names the iteration. An
+iteration for which something was already generated is finished unchanged. Groups that were drawn before, and wait in
+the buffer or unfinished, are trained on. A fork inherits what its parent skipped at the fork point.
 """
 
 from collections.abc import Sized
@@ -25,12 +25,12 @@ from cairn.tasks.durable.events import Message
 
 
 def passed_over(ledger: Ledger, iteration: int) -> list[int]:
-    """The prompts that an iteration passes over, as rows of the data set, sorted."""
+    """Return the prompts that an iteration skips, as rows of the data set, sorted."""
     return list(_in_force(ledger, ledger.decisions.all(), iteration))
 
 
 def wanted(ledger: Ledger, decisions: tuple[Decision, ...]) -> list[int]:
-    """The prompts that people want to be passed over, sorted."""
+    """Return the prompts that people want to be skipped, sorted."""
     prompts = set(_inherited(ledger))
     for decision in decisions:
         if isinstance(decision.what, Quarantine):
@@ -39,7 +39,7 @@ def wanted(ledger: Ledger, decisions: tuple[Decision, ...]) -> list[int]:
 
 
 def put_in_force(run: RunContext, iteration: int) -> None:
-    """To be called before an iteration begins: what people wanted so far holds from here on."""
+    """Record that the requests so far take effect from this iteration on. Call it before the iteration begins."""
     ledger = run.ledger
     lease = ledger.lease
     assert lease is not None
@@ -71,7 +71,7 @@ def _inherited(ledger: Ledger) -> tuple[int, ...]:
 
 
 def _has_begun(ledger: Ledger, iteration: int) -> bool:
-    """Whether anything of an iteration's samples is there, committed or not; of a stream, a claim of its admission."""
+    """Whether samples of an iteration exist, committed or not. For a stream a claim of its admission counts too."""
     attempts = layout.attempts(ledger.run, iteration, Step.ROLLOUT)
     if ledger.markers(iteration) or ledger.store.list(attempts):
         return True

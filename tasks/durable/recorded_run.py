@@ -1,4 +1,4 @@
-"""A run as its ledger has it: what its steps have left, without its engines."""
+"""A run as its ledger records it: the results of its steps, without its engines."""
 
 import threading
 from collections import OrderedDict
@@ -16,17 +16,17 @@ from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 
 TABLE_BYTES_KEPT = 2 << 30
-"""Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
-beyond it, the one that was asked for longest ago goes."""
+"""Maximum size, in bytes, of the snapshots that stay in memory after a write or read, since later steps of the
+iteration read them again. Beyond it, the least recently used one is dropped."""
 
 
 class _Tables:
-    """Snapshots by their digests, `TABLE_BYTES_KEPT` at most. Thread-safe."""
+    """LRU cache of snapshots by their digests, at most `TABLE_BYTES_KEPT`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tables: OrderedDict[str, tuple[pa.Table, int]] = OrderedDict()
-        """With their bytes, the one that was asked for longest ago first."""
+        """Tables and their sizes in bytes, the least recently used first."""
         self._bytes = 0
 
     def get(self, digest: str) -> pa.Table | None:
@@ -57,7 +57,7 @@ class RecordedRun:
         self._tables = _Tables()
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
+        """Return the step's commit, or None. Commits never change, so one that was seen is not read again."""
         key = (iteration, step, shard)
         if key not in self._commits:
             commit = self.ledger.find(iteration, step, shard)
@@ -67,7 +67,7 @@ class RecordedRun:
         return self._commits[key]
 
     def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
-        """The step's commit. Raises Damaged where it must be and is not."""
+        """Return the step's commit. Raises Damaged if it is missing although it must exist."""
         commit = self.find(iteration, step, shard)
         if commit is None:
             name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
@@ -75,20 +75,20 @@ class RecordedRun:
         return commit
 
     def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
-        """The Parquet snapshot of a commit that has exactly one, checked against its digest."""
+        """Return the Parquet snapshot of a commit that has exactly one, checked against its digest."""
         table = self._read(commit.run, commit.table, read_table)
         return table if columns is None else table.select(list(columns))
 
     def images(self, commit: Commit) -> dict[str, bytes]:
-        """The images of the prompts of a rollout, by their SHA-256, checked as `read` does."""
+        """Return the images of a rollout's prompts by their SHA-256, checked as in `read`."""
         if commit.images is None:
             return {}
         table = self._read(commit.run, commit.images, read_recorded_table)
         return dict(zip(*(table.column(name).to_pylist() for name in IMAGE_BYTES.names), strict=True))
 
     def calls(self, commit: Commit) -> tuple[pa.Table, pa.Table | None] | None:
-        """What the code of a step's samples was given, and its long results, checked as `read` does: rows of CALLS and
-        of LONG_RESULTS. None where nothing was recorded."""
+        """Return the recorded calls of the code behind a step's samples, and its long results, checked as in `read`:
+        rows of CALLS and of LONG_RESULTS. None where nothing was recorded."""
         calls, results = (commit.beside(name) for name in (CALLS_FILE, RESULTS_FILE))
         if calls is None:
             return None
@@ -103,5 +103,5 @@ class RecordedRun:
         return table
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
-        """Keep a snapshot that was just written: the next steps read it."""
+        """Cache a snapshot that was just written: the next steps read it."""
         self._tables.add(output.sha256, table)

@@ -1,15 +1,15 @@
-"""Which failures of a step a new try can mend, how often it is tried, and what that came to.
+"""Retries of steps: which failures a retry can mend, how often a step is retried, and the counts.
 
 | class | what failed |
 |---|---|
 | `engine_died`, `engine_timeout`, `engine` | an engine: its process is gone, it is silent, or anything else |
-| `store` | the store did not answer, or not rightly |
+| `store` | the store did not respond, or responded incorrectly |
 | `disk` | no space is left, in the store or on this machine: somebody may free some |
-| `grader` | the machine did not let a grader work, or what it asks does not answer |
-| none | everything else, such as a bug, bad data, a refusal or a lost cluster: a new try would end the same |
+| `grader` | the machine did not let a grader work, or a service that it calls does not respond |
+| none | everything else, such as a bug, bad data, a refusal or a lost cluster: a retry would end the same |
 
-How often and after which waits is said by `retry` of the configuration, by step and class. Each class is counted by
-itself: a step that lost its engine as often as it may still waits for the store.
+`retry` of the configuration sets the number of retries and the waits before them, by step and class. Each class is
+counted by itself: a step that has used up its retries for lost engines is still retried after an error of the store.
 """
 
 import threading
@@ -27,7 +27,7 @@ Place = tuple[int, Step, str | None]
 
 
 def error_class(error: object) -> ErrorClass | None:
-    """The class of an error that a new try of the step can mend; None for any other."""
+    """Return the class of an error that a retry of the step can mend; None for any other."""
     match error:
         case ClusterLost():
             return None
@@ -52,29 +52,29 @@ def error_class(error: object) -> ErrorClass | None:
 
 @dataclass
 class Tried:
-    """What new tries of one step came to."""
+    """Retries of one step and what they cost."""
 
     retries: Counter[ErrorClass] = field(default_factory=Counter)
     waited: float = 0.0
-    """Seconds."""
+    """Seconds waited before retries."""
     lost: float = 0.0
-    """Seconds of the tries that failed."""
+    """Seconds spent in tries that failed."""
     wait: float = 0.0
     """Seconds still to wait before the next try."""
     error: object = None
-    """That it is for."""
+    """Error that the next try follows."""
 
     def metrics(self) -> dict[str, float]:
-        """As the step's commit records them."""
+        """Return the metrics for the step's commit."""
         return {f"retries/{kind}": count for kind, count in self.retries.items()}
 
     def timings(self) -> dict[str, float]:
-        """The same, in seconds."""
+        """Return the timings for the step's commit, in seconds."""
         return {"retry_wait": self.waited, "failed_tries": self.lost} if self.retries else {}
 
 
 class RetryTally:
-    """New tries of the steps of a run under this driver. Thread-safe."""
+    """Retries of the steps of a run under this driver. Thread-safe."""
 
     def __init__(self, policy: RetryConfig) -> None:
         self._policy = policy
@@ -84,20 +84,21 @@ class RetryTally:
 
     @property
     def total(self) -> int:
-        """New tries of all steps."""
+        """Retries of all steps together."""
         return self._total
 
     def most(self, step: Step) -> int:
-        """New tries of one step, if it failed as often as it may in every way."""
+        """Return the largest number of retries of one step: the sum over all error classes."""
         return sum(self._policy.policy(step, kind).retries for kind in get_args(ErrorClass))
 
     def granted(self, error: object) -> bool:
-        """Whether a new try was granted after this very error."""
+        """Return whether a retry was granted after this very error object."""
         with self._lock:
             return any(tried.error is error for tried in self._tried.values())
 
     def ask(self, place: Place, error: Exception) -> bool:
-        """Whether the step is to be tried again after this error, and if so count it and set the wait before."""
+        """Return whether the step must be retried after this error. If so, count the retry and set the wait before
+        it."""
         kind = error_class(error)
         with self._lock:
             if kind is None:
@@ -115,12 +116,12 @@ class RetryTally:
             return True
 
     def failed(self, place: Place, seconds: float) -> None:
-        """A try of the step has failed, after so long."""
+        """Record that a try of the step failed after `seconds`."""
         with self._lock:
             self._tried.setdefault(place, Tried()).lost += seconds
 
     def next_wait(self, place: Place) -> float:
-        """Seconds to wait before the try that begins now; they count as waited."""
+        """Return the seconds to wait before the try that begins now, and count them as waited."""
         with self._lock:
             tried = self._tried.get(place)
             if tried is None:
@@ -130,6 +131,6 @@ class RetryTally:
             return wait
 
     def take(self, place: Place) -> Tried:
-        """What the new tries of a step came to, which has now succeeded."""
+        """Return and forget the retries of a step, which has now succeeded."""
         with self._lock:
             return self._tried.pop(place, Tried())

@@ -1,4 +1,4 @@
-"""Digests of what a step read under recorded terms."""
+"""Digests of the inputs that a step read under recorded terms."""
 
 from cairn.configs.digest import recorded_digest
 from cairn.storage.ledger.commits import Step
@@ -7,7 +7,7 @@ from cairn.storage.store import canonical
 
 
 def config_digest(terms: Terms, step: Step) -> str:
-    """Digest of what a step reads of a configuration, the source of user code included."""
+    """Return the digest of what a step reads of a configuration, including the source of user code."""
     rules = terms.rules[step]
     fields = recorded_digest(terms.config, rules.reads)
     sources = {option: terms.plugin_digest(option) for option in rules.plugins}
@@ -15,8 +15,8 @@ def config_digest(terms: Terms, step: Step) -> str:
 
 
 def external_inputs(terms: Terms, step: Step) -> dict[str, str]:
-    """Digests of what a step reads from outside the ledger, of which a run need not have all, and of what the engines
-    that it calls are made from."""
+    """Return the digests of what a step reads from outside the ledger, and of what its engines are made from. A run
+    need not have every external input."""
     rules = terms.rules[step]
     read = {name: terms.inputs[name] for name in rules.externals if name in terms.inputs}
     return read | {f"engine.{name}": recorded_digest(terms.config, options) for name, options in rules.engines.items()}

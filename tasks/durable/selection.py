@@ -1,4 +1,4 @@
-"""What a filter step has decided, as later steps read it: its commit is the selection of an iteration."""
+"""Decisions of a filter step, for the steps that read them. Its commit is the selection of an iteration."""
 
 import itertools
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from cairn.tasks.durable.recorded_run import RecordedRun
 FoundCommit = TypeVar("FoundCommit", Commit, Commit | None)
 
 GroupPlace = tuple[int, str, int]
-"""(iteration, shard, group_id): where the samples of a group lie."""
+"""(iteration, shard, group_id): the place where the samples of a group are stored."""
 
 
 def last_selection(run: RecordedRun, index: int) -> Commit:
-    """The filter step that filled the batch of iteration `index`. Raises Damaged where there must be one and is not."""
+    """Return the filter step that filled the batch of iteration `index`. Raises Damaged if it is missing although it
+    must exist."""
     return _filling(run.committed, index)
 
 
@@ -25,7 +26,7 @@ def is_collected(run: RecordedRun, index: int) -> bool:
 
 
 def _filling(look_up: Callable[[int, Step, str], FoundCommit], index: int) -> FoundCommit:
-    """The first round's filter step that is full, or not there."""
+    """Return the first round's filter step that is full or, from `find`, None at the first missing one."""
     for round in itertools.count():
         selection = look_up(index, Step.FILTER, f"{round:02d}")
         if selection is None or selection.values["full"]:
@@ -34,27 +35,29 @@ def _filling(look_up: Callable[[int, Step, str], FoundCommit], index: int) -> Fo
 
 
 def number(selection: Commit, name: str) -> int:
-    """One of the whole numbers among a filter step's values: `missing`, `cursor`, `round`, `buffered`, `unfinished`."""
+    """Return one of the integers in a filter step's values: `missing`, `cursor`, `round`, `buffered`, `unfinished`."""
     value = selection.values[name]
     assert isinstance(value, int)
     return value
 
 
 def trained_groups(run: RecordedRun, selection: Commit) -> list[GroupPlace]:
-    """The groups to train on, in the order of the batch."""
+    """Return the groups to train on, in the order of the batch."""
     return _places(run, selection, Disposition.TRAIN)
 
 
 def max_ages(run: RecordedRun, selection: Commit) -> dict[int, int | None]:
-    """The oldest tokens of each group that may be trained on, by its id; None where the filter step set no bound."""
+    """Return the maximum age of trainable tokens by group id; None where the filter step set no bound."""
     table = run.read(selection)
     bounds = table.column("max_age").to_pylist() if "max_age" in table.column_names else [None] * table.num_rows
     return dict(zip(table.column("group_id").to_pylist(), bounds, strict=True))
 
 
 def stale_weights(run: RecordedRun, selection: Commit) -> dict[int, list[float]]:
-    """Of groups with tokens that are trained on though they are older than `max_ages`, the weights of these, by age
-    from the first one above it; empty where there is none."""
+    """Return the weights of tokens that are trained on although they are older than `max_ages`, by group id.
+
+    A group's list begins with the first age above its bound. Groups without such tokens are absent.
+    """
     table = run.read(selection)
     if STALE_WEIGHTS.name not in table.column_names:
         return {}
@@ -63,8 +66,8 @@ def stale_weights(run: RecordedRun, selection: Commit) -> dict[int, list[float]]
 
 
 def removed_samples(run: RecordedRun, selection: Commit) -> dict[int, frozenset[int]]:
-    """The samples of trained groups, by their places in them, that the sample filter took out of the loss; empty where
-    there is none."""
+    """Return the sample indices that the sample filter took out of the loss, by group id. Groups without any are
+    absent."""
     table = run.read(selection)
     if REMOVED.name not in table.column_names:
         return {}
@@ -73,7 +76,7 @@ def removed_samples(run: RecordedRun, selection: Commit) -> dict[int, frozenset[
 
 
 def unfinished_groups(run: RecordedRun, selection: Commit) -> list[GroupPlace]:
-    """The groups that wait to be continued, in the order in which they are."""
+    """Return the groups that wait to be continued, in their recorded order."""
     return _places(run, selection, Disposition.CONTINUE) if number(selection, "unfinished") else []
 
 

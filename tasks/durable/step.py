@@ -1,14 +1,16 @@
-"""The one durable-step wrapper.
+"""The durable-step wrapper.
 
-A step is a pure function of commits. Calling it looks its commit up in the ledger:
+A step is a pure function of commits. A call looks up the step's commit in the ledger:
 
-    there, same inputs and configuration   -> returned as it is; nothing runs. What a version of the code wrote is
-                                              held against what that version read (`cairn.storage.ledger.terms`)
-    there, other inputs or configuration   -> StaleCommits; the run must not go on
-    not there                              -> the body runs, writes files into a fresh attempt folder, and the commit
-                                              is created exclusively; whoever loses that race adopts the winner's
+    found, same inputs and configuration   -> the commit is returned; nothing runs. A commit that another version of
+                                              the code wrote is compared with what that version read
+                                              (`cairn.storage.ledger.terms`)
+    found, other inputs or configuration   -> StaleCommits; the run must not continue
+    not found                              -> the body runs, writes files into a fresh attempt folder, and the commit
+                                              is created exclusively; a driver that loses this race adopts the
+                                              winner's
 
-so a step may be called any number of times, by any driver, and happens once.
+So any driver may call a step any number of times, and the step happens once.
 """
 
 import time
@@ -35,11 +37,11 @@ from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 from cairn.tasks.durable.rules import config_digest as recorded_config
 from cairn.tasks.durable.rules import external_inputs
 
-# What computed a step, compared: bitwise equality is claimed between equal environments only.
+# Comparison of environments: bitwise equality is claimed between equal environments only.
 
 
 def changes(then: Environment, now: Environment) -> Iterator[str]:
-    """A phrase for each difference; the machine's name is none."""
+    """Yield a phrase for each difference, ignoring the machine's name."""
     old, new = (one.model_dump(exclude={"host", "versions"}) | one.versions for one in (then, now))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
@@ -47,7 +49,7 @@ def changes(then: Environment, now: Environment) -> Iterator[str]:
 
 
 def tell_changed_environment(run: RunContext, before: Commit, now: Environment) -> None:
-    """Tell, once, that a step is not computed where it was when `before` was committed."""
+    """Emit a warning, once per change, if a step runs in another environment than when `before` was committed."""
     changed = "; ".join(changes(before.environment, now))
     if changed and run.notice(f"{before.step} {changed}"):
         run.emit(
@@ -64,38 +66,38 @@ Args = ParamSpec("Args")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step's body made, to be committed."""
+    """Result of a step's body, ready to be committed."""
 
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
     """Parquet files to write, by name."""
     files: Sequence[OutputFile] = ()
     """Files that the body has already written into the attempt's folder."""
     found: Sequence[Commit] = ()
-    """Commits that the body read besides its arguments, of the steps that it `finds`: inputs like these."""
+    """Commits that the body read besides its arguments, of the steps in `finds`. They become inputs too."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Small results that later steps read, as JSON values."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds, by what they went into."""
+    """Seconds by what they were spent on."""
     weight_version_in: int | None = None
     weight_version_out: int | None = None
     state_digest: str | None = None
     environment: Environment | None = None
-    """What computed it; None for the driver's own process and its graders."""
+    """Environment that computed the outcome; None for the driver's own process and its graders."""
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """One execution of a step's body: where it stands and where it may write."""
+    """Execution of a step's body: its place in the run and the attempt that it may write to."""
 
     run: RunContext
     iteration: int
     shard: str | None
     attempt: Attempt
     input_digest: str
-    """Of all inputs and the configuration read: equal for every driver that executes this step."""
+    """Digest of all inputs and the configuration read: equal for every driver that executes this step."""
     earlier_digests: frozenset[str] = frozenset()
-    """The same by the rules of earlier versions of the code that went on with the run."""
+    """Digests of the same under the terms of earlier code versions that resumed the run."""
 
     @property
     def name(self) -> str:
@@ -105,36 +107,36 @@ class StepCall:
 
 @dataclass(frozen=True)
 class DurableStep(Generic[Args]):
-    """A step body with its name and what it reads of the configuration. What else it asks of it raises UndeclaredRead,
-    in the body and in all that the body calls: see `cairn.configs.view`."""
+    """A step body with its name and the configuration fields that it reads. Any other field raises UndeclaredRead, in
+    the body and in all code that the body calls: see `cairn.configs.view`."""
 
     name: Step
     body: Callable[Concatenate[StepCall, Args], Outcome]
     reads: tuple[str, ...]
-    """Configuration fields, dotted, that the body reads: their digest is part of the commit."""
+    """Configuration fields, dotted, that the body reads. Their digest is part of the commit."""
     externals: tuple[str, ...]
-    """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`,
+    """Inputs from outside the ledger, by their names in the run's manifest: `data`, `model`, `eval`, and `ref_model`,
     `teacher_model` and `critic_model` where the run has them."""
     engines: tuple[str, ...]
-    """Engines that the body calls, `rollout` and `training`: what they are made from is an input."""
+    """Engines that the body calls, `rollout` and `training`. What they are made from is an input."""
     finds: tuple[Step, ...] = ()
-    """Steps of which the body itself finds out, when it runs, which commits it reads: a matter of time, which its own
-    commit decides."""
+    """Steps whose commits the body selects itself while it runs. The selection depends on timing, and the step's own
+    commit records it."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """All that its commits depend on, by the body or by an engine."""
+        """All options that its commits depend on, through the body or through an engine."""
         return (*self.reads, *(option for name in self.engines for option in ENGINES[name]))
 
     @property
     def plugins(self) -> tuple[str, ...]:
-        """Of these, those that name user code: its source is part of the configuration digest."""
+        """The options that name user code. Its source is part of the configuration digest."""
         return naming_code(self.options)
 
     def __call__(
         self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
     ) -> Commit:
-        """Return the step's commit, made now if it is not there. Raises what the body raises, and StaleCommits."""
+        """Return the step's commit; make it now if it does not exist. Raises what the body raises, and StaleCommits."""
         given = _given(args, kwargs)
         inputs = given | self._external_inputs(run)
         config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
@@ -178,8 +180,8 @@ class DurableStep(Generic[Args]):
         return commit
 
     def _perform_or_discard(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
-        """Run the body; if it fails, nothing stays of the attempt but finished groups. A store that did not answer is
-        not asked once more."""
+        """Run the body. If it fails, discard everything of the attempt except finished groups. A store that did not
+        respond is not called again."""
         try:
             return self.perform(call, *args, **kwargs)
         except Exception as error:
@@ -188,7 +190,7 @@ class DurableStep(Generic[Args]):
             raise
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
-        """Run the body and write its tables; the outcome then names every file and the seconds that both took."""
+        """Run the body and write its tables. Return the outcome with every file and the seconds for both."""
         call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
         began = time.perf_counter()
         outcome = self.body(call, *args, **kwargs)
@@ -201,18 +203,18 @@ class DurableStep(Generic[Args]):
         return replace(outcome, tables={}, files=[*outcome.files, *written], timings=timings)
 
     def rules(self, config: RunConfig) -> Rules:
-        """What the step reads under a configuration, user code that it names included."""
+        """Return what the step reads under a configuration, including the user code that it names."""
         engines = {name: reads_under(config, ENGINES[name]) for name in self.engines}
         reads = reads_under(config, self.reads)
         return Rules(reads=reads, externals=self.externals, plugins=self.plugins, engines=engines)
 
     def circumstances(self, run: RunContext) -> str:
-        """Digest of all that its commits depend on besides its arguments."""
+        """Return the digest of all that its commits depend on besides its arguments."""
         config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
         return input_digest(self._external_inputs(run), config_digest)
 
     def earlier_circumstances(self, run: RunContext) -> frozenset[str]:
-        """The same by the rules of earlier versions of the code that went on with the run."""
+        """Return the same digests under the terms of earlier code versions that resumed the run."""
         return self._earlier(run, {})
 
     def _reader(self, config: RunConfig) -> Reader:
@@ -242,7 +244,7 @@ class DurableStep(Generic[Args]):
         )
 
     def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
-        """Of what the step reads of a configuration, the source of user code included."""
+        """Return the digest of what the step reads of a configuration, including the source of user code."""
         fields = config_digest_of(config, reads_under(config, self.reads))
         sources = {name: plugin_digest(name) for name in self.plugins}
         return canonical.digest({"fields": fields, "plugins": sources}) if any(sources.values()) else fields
@@ -256,8 +258,8 @@ def durable(
     engines: tuple[str, ...] = (),
     finds: tuple[Step, ...] = (),
 ) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
-    """Make a durable step of a body. Its Commit arguments become inputs; its other arguments must be JSON values. See
-    `DurableStep` for the others."""
+    """Turn a body into a durable step. Its Commit arguments become inputs; its other arguments must be JSON values.
+    `DurableStep` explains the parameters."""
 
     def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
         return DurableStep(name, body, reads, externals, engines, finds)
@@ -266,13 +268,13 @@ def durable(
 
 
 def step_of(name: str) -> str | None:
-    """The step of an input, where it is a commit: `rollout` of `000042/rollout.00-000`."""
+    """Return the step of an input that is a commit (`rollout` for `000042/rollout.00-000`); None for other inputs."""
     _, separator, rest = name.partition("/")
     return rest.partition(".")[0] if separator else None
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of a step's arguments."""
+    """Return the digests of a step's arguments."""
     commits, scalars = [], {}
     for name, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, Commit):
@@ -297,5 +299,5 @@ def require_fresh(commit: Commit, inputs: Mapping[str, str], config_digest: str)
 
 
 def input_digest(inputs: Mapping[str, str], config_digest: str) -> str:
-    """Digest of everything that a step reads: equal for every driver that executes it."""
+    """Return the digest of everything that a step reads: equal for every driver that executes it."""
     return canonical.digest({"inputs": dict(inputs), "config": config_digest})

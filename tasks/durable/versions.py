@@ -1,9 +1,9 @@
 """Weight versions and the age of tokens.
 
-Every iteration publishes one weight version: the first samples from version 0, and what an iteration leaves is what the
-next one samples from, or, with a lag of k, the one k later. The age of a token is counted in publications: the
-iterations between the weights that sampled it and those that are trained on it. In the iteration that samples it, it is
-the lag, or less where there have not been so many iterations yet.
+Every iteration publishes one weight version. The first iteration samples from version 0. The version that an iteration
+publishes is the one that the next iteration samples from or, with a lag of k, the one k iterations later. The age of a
+token counts publications: the iterations between the weights that sampled it and the weights that are trained on it. In
+the iteration that samples it, the age is the lag, or less while fewer iterations have passed.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from cairn.storage.ledger.ledger import Ledger
 
 
 def version_of(weights: Commit | None) -> int:
-    """The weight version that a train step left; 0 for the initial weights."""
+    """Return the weight version that a train step left; 0 for the initial weights."""
     if weights is None:
         return 0
     assert weights.weight_version_out is not None
@@ -24,15 +24,15 @@ def version_of(weights: Commit | None) -> int:
 
 
 def weight_version_after(ledger: Ledger, iteration: int) -> int:
-    """The weight version that an iteration leaves, done or not; 0 for iteration -1."""
+    """Return the weight version that an iteration leaves, whether it is done or not; 0 for iteration -1."""
     owner = ledger.owner(iteration)
     before = weight_version_after(owner.parent, owner.first_iteration - 1) if owner.parent else 0
     return before + (iteration + 1 - owner.first_iteration) * _steps_of(owner)
 
 
 def sampled_from(ledger: Ledger, version: int) -> int:
-    """The iteration that sampled from a weight version as the newest: the inverse of `weight_version_after`, but for
-    the 1 between them. Raises ValueError for one that was never published."""
+    """Return the iteration that sampled from a weight version as the newest: the inverse of `weight_version_after`,
+    plus 1. Raises ValueError for a version that was never published."""
     before = weight_version_after(ledger, ledger.first_iteration - 1)
     if ledger.parent is not None and version < before:
         return sampled_from(ledger.parent, version)
@@ -43,12 +43,12 @@ def sampled_from(ledger: Ledger, version: int) -> int:
 
 
 def sampled_as_newest(ledger: Ledger, iteration: int) -> int:
-    """The iteration whose newest weights an iteration samples from: `sampled_from` of its tokens."""
+    """Return the value of `sampled_from` for tokens that an iteration samples with its newest weights."""
     return max(0, iteration - ledger.owner(iteration).lag)
 
 
 def token_ages(ledger: Ledger, iteration: int, weight_versions: np.ndarray) -> np.ndarray:
-    """[T] int32: the age, in iteration `iteration`, of tokens that were sampled from the weight versions [T]."""
+    """Return the age, in iteration `iteration`, of tokens that were sampled from the weight versions [T]: [T] int32."""
     versions, places = np.unique(weight_versions, return_inverse=True)
     ages = [iteration - sampled_from(ledger, version) for version in versions.tolist()]
     return np.asarray(ages, np.int32)[places]

@@ -1,1 +1,1 @@
-"""`eval`: benchmarks on weights, beside a run or apart from all."""
+"""Step `eval`: benchmarks on weights, within a run or outside of all runs."""

@@ -1,7 +1,7 @@
-"""`eval`: one benchmark on one weight version.
+"""Step `eval`: one benchmark on one weight version.
 
-The benchmark's score is what its `metric` makes of all samples, failed ones among them; the mean reward of those that
-were graded is told too.
+The benchmark's `metric` computes its score from all samples, including failed ones. The mean reward of the graded
+samples is reported too.
 """
 
 import time
@@ -52,44 +52,46 @@ from cairn.tasks.grading.shaping import sampled_tokens
 from cairn.tasks.rewards.grader import GRADER_OPTIONS, Grading
 from cairn.tasks.trainer.sync import serve
 
-# What the evaluations of runs have in common with the results in `evals/` (`cairn.storage.evals`).
-#
-# | found in `evals/` when a run's step begins | the step |
-# |---|---|
-# | a result, each sample graded, computed on what the run computes on | takes it: nothing is sampled or graded |
-# | another result | samples; that result stays the one that others are shown |
-# | nothing, or what an ended process left | claims it, samples, puts its own there, and then commits |
-# | nothing, and somebody who computes it | samples too: a run waits for nobody |
-#
-# A result is put there before the step's own commit: who is killed between the two finds it. Either way the step
-# commits the same rows and metrics wherever an engine is batch-invariant, for a result's key holds all else that they
-# depend on; where it is not, a result is as good as what the engine would sample now. What came from `evals/` says so,
-# by the value `found`.
-#
-# Nothing is shared of what a key does not tell: of samples that go through user code, and of servers that somebody else
-# starts or that are of several kinds. Neither is a result with failed samples, which may succeed another time.
+# Sharing of results between the evaluations of runs and `evals/`.
 
 
 SINGLE_TURN = "single_turn"
 
 
 class Shared:
-    """A result that the step may take, or is to leave."""
+    """Result in `evals/` (`cairn.storage.evals`) that a run's evaluation takes, or leaves for others.
+
+    | in `evals/` when the step begins | the step |
+    |---|---|
+    | a result with every sample graded, computed in the run's environment | takes it: nothing is sampled or graded |
+    | another result | samples; that result stays the one that others see |
+    | nothing, or what an ended process left | claims it, samples, stores its own result there, and then commits |
+    | nothing, while another process computes it | samples too: a run waits for nobody |
+
+    A result is stored there before the step's own commit: a step that is killed between the two finds it. Where an
+    engine is batch-invariant, the step commits the same rows and metrics either way, because a result's key contains
+    all else that they depend on. Elsewhere a result is as good as what the engine would sample now. The value `found`
+    of a commit records that its samples came from `evals/`.
+
+    Nothing is shared that a key does not determine: samples that go through user code, and servers that somebody else
+    starts or that are of several kinds. A result with failed samples is not shared either, because they may succeed
+    another time.
+    """
 
     def __init__(self, step: StepCall, weights: Commit | None, questions: Questions, key: EvaluationKey) -> None:
         self._step, self._weights, self._questions = step, weights, questions
         self._key = key
         self._began = time.time()
         self.claim: Claim | None = None
-        """None where the result is there, or is somebody else's to compute."""
+        """Claim of the result; None where the result exists, or another process computes it."""
 
     @property
     def folder(self) -> str:
-        """Store path of the result: of one key, and of all who have it."""
+        """Store path of the result. It depends on the key alone."""
         return self._key.folder
 
     def taken(self, found: Evaluation) -> Answers | None:
-        """The answers of a result; None where it is not to be taken."""
+        """Return the answers of a result; None where it must not be taken."""
         run = self._step.run
         if found.metrics.get("failed") != 0 or any(changes(found.environment, engines_environment(run))):
             return None
@@ -105,7 +107,7 @@ class Shared:
         return found_answers(rows)
 
     def leave(self, answers: Answers, grader: Grading) -> None:
-        """Put the step's answers there, for everybody."""
+        """Store the step's answers as the result for others, unless a sample failed."""
         if any(one.reward is None for one in answers.graded):
             return
         if self.claim is None:  # whoever had it may have ended
@@ -144,8 +146,8 @@ class Shared:
 def sharing(
     step: StepCall, weights: Commit | None, questions: Questions
 ) -> Iterator[tuple[Shared | None, Answers | None]]:
-    """What the step has in common with others: None where nothing; and the answers that it takes, if they are there.
-    `weights`: the train step that left what is evaluated; None: the initial ones."""
+    """Yield the shared result, None where nothing is shared, and the answers to take from it, if it exists. `weights`:
+    the train step that left the evaluated weights; None for the initial ones."""
     key = _key(step.run, weights, questions)
     if key is None:
         yield None, None
@@ -170,12 +172,12 @@ def sharing(
 
 
 def engines_environment(run: RunContext) -> Environment:
-    """What all rollout engines of a run compute on."""
+    """Return the combined environment of all rollout engines of a run."""
     return combined([run.fleet.generating_environment(engine) for engine in run.fleet.membership.serving()])
 
 
 def _key(run: RunContext, weights: Commit | None, questions: Questions) -> EvaluationKey | None:
-    """None where a key would not tell all."""
+    """Return the key of the result; None where a key would not determine it."""
     rollout = run.config.rollout
     if rollout.custom_generate_function_path != SINGLE_TURN or rollout.server_groups or rollout.external_urls:
         return None
@@ -201,19 +203,20 @@ def _origin(run: RunContext, weights: Commit | None) -> dict[str, Any]:
 
 @cache
 def _checksum(folder: str, dtype: Literal["float32", "bfloat16"]) -> str:
-    """Of the model that a run begins with; read once a driver, which has held it against the run's digest of it."""
+    """Return the checksum of the model that a run begins with. It is read once in a driver, which has compared the
+    model with the run's digest."""
     from cairn.engines.weights.checksum import folder_checksum  # PyTorch takes seconds to import
 
     return folder_checksum(folder, dtype)
 
 
 def initial_eval_due(config: RunConfig) -> bool:
-    """Whether the first iteration begins with an evaluation of the initial weights."""
+    """Return whether the first iteration begins with an evaluation of the initial weights."""
     return config.eval.eval_interval is not None and not config.eval.skip_eval_before_train
 
 
 def eval_due(config: RunConfig, iteration: int) -> bool:
-    """Whether the weights that the iteration leaves are evaluated."""
+    """Return whether the weights that the iteration leaves are evaluated."""
     interval = config.eval.eval_interval
     if interval is None:
         return False
@@ -221,7 +224,8 @@ def eval_due(config: RunConfig, iteration: int) -> bool:
 
 
 def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
-    """Name of the commit: the first iteration may evaluate the initial weights and those it leaves."""
+    """Return the shard's name in the commit. It has the version, because the first iteration may evaluate the initial
+    weights and those that it leaves."""
     return f"{benchmark.name}-v{version:06d}"
 
 
@@ -246,13 +250,13 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
     engines=("rollout",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
-    """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left, unless somebody has
-    (`cairn.tasks.evaluation.evaluate`). Samples are durable as they finish: after a failure only the missing ones are
-    generated, and all are graded."""
+    """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left, unless a shared
+    result exists (`Shared`). Samples are durable as they finish: after a failure only the missing ones are generated,
+    and all are graded."""
     run, version = step.run, version_of(weights)
     benchmark = next(b for b in run.config.eval.benchmarks if b.name == name)
     grader = run.benchmark_grader(name)
-    # The draws are the same at every evaluation: differences are then those of the weights.
+    # The random draws are equal at every evaluation, so differences come from the weights.
     questions = own_questions(
         benchmark,
         run.benchmark_data(name),
@@ -368,13 +372,13 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
 
 
 def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:
-    """Of a sample with several trajectories, the last one's."""
+    """Return the response tokens to grade: those of the last trajectory."""
     return last_trajectory(sample["response_ids"], sample[TRAJECTORIES.name])
 
 
 def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> tuple[pa.Table, dict[str, pa.Table]]:
-    """All samples, the prompts dealt out over the rollout engines, and what is recorded of them, by its files' names.
-    What an earlier attempt finished is in the log, and is not generated again."""
+    """Return all samples, and the tables of their recorded calls by file name. The prompts are dealt out over the
+    rollout engines. Samples that an earlier attempt finished are in the log, and are not generated again."""
     engines = step.run.fleet.membership.serving()
     earlier = step.earlier_digests
     requests, records = questions.requests(), generate_function(step.run).records
@@ -409,7 +413,7 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
 
 
 def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
-    """Without what is only known of tokens that are trained on."""
+    """Return rows of samples, without columns that only trained tokens have."""
     return pa.table(
         {
             "group_id": [sample.group_id for sample in samples],

@@ -1,4 +1,4 @@
-"""The rows of a result: samples, how they were graded, and what of both a benchmark's metrics take."""
+"""Rows of an evaluation's result: samples, their grades, and their conversion for a benchmark's metrics."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,25 +17,25 @@ from cairn.tasks.generation.groups import status_of
 from cairn.tasks.rewards.grader import Graded
 
 SAMPLES = "samples.parquet"
-"""The file that they lie in."""
+"""Name of the file with the rows."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered, in the order of the requests, and how it was graded."""
+    """Responses of a model, in the order of the requests, and their grades."""
 
     samples: Sequence[Mapping[str, Any]]
-    """Columns of `GENERATED_EVALUATION`, and others perhaps."""
+    """Columns of `GENERATED_EVALUATION`, and possibly others."""
     texts: Sequence[str]
     graded: Sequence[Graded]
     beside: Mapping[str, pa.Table] = field(default_factory=dict)
-    """Tables of what else is known of them, by the names of their files."""
+    """Tables with further records of the samples, by file name."""
 
 
 def evaluated_rows(
     questions: Questions, requests: Sequence[SampleRequest], answers: Answers, grader: str, version: str
 ) -> pa.Table:
-    """The rows of a result. `grader`, `version`: of what graded."""
+    """Return the rows of a result. `grader`, `version`: name and version of the grader."""
     by_index = {row.index: row for row in questions.rows}
     asked = [by_index[request.group_id] for request in requests]
     samples, graded = answers.samples, answers.graded
@@ -75,7 +75,7 @@ def evaluated_rows(
 
 
 def evaluated_samples(rows: pa.Table) -> list[EvaluatedSample]:
-    """The rows of a result as a benchmark's metrics take them."""
+    """Return the rows of a result as a benchmark's metrics take them."""
     return [
         EvaluatedSample(
             row["prompt_index"],
@@ -94,7 +94,7 @@ def evaluated_samples(rows: pa.Table) -> list[EvaluatedSample]:
 
 
 def found_answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
-    """What rows of a result say, none of which failed."""
+    """Return the answers in rows of a result without failed samples."""
     samples = [
         {
             "group_id": row["prompt_index"],

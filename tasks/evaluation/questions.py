@@ -1,7 +1,7 @@
-"""What an evaluation asks of a model, and what its result is known by.
+"""Questions that an evaluation puts to a model, and the key of its result.
 
-A sample's seed comes from the benchmark's name, its question and its number, so that the draws of two models are the
-same and differences are those of the weights.
+A sample's seed depends on the benchmark's name, its question and its number. So the draws of two models are equal, and
+differences come from the weights.
 """
 
 import hashlib
@@ -22,32 +22,32 @@ from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.benchmarks.summary import summary
 
 Measure = Callable[[Sequence[EvaluatedSample]], Mapping[str, float]]
-"""Metrics of all samples, with the score among them under `score`."""
+"""Function that returns the metrics of all samples, with the score under `score`."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of a model, and how its answers are graded."""
+    """Questions for a model, and the grading of its answers."""
 
     name: str
-    """Of the benchmark."""
+    """Name of the benchmark."""
     rows: Sequence[PromptRow]
     n: int
-    """Responses to each."""
+    """Responses to each question."""
     sampling: SamplingParams
     seed: int
     measure: Measure
     settings: Mapping[str, Any]
-    """Of the result's key, all but what the engine adds."""
+    """Part of the result's key, without what the engine adds."""
     described: Mapping[str, Any] = field(default_factory=dict)
-    """The benchmark in full, for people."""
+    """Full description of the benchmark, for people."""
     grader: RewardConfig | None = None
-    """None: whoever asks has it at work already, as a run."""
+    """Configuration of the grader; None if the caller has it running already, as a run has."""
     graded_part: Callable[[str], str] = lambda response: response
-    """Of a response, what its grader sees."""
+    """Function that returns the part of a response that the grader sees."""
 
     def requests(self) -> list[SampleRequest]:
-        """Of every sample, question after question."""
+        """Return the requests for all samples, question after question."""
         return [
             SampleRequest(
                 row.index,
@@ -64,8 +64,13 @@ class Questions:
         ]
 
     def key(self, weights: str, tokenizer: str, options: EngineOptions, folder: str) -> EvaluationKey:
-        """What the result is known by. `weights`, `tokenizer`: their digests. `folder`: of the model, for the tokens
-        that end a response. Raises BadModel."""
+        """Return the key of the result. Raises BadModel.
+
+        Args:
+            weights: their digest.
+            tokenizer: its digest.
+            folder: the model's, for the tokens that end a response.
+        """
         from cairn.engines.models.folders import end_tokens  # PyTorch takes seconds to import
 
         settings = {**self.settings, **options.settings(), "end_tokens": sorted(end_tokens(folder))}
@@ -73,8 +78,8 @@ class Questions:
 
 
 def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: int) -> int:
-    """64-bit seed of a benchmark's sample, another one than any training sample's or other benchmark's: it depends on
-    the benchmark's name, and what it is made of begins as no training sample's does."""
+    """Return the 64-bit seed of a benchmark's sample. It differs from the seeds of training samples and of other
+    benchmarks: the hashed text contains the benchmark's name, and begins as no training sample's does."""
     words = f"eval/{benchmark}/{run_seed}/{prompt_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
@@ -89,8 +94,14 @@ def own_questions(
     graded_by: str,
     grader: RewardConfig | None = None,
 ) -> Questions:
-    """Those of a run's own benchmark. `seed`: the run's. `stop_token_ids`, `stop`: its tokens and strings that end a
-    response. `graded_by`: name and version of the grader. Raises BadPrompt."""
+    """Return the questions of a run's own benchmark. Raises BadPrompt.
+
+    Args:
+        seed: the run's.
+        stop_token_ids: the run's tokens that end a response.
+        stop: the run's strings that end a response.
+        graded_by: name and version of the grader.
+    """
     without = {"name", "path", "rm_type"}
     if not benchmark.multimodal_keys:  # results of texts keep the keys that they had before there were images
         without |= {"multimodal_keys", "min_pixels", "max_pixels"}

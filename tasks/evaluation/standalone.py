@@ -1,6 +1,7 @@
-"""One benchmark on one model, beside all runs: its result is a commit of its own (`cairn.storage.evals`).
+"""Evaluation of one benchmark on one model, outside of all runs. Its result is a commit of its own
+(`cairn.storage.evals`).
 
-questions → samples, durable as they finish → grades → metrics → the result
+    questions → samples, durable as they finish → grades → metrics → the result
 """
 
 import time
@@ -36,28 +37,28 @@ ORDER = [("group_id", "ascending"), ("sample_index", "ascending")]
 SINGLE_TURN = GenerateFunction(ONE_CALL)
 
 Progress = Callable[[int, int], None]
-"""(samples that are there, samples in all)."""
+"""Function that receives the number of finished samples and of all samples."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Rollout engines that serve the weights which are evaluated."""
+    """Rollout engines that serve the evaluated weights."""
 
     engines: Sequence[Engine]
     environment: Callable[[], Environment]
-    """What they compute on; asked when they have generated."""
+    """Returns their environment; called after they have generated."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples that are there already, of all requests in their order."""
+    """Existing samples for all requests, in their order."""
 
     samples: Sequence[Mapping[str, Any]]
-    """Columns of `GENERATED_EVALUATION`, or null where they are not known."""
+    """Columns of `GENERATED_EVALUATION`; null where a value is not known."""
     environment: Environment
-    """That sampled them."""
+    """Environment that sampled them."""
     commit: str
-    """That holds them: `cairn.storage.evals.Evaluation.adopted`."""
+    """Commit that holds them: `cairn.storage.evals.Evaluation.adopted`."""
 
 
 def compute(
@@ -70,9 +71,15 @@ def compute(
     progress: Progress = lambda done, total: None,
     sampled: Sampled | None = None,
 ) -> Evaluation:
-    """Make the result that is claimed. What an earlier attempt finished is not sampled again, and where nothing is
-    missing no engine is asked for. `here`: this process, where graders compute. Raises what engines, grader and store
-    raise; finished samples stay. `sampled`: samples to grade in the place of new ones."""
+    """Compute and commit the claimed result.
+
+    Samples that an earlier attempt finished are not sampled again, and without missing samples no engine is requested.
+    Raises what engines, grader and store raise; finished samples stay.
+
+    Args:
+        here: environment of this process, where graders compute.
+        sampled: samples to grade instead of new ones.
+    """
     started_at, began = time.time(), time.perf_counter()
     attempt = claim.attempt()
     try:
@@ -115,7 +122,7 @@ def _generate(
     here: Environment,
     progress: Progress,
 ) -> tuple[pa.Table, Environment]:
-    """All samples in the order of the questions, those of earlier attempts among them."""
+    """Return all samples in the order of the questions, including those of earlier attempts, and their environment."""
     with WriteAhead(attempt, claim.key.digest, schema=GENERATED_EVALUATION, encode=_table) as log:
         recovered = log.recover()
         finished, _ = finished_samples(recovered)
@@ -145,8 +152,8 @@ def _generate(
 def _samples(
     engine: Engine, requests: Sequence[SampleRequest], params: SamplingParams
 ) -> Iterator[list[GeneratedSample]]:
-    """Samples as they end. Where the engine fails on what it was given, each of the others is tried alone, once: what
-    it fails on then has failed. Nothing else fails a sample."""
+    """Yield samples as they end. If the engine fails on the requests, each of the remaining ones is tried alone, once.
+    A request on which the engine then fails becomes a failed sample. Nothing else fails a sample."""
     left = {request.key: request for request in requests}
     with suppress(GenerationFailed):
         for ended in _ended(engine, requests, params) if requests else ():
@@ -191,7 +198,7 @@ def _graded(
     tokenizer: Any,
     samples: Sequence[Mapping[str, Any]],
 ) -> pa.Table:
-    """The rows of the result, of samples in the order of their requests."""
+    """Return the rows of the result for samples in the order of their requests."""
     by_index = {row.index: row for row in questions.rows}
     asked = [by_index[request.group_id] for request in requests]
     ids = [sample["response_ids"] for sample in samples]

@@ -1,1 +1,1 @@
-"""`rollout`: generate the samples of a shard."""
+"""Step `rollout`: generation of the samples of a shard."""

@@ -1,4 +1,4 @@
-"""The records of calls, as rows of a table and back."""
+"""Conversion between records of calls and rows of a table."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from cairn.storage.ledger.schemas import CALLS, LONG_RESULTS
 from cairn.tasks.batch.sequences import routed_column, routes_of
 
 LONG = 1024
-"""Characters of a result that lies beside the table."""
+"""Characters above which a result is stored in a table of its own."""
 _SAMPLED = ("response_ids", "log_probs", "weight_versions", "kept_token_ids", "routed_experts", "seed", "finish_reason")
 
 
 def call_table(records: Sequence[CallRecord]) -> pa.Table:
-    """Rows of CALLS."""
+    """Return the records as rows of CALLS."""
     segments = [record.segment for record in records]
     columns: dict[str, Any] = {
         "group_id": [record.group_id for record in records],
@@ -54,12 +54,12 @@ def call_table(records: Sequence[CallRecord]) -> pa.Table:
 
 
 def call_records(table: pa.Table) -> list[CallRecord]:
-    """Of rows of CALLS."""
+    """Return the records in rows of CALLS."""
     return [_record(row) for row in table.to_pylist()]
 
 
 def by_sample(records: Sequence[CallRecord]) -> dict[SampleKey, list[CallRecord]]:
-    """The records of each sample, in their order."""
+    """Return the records of each sample, in their order."""
     found: dict[SampleKey, list[CallRecord]] = {}
     for record in records:
         found.setdefault(record.key, []).append(record)
@@ -67,9 +67,11 @@ def by_sample(records: Sequence[CallRecord]) -> dict[SampleKey, list[CallRecord]
 
 
 def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
-    """Rows of CALLS as they are committed, sample by sample in the order of answers: without intents that were
-    answered, without tokens that `samples` has, rows of the rollout table, and with long results in a table of their
-    own. By the names of their files."""
+    """Return rows of CALLS in their committed form, as tables by file name.
+
+    Rows are sorted by sample and by the order of responses. Intents that got a response are left out, and so are tokens
+    that `samples`, rows of the rollout table, already contain. Long results go into a table of their own.
+    """
     calls = calls.filter(pa.array(_last_words(calls), pa.bool_()))
     calls = calls.sort_by([("group_id", "ascending"), ("sample_index", "ascending"), ("order", "ascending")])
     long = [text is not None and len(text) > LONG for text in calls["result"].to_pylist()]
@@ -97,7 +99,7 @@ def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
 def read_calls(
     calls: pa.Table, results: pa.Table | None, segments: Mapping[SampleKey, Sequence[Segment]]
 ) -> list[CallRecord]:
-    """The records of a committed table. `segments`: of its samples."""
+    """Return the records of a committed table. `segments`: those of its samples."""
     columns = () if results is None else (results[name].to_pylist() for name in LONG_RESULTS.names)
     long: dict[str | None, str] = dict(zip(*columns, strict=True))
     sampled = {(key, one.call): one for key, own in segments.items() for one in own if one.call is not None}
@@ -113,7 +115,7 @@ def read_calls(
 
 
 def uncertain_effects(calls: pa.Table) -> dict[SampleKey, str]:
-    """Of samples that had a call with effects under way, and no answer to it, that they had, by their keys."""
+    """Return an error for each sample that had a call with effects under way and no response to it, by sample key."""
     intents = calls.filter(pc.is_null(calls["order"]))
     if not intents.num_rows:
         return {}
@@ -129,7 +131,7 @@ def _uncertain(intent: CallRecord) -> str:
 
 
 def _last_words(calls: pa.Table) -> list[bool]:
-    """Of each row, whether it is an answer, or an intent that has none."""
+    """Return for each row whether it is a response, or an intent without a response."""
     rows = list(zip(*(calls[name].to_pylist() for name in ("group_id", "sample_index", "call", "order")), strict=True))
     answered = {row[:3] for row in rows if row[3] is not None}
     return [row[3] is not None or row[:3] not in answered for row in rows]

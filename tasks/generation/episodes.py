@@ -1,4 +1,4 @@
-"""What the code of a step's samples is given, logged as it happens, and given again where it runs again."""
+"""Calls that the code of a step's samples makes: logged as they happen, and replayed when the code runs again."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,26 +19,26 @@ from cairn.tasks.generation.groups import row_segments
 
 
 class LoggedCalls:
-    """Those of some samples, with their log where the samples' code records anything. Threads may share it."""
+    """Calls of some samples, with a log if the samples' code records anything. Threads may share it."""
 
     def __init__(self, log: CallLog | None) -> None:
         self._log = log
 
     def given(self, samples: Iterable[SampleRequest]) -> list[SampleRequest]:
-        """The samples with what was logged of them."""
+        """Return the samples with their logged calls."""
         return [self._given(sample) for sample in samples] if self._log is not None else list(samples)
 
     def _given(self, sample: SampleRequest) -> SampleRequest:
         raise NotImplementedError
 
     def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
-        """Log what came from an engine, and acknowledge it there where that is awaited."""
+        """Log records that an engine sent, and acknowledge them to the engine if it waits for that."""
         assert self._log is not None
         then = partial(_acknowledge, acknowledge, recorded.number) if recorded.awaited else None
         self._log.append(*recorded.records, then=then, urgent=recorded.awaited)
 
     def after(self, then: Callable[[], None]) -> None:
-        """Do something when all that was taken is durable."""
+        """Call `then` when everything taken so far is durable."""
         if self._log is None:
             then()
         else:
@@ -46,15 +46,15 @@ class LoggedCalls:
 
 
 class Calls(LoggedCalls):
-    """The calls of the samples that a step generates. A context manager, like the log of its finished samples, within
-    whose own it is to be."""
+    """Calls of the samples that a step generates. A context manager: enter it inside the context of the log of the
+    step's finished samples."""
 
     def __init__(self, step: StepCall, *, records: bool, scope: str = "") -> None:
-        """`records`: whether the samples' code records anything. `scope`: see `Origin`."""
+        """Open the log. `records`: whether the samples' code records anything. `scope`: see `Origin`."""
         manifest = step.run.ledger.manifest
         self._origin = Origin(manifest.identity, step.iteration, scope, step.attempt.name, manifest.created_at)
         self._replayed: list[CallRecord] | None = None
-        """Of a step that is committed, and done again to be held against it."""
+        """Calls of a committed step that runs again to be compared with its commit; None for other steps."""
         self._recorded: dict[SampleKey, list[CallRecord]] = {}
         log: CallLog | None = None
         if records:
@@ -86,8 +86,8 @@ class Calls(LoggedCalls):
         return replace(sample, origin=self._origin, recorded=tuple(logged), resampled=frozenset(asked))
 
     def table(self, carried: Sequence[CallRecord] = ()) -> pa.Table | None:
-        """Rows of CALLS: all of `carried`, of earlier attempts and of this one, answered or not. Returns when they are
-        durable; then the log is closed. None where nothing is recorded."""
+        """Return rows of CALLS: `carried`, those of earlier attempts, and those of this one, with or without a
+        response. Returns when they are durable, and closes the log. None where nothing is recorded."""
         if self._log is None:
             return None
         appended = self._log.appended()

@@ -1,23 +1,25 @@
-"""Generation of samples, so arranged that a prompt fails by what the engine says of it, and by nothing else.
+"""Generation of samples. A prompt fails only because of what the engine reports about it.
 
-| what happens while a group is generated | what becomes of it |
+| what happens while a group is generated | consequence for the group |
 |---|---|
-| the engine refuses the prompt | it fails, at once |
-| the engine, alive, fails on it in company | the step is tried again; after `TOGETHER` such tries it is a suspect |
-| the engine, alive, fails on a suspect, which is generated alone | the same; after `ALONE` such tries it fails |
-| the engine dies, is silent or out of reach, is aborted, loses samples, holds other weights | the step is tried again |
+| the engine rejects the prompt | the group fails at once |
+| the engine survives but fails among other groups | the step is retried; after `TOGETHER` such tries it is a suspect |
+| the engine survives but fails on a suspect, generated alone | the step is retried; after `ALONE` such tries it fails |
+| the engine dies, is silent, unreachable or aborted, loses samples, or has other weights | the step is retried |
 
-Only what the engine says of a prompt counts against it. Anything else leaves the group as it was: the step is tried
-again as often as `retry` says, and then the run ends with the error, to be resumed. Where an engine was lost time after
-time, the error names the prompts that were there each time (`cairn.tasks.durable.casualties`).
+Only what the engine reports about a prompt counts against it. Any other failure leaves the group unchanged: the step is
+retried as often as `retry` allows, and then the run ends with the error, to be resumed. If engines are lost repeatedly,
+the error names the prompts that were unfinished each time (`cairn.tasks.durable.casualties`).
 
-A sample that failed carries the error and no token, and its group fails with it: it is graded by nobody, and the filter
-drops the group and asks for another. A suspect whose engine did not fail is a group like any other. So processes,
-machines and networks may fail as they like: the groups that are trained on stay those of a run in which nothing fails.
+A failed sample carries the error and no token, and its group fails with it: nobody grades it, and the filter drops the
+group and requests another. A suspect on which the engine does not fail is a group like any other. So failures of
+processes, machines and networks do not change the groups that are trained on: they are those of a run in which nothing
+fails.
 
-Where only some of the groups are needed, the others are aborted as soon as these have been generated, and come as far
-as they are; or each sample is cut off after so many tokens of its own (`cairn.tasks.generation.rollout`). Every token
-must be of the weights that the step wants: an engine that serves others is an error."""
+If only some of the groups are needed, the others are aborted as soon as these are generated, and are returned as far as
+they came. Alternatively each sample is cut after a number of tokens of its own (`cairn.tasks.generation.rollout`).
+Every token must come from the weights that the step wants: an engine that serves others is an error.
+"""
 
 import os
 import sys
@@ -45,45 +47,46 @@ from cairn.tasks.trainer.sync import serve
 
 
 class Engine(Protocol):
-    """Of a rollout engine, or of what stands for it in the driver, what generation needs."""
+    """Interface that generation needs of a rollout engine, or of its proxy in the driver."""
 
     name: str
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
+        """Generate samples: see `cairn.engines.agents.episodes.samples.SampleEngine`."""
 
     def acknowledge(self, number: int) -> None:
-        """The same; from any thread."""
+        """Acknowledge records: see `SampleEngine`. May be called from any thread."""
 
     def abort(self) -> None:
-        """The same; from the thread that reads the stream."""
+        """Abort the generation: see `SampleEngine`. Called from the thread that reads the stream."""
 
 
 TOGETHER = 2
-"""Failures of the engine itself, in company, after which a group is a suspect."""
+"""Failures of the engine itself, among other groups, after which a group is a suspect."""
 ALONE = 2
-"""Failures of the engine itself after which it fails, alone. With three new tries of a step (`retry`) that is one
-driver's last."""
+"""Failures of the engine itself on a suspect alone, after which the group fails. With three retries of a step (`retry`)
+this is one driver's last try."""
 
 
 class _Unfinished:
-    """The samples that an engine has not given back yet, by group; and how many groups are still needed."""
+    """Samples that an engine has not returned yet, by group, and the number of groups still needed."""
 
     def __init__(self, needed: int | None) -> None:
-        """`needed`: groups; None: all of them."""
+        """Create the tally. `needed`: number of groups; None for all of them."""
         self._needed = needed
         self._left: dict[int, set[int]] = defaultdict(set)
         self._spoilt: set[int] = set()
 
     def add(self, samples: Sequence[SampleRequest]) -> None:
-        """Samples that are asked for."""
+        """Add requested samples."""
         for sample in samples:
             self._left[sample.group_id].add(sample.index)
 
     def take(self, sample: GeneratedSample) -> None:
-        """One has come. A group that is finished, and did not fail, is no longer needed."""
+        """Remove a sample that the engine returned. A group that is finished and did not fail reduces the number
+        needed."""
         left = self._left[sample.group_id]
         left.remove(sample.index)
         if sample.error is not None or sample.finish_reason == FinishReason.ABORT:
@@ -94,17 +97,17 @@ class _Unfinished:
                 self._needed -= 1
 
     def give_up(self, group_id: int) -> None:
-        """None of a group is to come any more."""
+        """Stop waiting for the samples of a group."""
         self._left.pop(group_id, None)
 
     @property
     def is_enough(self) -> bool:
-        """Whether no group is needed any more."""
+        """Whether no more groups are needed."""
         return self._needed is not None and self._needed <= 0
 
     @property
     def groups(self) -> dict[int, set[int]]:
-        """Indices of the samples that have not come, by group."""
+        """Indices of the samples that were not returned yet, by group."""
         return {group_id: left for group_id, left in self._left.items() if left}
 
 
@@ -122,15 +125,18 @@ def generate_samples(
     newest: Callable[[], Commit | None] | None = None,
     joined: Callable[[], Sequence[SampleRequest]] = lambda: (),
 ) -> Iterator[list[GeneratedSample]]:
-    """Generate samples with the weights that `weights` left; yield each as it ends. Raises EngineError where a new try
-    of the step may help. `rows`: of the data, by the group's id, from 0. `calls` logs those of the samples, and has
-    what an earlier attempt logged of them.
+    """Generate samples with the weights that `weights` left, and yield each as it ends.
 
-    After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came. So
-    they are where somebody else aborts what the engine generates, while `interrupted` is true.
+    Raises EngineError where a retry of the step may help.
 
-    `newest`: what the engine was brought to meanwhile, where somebody does that while it generates. `joined`: the
-    samples that it was given to generate beside these, since the last time.
+    Args:
+        rows: maps the id of a group to its row in the data, from 0.
+        calls: logs the calls of the samples, and has those that an earlier attempt logged.
+        enough: groups without a failure after which the others are aborted and yielded as far as they came.
+        interrupted: whether another thread aborts what the engine generates. Aborted samples are then yielded too.
+        newest: returns the weights that the engine was meanwhile updated to, where weights are updated during
+            generation.
+        joined: returns the samples that were added to the engine since the last call.
     """
     brought = newest or (lambda: weights)
     failures, casualties = step.run.failed_generations, step.run.casualties
@@ -234,7 +240,8 @@ def _alone(
 
 
 def generate_function(run: RunContext) -> GenerateFunction:
-    """What a sample goes through, for engines. Raises BadPlugin where the user's code is not what the run recorded."""
+    """Return the function that generates a sample, for engines. Raises BadPlugin where the user's code is not what the
+    run recorded."""
     option = "rollout.custom_generate_function_path"
     name = run.config.rollout.custom_generate_function_path
     if name == SINGLE_TURN:
@@ -272,8 +279,8 @@ def _require_recorded_tools(run: RunContext) -> None:
 def _check(
     engine: Engine, request: SampleRequest, sample: GeneratedSample, versions: tuple[int, int], *, may_abort: bool
 ) -> None:
-    """Raise EngineError for a sample of weights that are older or newer than those, or one that was aborted by somebody
-    else and not cut off."""
+    """Raise EngineError for a sample from weights outside `versions` (first, last), and for one that was aborted
+    although it may not be and was not cut."""
     carried = 0 if request.begun is None else len(request.begun)
     given = {record.call for record in request.recorded}
     sampled = set[int]()
@@ -291,8 +298,8 @@ def _check(
 
 
 def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) -> GeneratedSample:
-    """The sample; failed, where the world gave it tokens after a trajectory's last call, which no engine has seen, that
-    the model cannot take: it would be trained on as it is for ever."""
+    """Return the sample, or a failed one where the model cannot take the tokens after a trajectory's last call. These
+    tokens come from the user's code, no engine has seen them, and they would be trained on unchecked."""
     for trajectory in sample.trajectories:
         if not trajectory.segments or trajectory.segments[-1].call is not None:
             continue
@@ -314,7 +321,7 @@ def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) ->
 
 @cache
 def _limits(model: str) -> tuple[int, int]:
-    """Longest sequence and number of token ids of a model."""
+    """Return the longest sequence and the number of token ids of a model."""
     from cairn.engines.models.folders import check_model_folder, context_length  # PyTorch takes seconds to import
 
     config = check_model_folder(model)

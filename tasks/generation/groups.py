@@ -1,7 +1,7 @@
-"""The groups that a rollout shard generates: fresh ones of the stream, and those that an earlier shard left unfinished.
+"""Groups that a rollout shard generates: fresh ones of the stream, and those that an earlier shard left unfinished.
 
-A group is continued sample by sample: what had finished stays, and what had not goes on after the tokens that it has,
-with the seed that it had. Its row then holds the whole response, with the weight version of every token.
+A group is continued sample by sample. Finished samples stay, and the others resume after the tokens that they have,
+with their seed. The row of a sample then has the whole response, with the weight version of every token.
 """
 
 import hashlib
@@ -58,31 +58,31 @@ class Group:
     drawn: DrawnRow[PromptRow]
     seeds: tuple[int, ...]
     parts: Mapping[int, GeneratedSample] = field(default_factory=dict)
-    """Where it is continued: each sample as far as it came."""
+    """Samples of a continued group, each as far as it came, by index."""
     recorded: Sequence[CallRecord] = ()
-    """Likewise: what their code was given."""
+    """Recorded calls of a continued group's samples."""
 
     def requests(self, *, besides: Collection[SampleKey]) -> list[SampleRequest]:
-        """For the samples that have to be generated, where those of `besides` have been."""
+        """Return requests for the samples that must be generated. Those in `besides` have been."""
         left = (self._request(index) for index in range(len(self.seeds)) if not self._had_finished(index))
         return [sample for sample in left if sample.key not in besides]
 
     def finished(self) -> list[GeneratedSample]:
-        """The samples that earlier shards finished."""
+        """Return the samples that earlier shards finished."""
         return [part for index, part in self.parts.items() if self._had_finished(index)]
 
     @property
     def is_finished(self) -> bool:
-        """Whether earlier shards finished all of its samples."""
+        """Whether earlier shards finished all samples of the group."""
         return all(map(self._had_finished, range(len(self.seeds))))
 
     def failed(self, error: str, own: Mapping[SampleKey, str]) -> list[GeneratedSample]:
-        """All its samples, where one of them failed, each by its own error where it has one."""
+        """Return all samples as failed, because one of them failed: each with its own error if it has one in `own`."""
         requests = map(self._request, range(len(self.seeds)))
         return [GeneratedSample.failed(request, own.get(request.key, error)) for request in requests]
 
     def carried_tokens(self, index: int | None = None) -> int:
-        """Response tokens that earlier shards generated, of a sample or of all."""
+        """Return the number of response tokens that earlier shards generated, for one sample or for all."""
         parts = [part for i, part in self.parts.items() if index in (None, i)]
         return sum(len(part.trajectory.response_ids) for part in parts)
 
@@ -106,7 +106,7 @@ class Group:
 
 
 def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> Group:
-    """Of a prompt that was drawn for an iteration."""
+    """Return the group of a prompt that was drawn for an iteration."""
     samples = range(run.config.rollout.n_samples_per_prompt)
     return Group(drawn, tuple(sample_seed(run.config.seed, iteration, drawn.group_id, index) for index in samples))
 
@@ -114,8 +114,12 @@ def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> 
 def unfinished_group(
     rows: pa.Table, images: Mapping[str, bytes], calls: tuple[pa.Table, pa.Table | None] | None = None
 ) -> Group:
-    """Of a group's rows in the rollout table that left it unfinished, in the order of its samples. `images`: of that
-    rollout, by their SHA-256; `calls`: what the code of its samples was given, as `RunContext.calls` has it."""
+    """Return the group in the rows of the rollout table that left it unfinished, in the order of its samples.
+
+    Args:
+        images: those of that rollout, by SHA-256.
+        calls: recorded calls of its samples, as `RunContext.calls` returns them.
+    """
     samples = rows.to_pylist()
     first = samples[0]
     row = PromptRow(
@@ -137,7 +141,7 @@ def unfinished_group(
 
 
 def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSample]:
-    """Of rows of a group in the rollout table: each sample as far as it came, by its index."""
+    """Return the samples in a group's rows of the rollout table, each as far as it came, by index."""
     return {
         sample["sample_index"]: GeneratedSample(
             sample["group_id"],
@@ -166,7 +170,7 @@ def _optional_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
 
 
 def row_segments(row: Mapping[str, Any]) -> list[Segment]:
-    """The segments of a row of the rollout table."""
+    """Return the segments of a row of the rollout table."""
     tokens = len(row["response_ids"])
     segments = row.get("segments")
     if segments is None:
@@ -202,13 +206,13 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
 
 
 def sample_seed(run_seed: int, iteration: int, group_id: int, sample_index: int) -> int:
-    """64-bit seed of one sample; every random draw of its generation comes from it."""
+    """Return the 64-bit seed of one sample. Every random draw of its generation derives from it."""
     words = f"{run_seed}/{iteration}/{group_id}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def status_of(finish_reason: str) -> Status:
-    """How a generated sample ended, before it is graded."""
+    """Return the status of a generated sample before it is graded."""
     statuses = {
         FinishReason.LENGTH: Status.TRUNCATED,
         FinishReason.ABORT: Status.ABORTED,
@@ -218,7 +222,7 @@ def status_of(finish_reason: str) -> Status:
 
 
 def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
-    """What the column `segments` says of a sample: nothing of one that is its first call's segment."""
+    """Return the value of the column `segments`; None for a sample that consists of its first call's segment."""
     segments = sample.trajectory.segments
     if [(segment.call, segment.finish_reason) for segment in segments] in ([], [(FIRST_CALL, sample.finish_reason)]):
         return None
@@ -234,8 +238,8 @@ def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
 
 
 def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
-    """Of `sample_table`: samples may have several trajectories, rewards and roles where more is generated than a turn,
-    or was when groups were begun that are continued."""
+    """Return the schema of `sample_table`. Samples may have several trajectories, rewards and roles if generation is
+    not single-turn, or was not when the continued groups began."""
     parts = [part for group in groups.values() for part in group.parts.values()]
     begun = any(part.lengths or part.rewards or part.roles for part in parts)
     several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
@@ -245,7 +249,7 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
-    """Rows of the rollout table as they are committed: of the columns of trajectories those that tell something."""
+    """Return rows of the rollout table in their committed form, without columns of trajectories that are all null."""
     present = [field.name for field in SEQUENCES if field.name in samples.column_names]
     return samples.drop_columns([name for name in present if samples.column(name).null_count == samples.num_rows])
 
@@ -253,9 +257,11 @@ def without_unused(samples: pa.Table) -> pa.Table:
 def sample_table(
     run: RunContext, engine: str | Sequence[str], groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
 ) -> pa.Table:
-    """The rows of samples that an engine, of all or of each, generated or continued. What the policy sampled may be
-    trained on as far as the rollout knows; whether it is too old is seen when a batch is made of it
-    (`cairn.tasks.batch.batch`)."""
+    """Return rows for samples that an engine generated or continued. `engine`: one name for all, or one for each.
+
+    The loss mask allows every token that the policy sampled. Tokens that are too old are masked when a batch is made
+    (`cairn.tasks.batch.batch`).
+    """
     n, schema = run.config.rollout.n_samples_per_prompt, sample_schema(run, groups)
     drawn = [groups[sample.group_id].drawn for sample in samples]
     rows = {one.group_id: one.row for one in drawn}
@@ -314,20 +320,20 @@ def sample_table(
 
 
 def images_column(rows: Sequence[PromptRow]) -> pa.Array:
-    """The images of some prompts, as `cairn.storage.ledger.schemas.IMAGES` has them."""
+    """Return the images of some prompts as a column of type `cairn.storage.ledger.schemas.IMAGES`."""
     values = [[dict(zip(_IMAGE, image.key, strict=True)) for image in row.images] or None for row in rows]
     return pa.array(values, IMAGES.type)
 
 
 def image_table(groups: Iterable[Group]) -> pa.Table | None:
-    """The bytes of the images of some groups' prompts, each once; None where they have none."""
+    """Return the bytes of the images of some groups' prompts, each once; None without images."""
     found = {image.sha256: image.data for group in groups for image in group.drawn.row.images}
     columns = zip(*sorted(found.items()), strict=True)
     return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if found else None
 
 
 def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array]:
-    """What the trajectories of each sample are, as `cairn.storage.ledger.schemas.SEQUENCES` has it."""
+    """Return the columns `cairn.storage.ledger.schemas.SEQUENCES`, which describe the trajectories of each sample."""
     return {
         TRAJECTORIES.name: pa.array([sample.lengths for sample in samples], TRAJECTORIES.type),
         TRAJECTORY_PROMPTS.name: pa.array([sample.prompts for sample in samples], TRAJECTORY_PROMPTS.type),
@@ -344,7 +350,8 @@ def _turn_rewards(sample: GeneratedSample) -> list[float | None] | None:
 
 
 def finished_samples(table: pa.Table) -> tuple[set[SampleKey], dict[int, str]]:
-    """Of rows of the rollout table: the samples that are finished, and of each group of which one failed, why."""
+    """Return the finished samples in rows of the rollout table, and the first error of each group with a failed
+    sample."""
     names = ("group_id", "sample_index", "error")
     rows = list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
     errors: dict[int, str] = {}

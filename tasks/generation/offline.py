@@ -1,8 +1,8 @@
-"""`rollout` and `filter` of a run whose data hold the responses that it learns: what is drawn is the batch.
+"""Steps `rollout` and `filter` of a run whose data contain the responses to learn: the drawn rows are the batch.
 
-Nothing is sampled and nothing graded, so an iteration has one round of one shard, and no step between these and `train`
-that its loss does not need. The tables are those of any run: a row of the data is a group, its tokens are those of the
-weights that are trained, and their log-probs, which nobody sampled, are 0.
+Nothing is sampled or graded. So an iteration has one round of one shard, and between these steps and `train` only the
+steps that its loss needs. The tables have the usual form: a row of the data is a group, its tokens count as sampled
+from the weights that are trained, and their log-probs are 0, because nobody sampled them.
 """
 
 import json
@@ -32,8 +32,8 @@ from cairn.tasks.durable.versions import weight_version_after
 def read_demonstrations(
     step: StepCall, earlier: Sequence[Commit], *, cursor: int, without: Sequence[int] | None = None
 ) -> Outcome:
-    """Read the `rollout_batch_size` rows that follow `cursor` in the data set and are none of `without`. `earlier` is
-    the filter step that left the cursor there."""
+    """Read the `rollout_batch_size` rows that follow `cursor` in the data set and are not among `without`. `earlier` is
+    the filter step that left the cursor."""
     run, config = step.run, step.run.config
     assert isinstance(run.data, DemonstrationData)
     drawn = draw(
@@ -73,7 +73,7 @@ def read_demonstrations(
 
 @durable(Step.FILTER)
 def take_all(step: StepCall, rollout: Commit) -> Outcome:
-    """Make a batch of all that was read, in its order."""
+    """Make a batch of all rows that were read, in their order."""
     run = step.run
     ids = run.read(rollout, ["group_id"]).column("group_id").unique()
     count = len(ids)

@@ -1,4 +1,4 @@
-"""Metrics of samples whose code is recorded: what they asked of the policy and of tools, and what the world gave."""
+"""Progress of a rollout shard, and metrics of its samples: calls of the policy and of tools, and failures."""
 
 import re
 import time
@@ -13,7 +13,7 @@ from cairn.engines.types.types import FinishReason
 from cairn.tasks.durable.events import GroupsGenerated
 from cairn.tasks.durable.step import StepCall
 
-# How far a shard of rollout is, told while it generates.
+# Progress of a rollout shard, reported while it generates.
 
 
 INTERVAL = 1.0
@@ -21,10 +21,10 @@ INTERVAL = 1.0
 
 
 class ShardProgress:
-    """Counts the groups of a shard as their last samples come."""
+    """Counter of the groups of a shard whose samples have all been generated."""
 
     def __init__(self, step: StepCall, missing: dict[int, int]) -> None:
-        """`missing`: samples that are yet to come, by group."""
+        """Begin to count. `missing`: number of samples still to be generated, by group."""
         self._step = step
         self._missing = Counter(missing)
         self._total = len(missing)
@@ -32,7 +32,7 @@ class ShardProgress:
         self._tell()
 
     def take(self, samples: Iterable[GeneratedSample]) -> None:
-        """Some have come."""
+        """Count generated samples, and emit the progress at most every `INTERVAL` seconds."""
         self._missing.subtract(sample.group_id for sample in samples if sample.finish_reason != FinishReason.ABORT)
         if time.monotonic() - self._told >= INTERVAL:
             self._tell()
@@ -44,11 +44,11 @@ class ShardProgress:
 
 
 def episode_metrics(samples: pa.Table, calls: pa.Table | None) -> dict[str, float]:
-    """Of all samples of a shard, failed ones included; nothing where no calls are recorded.
+    """Return metrics of all samples of a shard, including failed ones; empty where no calls are recorded.
 
     Args:
         samples: rows of the rollout table.
-        calls: rows of CALLS; one without an answer counts as a call, and neither as failed nor in seconds.
+        calls: rows of CALLS. One without a response counts as a call, but neither as a failure nor in seconds.
     """
     if calls is None:
         return {}
@@ -68,27 +68,27 @@ def episode_metrics(samples: pa.Table, calls: pa.Table | None) -> dict[str, floa
 
 
 def _world_tokens(samples: pa.Table) -> int:
-    """Tokens of responses that the policy did not sample."""
+    """Return the number of response tokens that the policy did not sample."""
     segments = samples.column("segments").combine_chunks().flatten()
     given = segments.filter(pc.is_null(segments.field("call")))
     return pc.sum(given.field("tokens")).as_py() or 0
 
 
-# What samples failed of while they were generated, by name, for counting.
+# Counts of the samples that failed during generation, by error name.
 
 
 REFUSED = "refused"
-"""By the engine, or for tokens that the model cannot take: such errors have no name."""
+"""Name of errors that have none: the engine rejected the sample, or the model cannot take its tokens."""
 _NAMED = re.compile(r"(?:generate: )?([A-Z]\w+): ")
 
 
 def failure_metrics(samples: pa.Table) -> dict[str, float]:
-    """How many samples of a rollout table failed of what, each of its own."""
+    """Return the number of failed samples in a rollout table by error name. Each sample counts by its own error."""
     counts = Counter(failure_name(error) for error in samples.column("error").to_pylist() if error is not None)
     return {f"failed/{name}": float(count) for name, count in sorted(counts.items())}
 
 
 def failure_name(error: str) -> str:
-    """Of the error of a sample: that of an exception, or of a deadline."""
+    """Return the name of a sample's error: that of an exception or of a deadline, otherwise `REFUSED`."""
     named = _NAMED.match(error)
     return REFUSED if named is None else named[1]

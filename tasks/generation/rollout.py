@@ -1,9 +1,9 @@
-"""`rollout`: generate the samples of one shard. The only step whose result depends on an engine's batching.
+"""Step `rollout`: generate the samples of one shard. It is the only step whose result depends on an engine's batching.
 
-With `rollout.partial_rollout` a shard ends when its share of the groups that are needed is generated: the others are
-committed as far as they came, samples with status ABORTED, and a later shard continues them. What had finished then is
-a matter of time, so such a commit does not say that its groups would come out the same again, unless they are cut off
-by tokens (`cairn.tasks.generation.rollout`).
+With `rollout.partial_rollout` a shard ends when its share of the needed groups is generated. The others are committed
+as far as they came, their samples with status ABORTED, and a later shard continues them. Which samples had finished by
+then depends on timing. So such a commit does not claim that its groups are reproducible, unless they are cut by tokens
+(`in_rounds`).
 """
 
 import math
@@ -48,29 +48,32 @@ from cairn.tasks.generation.groups import (
 from cairn.tasks.generation.progress import ShardProgress, episode_metrics, failure_metrics
 from cairn.tasks.trainer.sync import serve
 
-# Partial rollout in rounds of tokens: what is cut off depends on no time, and on no total of tokens.
-#
-#     a round      every open sample goes on for at most `rollout.cut_tokens` response tokens, from its whole prefix
-#     after it     groups of which all samples have ended are counted, but for those of which one failed
-#     enough       what is still open is given back as it is, a part that a later shard continues
-#     else         the next round
-#
-# How many tokens a sample took says in which round it ended. So an attempt that finds samples which an earlier one
-# logged counts them after the rounds in which they ended there, generates the others in those that they would have been
-# in, and stops after the same one.
+# Partial rollout in rounds of tokens: the cut depends neither on time nor on a total of tokens.
 
 
 Generate = Callable[[Sequence[SampleRequest]], Iterator[list[GeneratedSample]]]
-"""Gives each sample once, those that are cut off as parts."""
+"""Function that yields each sample once; cut samples are yielded as parts."""
 
 
 def in_rounds(
     generate: Generate, samples: Sequence[SampleRequest], *, cut_tokens: int, enough: int, ended: Mapping[int, int]
 ) -> Iterator[list[GeneratedSample]]:
-    """Generate samples until `enough` groups have ended; yield each as it ends, and those still open in the end.
+    """Generate samples in rounds until `enough` groups have ended. Yield each sample as it ends, and the open ones
+    last.
 
-    `ended`: of groups of which samples have ended before, the round in which the last of them did (`rounds_of`). Groups
-    of which one failed are not in it, and are none of `samples`; those of which one fails here are given up.
+        a round      every open sample gets at most `rollout.cut_tokens` more response tokens, after its whole prefix
+        after it     the groups whose samples have all ended are counted, except those with a failed sample
+        enough       open samples are returned as they are: parts that a later shard continues
+        else         the next round
+
+    The number of tokens of a sample determines the round in which it ended. So an attempt that finds samples which an
+    earlier one logged counts them after the rounds in which they ended there, generates the others in their original
+    rounds, and stops after the same round.
+
+    Args:
+        ended: for groups with samples that ended before, the round in which the last of these ended (`rounds_of`).
+            Groups with a failed sample are neither in it nor in `samples`. Groups with a sample that fails here are
+            given up.
     """
     left = {sample.key: sample for sample in samples}
     begun = {key: 0 if sample.begun is None else len(sample.begun) for key, sample in left.items()}
@@ -97,12 +100,13 @@ def in_rounds(
 
 
 def rounds_of(new_tokens: int, cut_tokens: int | None) -> int:
-    """Rounds in which a sample got so many tokens; one where nothing is cut."""
+    """Return the number of rounds in which a sample got `new_tokens`; 1 where nothing is cut."""
     return max(1, math.ceil(new_tokens / cut_tokens)) if cut_tokens is not None else 1
 
 
 def ended_rounds(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int) -> dict[int, int]:
-    """By group, the round in which the last of its samples ended, of rows of the rollout table that have."""
+    """Return by group the round in which the last of its ended samples ended. `samples`: their rows of the rollout
+    table."""
     lengths = pc.list_value_length(samples.column("response_ids")).to_pylist()
     keys = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
     found: dict[int, int] = {}
@@ -135,7 +139,7 @@ READS = (
     "rollout.episode_timeout",
     "algorithm.use_rollout_routing_replay",
 )
-"""What samples depend on."""
+"""Configuration fields that samples depend on."""
 
 
 @durable(
@@ -158,13 +162,17 @@ def rollout(
     parts: int,
     without: Sequence[int] | None = None,
 ) -> Outcome:
-    """Generate part `part` of `parts` of a round: the first `resumed` groups that wait unfinished, and the `count`
-    prompts that follow `cursor` in the data set and are none of `without`, which None leaves out of the inputs.
+    """Generate part `part` of `parts` of a round: the first `resumed` unfinished groups, and the `count` prompts that
+    follow `cursor` in the data set and are not among `without`.
 
-    `weights` is the train step that made the weights, None for the initial ones; `earlier` are the filter steps that
-    fixed the cursor and what waits, `continued` the rollout steps that this part's share of it comes from. `needed`:
-    groups of the round after which the others are aborted; None generates all. Samples are durable as they finish:
-    after a failure only the missing ones are generated.
+    Samples are durable as they finish: after a failure only the missing ones are generated.
+
+    Args:
+        weights: the train step that made the weights; None for the initial ones.
+        earlier: the filter steps that fixed the cursor and the unfinished groups.
+        continued: the rollout steps that this part's share of the unfinished groups comes from.
+        needed: number of groups of the round after which the others are aborted; None generates all.
+        without: rows of the data; None leaves it out of the inputs.
     """
     run, cut_tokens = step.run, step.run.config.rollout.cut_tokens
     version = version_of(weights)
@@ -264,8 +272,8 @@ def rollout(
 def resumed_groups(
     run: RunContext, earlier: Sequence[Commit], *, resumed: int, part: int, parts: int
 ) -> Sequence[GroupPlace]:
-    """Where the groups lie that part `part` of `parts` continues, of the first `resumed` that wait: dealt out, so that
-    all parts have as many."""
+    """Return the places of the unfinished groups that part `part` of `parts` continues. The first `resumed` groups are
+    dealt out evenly to all parts."""
     return unfinished_groups(run, earlier[-1])[:resumed][part::parts] if resumed else []
 
 
@@ -275,8 +283,8 @@ def whole_groups(
     encode: Callable[[list[GeneratedSample]], pa.Table],
     uncertain: Mapping[SampleKey, str],
 ) -> pa.Table:
-    """All samples in their order; of a group of which one failed, all have: each by its own error, or by what is
-    `uncertain` of it, since it is not run again, or as the first one did."""
+    """Return all samples in their order. If one sample of a group failed, all of them fail: each with its own error,
+    with its error in `uncertain` since it is not run again, or with the group's first error."""
     _, errors = finished_samples(samples)
     if errors:
         columns = (samples.column(name).to_pylist() for name in ("group_id", "sample_index", "error"))
@@ -288,13 +296,13 @@ def whole_groups(
 
 
 def _unfinished(samples: pa.Table) -> set[int]:
-    """The groups of which a sample is a part."""
+    """Return the groups with an aborted sample."""
     parts = pc.equal(samples.column("status"), str(Status.ABORTED))
     return set(samples.column("group_id").filter(parts).to_pylist())
 
 
 def _given_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int | None) -> int:
-    """Tokens that engines went on from, over all calls of the samples that got tokens in this shard, round by round."""
+    """Return the input tokens of all calls of the samples that got tokens in this shard, with one prefill per round."""
     names = ["group_id", "sample_index", "segments", TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
@@ -318,7 +326,8 @@ def _given_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: in
 
 
 def retold_metrics(config: RunConfig, samples: pa.Table) -> dict[str, int]:
-    """Tokens that the policy sampled, and those of them that a later prompt of user code tells in other tokens."""
+    """Return the number of tokens that the policy sampled, and how many of them a later prompt of user code encodes as
+    other tokens."""
     if "." not in config.rollout.custom_generate_function_path:
         return {}
     segments, retold = with_optional(samples, ["segments", RETOLD.name]).columns
@@ -330,12 +339,12 @@ def retold_metrics(config: RunConfig, samples: pa.Table) -> dict[str, int]:
 
 
 def token_count(samples: pa.Table, column: str) -> int:
-    """Tokens in a list column."""
+    """Return the number of tokens in a list column."""
     return sum(len(chunk.flatten()) for chunk in samples.column(column).chunks)
 
 
 def shard_rows(draw: Draw[PromptRow], part: int, parts: int, *, resumed: int = 0) -> Sequence[DrawnRow[PromptRow]]:
-    """The rows of a draw that go to part `part` of `parts`, neighbours: as many that, with the `resumed` groups dealt
+    """Return the consecutive rows of a draw that go to part `part` of `parts`. Together with the `resumed` groups dealt
     out, the parts' sizes differ by at most one."""
     sizes = [_size(resumed + len(draw.rows), p, parts) - _size(resumed, p, parts) for p in range(parts)]
     start = sum(sizes[:part])
@@ -343,7 +352,7 @@ def shard_rows(draw: Draw[PromptRow], part: int, parts: int, *, resumed: int = 0
 
 
 def _size(count: int, part: int, parts: int) -> int:
-    """Of part `part`, where `count` things are cut into `parts`, the first ones larger by one."""
+    """Return the size of part `part` if `count` things are split into `parts`, the first ones larger by one."""
     return count // parts + (part < count % parts)
 
 
@@ -362,7 +371,7 @@ def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence
 
 
 def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
-    """How the tokens of training samples are drawn. `kept`: with what was left of the vocabulary to draw each from."""
+    """Return the sampling parameters of training samples. `kept`: whether to return each token's sampling support."""
     config = run.rollout
     return SamplingParams(
         max_new_tokens=config.rollout_max_response_len,

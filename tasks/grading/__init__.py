@@ -1,1 +1,1 @@
-"""`reward`: run graders, in processes or outside."""
+"""Grade samples: the step `reward`, and graders in processes or outside."""

@@ -1,17 +1,19 @@
-"""Graders, one a file. `cairn.tasks.grading.pool` runs them.
+"""Find the grader that a configuration or a data row names, and how to call it. `cairn.tasks.grading.pool` runs it.
 
-| called as | is given |
+| signature | arguments |
 |---|---|
-| `grade(response, label, metadata)` | the text without special tokens, and what the data row has |
-| `grade(sample)` | a `cairn.tasks.rewards.sample.Sample`, which holds all there is |
+| `grade(response, label, metadata)` | the text without special tokens, and the label and metadata of the data row |
+| `grade(sample)` | a `cairn.tasks.rewards.sample.Sample`, which holds everything |
 | `grade(samples)` | a list of them: `reward.rm_batch_size` at most, or with `reward.group_rm` all of one group |
 
 Each may be a coroutine function. A grader returns a number, or a mapping with the number under `reward` (another name:
-`reward.reward_key`) and whatever else it wants recorded beside it (JSON values); of several samples a list of these, in
-which an exception stands for a sample that it cannot tell. It raises where it cannot tell any: the sample is then
-marked failed, which is not the same as wrong. Where a new try may help it raises `TryAgain`, or one of the errors of
-`retry.grader.errors`. Modules of this package load quickly: each grader process imports the one it needs and nothing of
-the others.
+`reward.reward_key`) and other JSON values to record. A grader of several samples returns a list of these; an exception
+in it is the result of a sample that the grader cannot judge. A grader that can judge none raises: the sample is then
+marked failed, which differs from wrong. Where a retry may help it raises `TryAgain`, or one of the errors of
+`retry.grader.errors`.
+
+Built-in graders are modules of `cairn.tasks.rewards`, one a file. They load quickly: a grader process imports the one
+that it needs and none of the others.
 """
 
 import hashlib
@@ -35,9 +37,9 @@ _LIBRARIES = {
     "math500": "math-verify",
     "reasoning_gym": "reasoning-gym",
 }
-"""Of the graders that rest on another distribution, which."""
+"""Distribution that a built-in grader needs, by the grader's name."""
 _MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
-"""Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
+"""Mark behind which a built-in grader itself looks for the answer, by the grader's name: no box contains it."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
 _OTHERS = {
@@ -49,14 +51,14 @@ _OTHERS = {
     "math500": ("math", "equality"),
     "multiple_choice": ("choices",),
 }
-"""Of the graders that rest on other modules of this package, which."""
+"""Other modules of `cairn.tasks.rewards` that a built-in grader uses, by the grader's name."""
 
 
 def get_grader(config: "RewardConfig") -> NamedGrader:
-    """The grader that the configuration names: `custom_rm_path` before `rm_type`.
+    """Return the grader that the configuration names: `custom_rm_path` before `rm_type`.
 
-    A grader of one's own is loaded, so that a mistake shows before anything starts; a built-in one is not.
-    Raises BadPlugin if there is none of that name, or if it takes other arguments.
+    A user's grader is loaded, so that an error appears before anything starts; a built-in one is not. Raises BadPlugin
+    if no grader has that name, or if it takes other arguments.
     """
     path = config.custom_rm_path
     if path is not None:
@@ -72,12 +74,12 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
 
 
 def grader_version(grader: NamedGrader) -> str:
-    """The version of the code that a new process would import now."""
+    """Return the version of the code that a new process would import now."""
     return _version_of_source(grader.path) if grader.path == grader.name else _version_of_built_in(grader.name)
 
 
 def require_paying(name: str) -> None:
-    """Raise BadPlugin where a grader of ours, behind `BOXED`, would never find an answer."""
+    """Raise BadPlugin where a built-in grader behind `BOXED` could never find an answer."""
     file = name.removeprefix(BOXED)
     if name != file and file in _MARKS:
         raise BadPlugin(
@@ -87,7 +89,7 @@ def require_paying(name: str) -> None:
 
 
 def gives_a_number(grader: NamedGrader) -> bool:
-    """Whether it is one of ours that gives a reward and nothing else."""
+    """Whether the grader is built in and returns a reward and nothing else."""
     if grader.path == grader.name:
         return False
     if grader.name in OUTSIDE:
@@ -150,7 +152,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _file(module: str) -> Path:
-    """Where a module of this package is."""
+    """Return the path of a module of `cairn.tasks.rewards`."""
     spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
     assert spec is not None
     assert spec.origin is not None
@@ -158,14 +160,14 @@ def _file(module: str) -> Path:
 
 
 def _called(name: str) -> tuple[Takes, bool]:
-    """How one of ours is called, and whether it is a coroutine function."""
+    """Return how a built-in grader is called, and whether it is a coroutine function."""
     found = _signature(name)
     return Takes(found[2]), found[1] is not None
 
 
 def _signature(name: str) -> re.Match[str]:
-    """What the source of one of ours tells of it, which is not imported here: whether it is `async`, what it takes, and
-    what it gives."""
+    """Return what the source of a built-in grader says of its signature, without an import: whether it is `async`, its
+    parameter, and its return type."""
     source = _file(name).read_text("utf-8")
     found = re.search(r"^(async )?def grade\((samples?)\b.*\) -> (\w+)", source, re.MULTILINE)
     assert found is not None, name
@@ -173,8 +175,11 @@ def _signature(name: str) -> re.Match[str]:
 
 
 def _takes(path: str, grader: Grader) -> Takes:
-    """What a grader of one's own takes: of several arguments that it may be called with, what its first one is called
-    for; else the three if it may take them."""
+    """Return what a user's grader takes.
+
+    If it accepts one argument, and its first parameter is called `sample` or `samples`, the name decides. Else a grader
+    of two arguments is written for slime, one of three takes texts, and any other takes a sample.
+    """
     counts = {len(way) for way in REWARD.ways(path, grader)}
     try:
         first, *more = inspect.signature(grader).parameters
@@ -187,28 +192,25 @@ def _takes(path: str, grader: Grader) -> Takes:
     return Takes.TEXTS if 3 in counts else Takes.SAMPLE
 
 
-# The grader that a row of data names for itself, in its metadata under `reward.rm_type_key`.
-#
-# | who says | counts |
-# |---|---|
-# | `reward.custom_rm_path` | for all rows |
-# | else a row's metadata | for this row |
-# | else `reward.rm_type` | for all other rows |
-#
-# The order is slime's. A benchmark that names its own grader has it for all its rows.
+# The grader that a data row names in its metadata, under `reward.rm_type_key`. `reward.custom_rm_path` overrides it,
+# and it overrides `reward.rm_type`, as in slime. A benchmark that names its own grader uses it for all its rows.
 
 
 Check = Callable[[Mapping[str, Any] | None, str], None]
-"""Looks at a row's metadata; the second argument says where the row stands. Raises BadPlugin."""
+"""Function that checks a row's metadata. The second argument says which row it is. Raises BadPlugin."""
 
 
 def rows_name_graders(config: RewardConfig) -> bool:
-    """Whether rows may name their own at all."""
+    """Whether rows may name graders at all."""
     return config.custom_rm_path is None and config.rm_type_key is not None
 
 
 def named_by_row(config: RewardConfig, metadata: Mapping[str, Any] | None) -> str | None:
-    """What a row names; None where it leaves the grader to the run. Raises BadPlugin where it names no text."""
+    """Return the name that a row gives; None where it leaves the grader to the run.
+
+    Raises BadPlugin where the name is no text, or where one of the two graders calls something outside: such a grader
+    grades all rows or none.
+    """
     if not rows_name_graders(config):
         return None
     assert config.rm_type_key is not None
@@ -226,7 +228,7 @@ def named_by_row(config: RewardConfig, metadata: Mapping[str, Any] | None) -> st
 
 
 def row_check(config: RewardConfig) -> Check:
-    """Returns a check of every row: there is the grader that it names, and it can find an answer."""
+    """Return a check for every row: the grader that it names exists, and can find an answer."""
 
     @lru_cache
     def known(name: str) -> str | None:

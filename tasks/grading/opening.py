@@ -1,4 +1,4 @@
-"""Opening the grader that a configuration names, in processes or outside, with or without a memory."""
+"""Open the grader that a configuration names, in processes or outside, with or without stored answers."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -20,47 +20,54 @@ from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, GraderPool
 from cairn.tasks.rewards.grader import OUTSIDE, Graded, Grading, NamedGrader, Rememberable
 from cairn.tasks.rewards.sample import Sample
 
-# A grader that asks nothing twice: what it answered before lies in the store, see `cairn.storage.logs.answers`.
+# A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
 
 
 Ask = Callable[[Sequence[Sample], Answered], list[Graded]]
 
 
 class Remembered:
-    """In the place of a grader. Samples that ask the same share an answer. Thread-safe."""
+    """A wrapper of a grader that stores its answers and uses them again. Equal samples share an answer. Thread-safe."""
 
     by_group = False
     sees_tokens = True  # by which an answer is found
 
     def __init__(self, grader: Rememberable, store: Store, at_a_time: int, reward_key: str) -> None:
-        """`at_a_time`: samples after which the answers of a grader in processes are written. `reward_key`: what of them
-        is the reward, as of an answer nothing else is kept."""
+        """Open the stored answers of the grader.
+
+        Args:
+            at_a_time: samples after which the answers of a grader in processes are written.
+            reward_key: the entry of an answer that is its reward; a part of the key of the stored answers.
+        """
         self._grader = grader
         self._at_a_time = at_a_time
         self._answers = Answers(store, grader.name, f"{grader.version} {reward_key}")
 
     @property
     def name(self) -> str:
-        """Of the grader."""
+        """Name of the grader."""
         return self._grader.name
 
     @property
     def version(self) -> str:
-        """Of the grader."""
+        """Version of the grader."""
         return self._grader.version
 
     @property
     def sees_whole_samples(self) -> bool:
-        """As the grader."""
+        """Whether the grader sees whole samples."""
         return self._grader.sees_whole_samples
 
     @property
     def sees_messages(self) -> bool:
-        """As the grader."""
+        """Whether the grader sees messages."""
         return self._grader.sees_messages
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
-        """See `Grading.grade`. What a killed process had asked and not yet been told is asked again."""
+        """Grade a batch: see `Grading.grade`.
+
+        Where a process was killed before it received an answer, the grader is called again.
+        """
         who = [self._grader.graded_by(sample) for sample in samples]
         questions = [self._question(sample, *one) for sample, one in zip(samples, who, strict=True)]
         asked = dict(zip(questions, zip(samples, who, strict=True), strict=True))
@@ -94,7 +101,8 @@ class Remembered:
         self._grader.close()
 
     def _question(self, sample: Sample, grader: str, version: str) -> str:
-        """Digest of what the grader sees of it, and of which one where it is the row's own."""
+        """Return the digest of what the grader sees of a sample; where the row names its own grader, of that grader
+        too."""
         if isinstance(self._grader, OutsideGraders):
             try:
                 return question_digest(self._grader.question(sample))
@@ -120,8 +128,10 @@ class Remembered:
 
 
 def _seen(sample: Sample) -> dict[str, Any]:
-    """All of a sample; without what there is only where user code gives rewards and roles, if it gave none: answers of
-    earlier versions are found by the same digest."""
+    """Return all of a sample, without empty fields of rewards and roles.
+
+    Only user code fills those fields. Without them the digest is equal to that of answers of earlier versions.
+    """
     seen = asdict(sample)
     for name in ("rewards", "roles"):
         if not seen[name]:
@@ -132,51 +142,48 @@ def _seen(sample: Sample) -> dict[str, Any]:
     return seen
 
 
-# Rewards that a generate function written for slime returns with its samples, in place of the grader's, as slime has
-# it.
-#
-# | a returned sample | its reward |
-# |---|---|
-# | has a `reward` | that |
-# | has none | what the grader says of it alone |
-#
-# Several of them are the trajectories of one sample, whose reward, by which filters and metrics go, is that of the
-# last.
+# Rewards that a generate function written for slime returns with its samples, in place of the grader's, as in slime.
 
 
 class ReturnedRewards:
-    """In the place of a grader, which it asks for the rewards that are missing. Thread-safe, as the grader is."""
+    """A wrapper of a grader that uses the rewards which a generate function returned, and calls the grader for the
+    others.
+
+    A returned sample with a `reward` has that reward; the grader grades any other alone. Several returned samples are
+    the trajectories of one sample. Its reward, which filters and metrics use, is that of the last one. As thread-safe
+    as the grader.
+    """
 
     sees_whole_samples = True
     sees_tokens = True
 
     def __init__(self, grader: Grading, tokenizer: Callable[[], Any]) -> None:
-        """`tokenizer`: gives that of the model."""
+        """Wrap a grader. `tokenizer` returns the tokenizer of the model."""
         self._grader = grader
         self._tokenizer = tokenizer
 
     @property
     def name(self) -> str:
-        """Of the grader."""
+        """Name of the grader."""
         return self._grader.name
 
     @property
     def version(self) -> str:
-        """Of the grader."""
+        """Version of the grader."""
         return self._grader.version
 
     @property
     def sees_messages(self) -> bool:
-        """As the grader."""
+        """Whether the grader sees messages."""
         return self._grader.sees_messages
 
     @property
     def by_group(self) -> bool:
-        """As the grader."""
+        """Whether the grader grades whole groups."""
         return self._grader.by_group
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
-        """See `Grading.grade`."""
+        """Grade a batch: see `Grading.grade`."""
         known = [self._known(sample) for sample in samples]
         missing = [(i, k) for i, rewards in enumerate(known) for k, reward in enumerate(rewards) if reward is None]
         asked = [self._alone(samples[i], k, len(known[i])) for i, k in missing]
@@ -192,12 +199,12 @@ class ReturnedRewards:
         self._grader.close()
 
     def _known(self, sample: Sample) -> Sequence[float | None]:
-        """Of each trajectory, the reward that was returned with it."""
+        """Return the reward that was returned with each trajectory, or None."""
         count = 1 + max((segment.trajectory for segment in sample.segments), default=0)
         return sample.rewards or [None] * count
 
     def _alone(self, sample: Sample, trajectory: int, count: int) -> Sample:
-        """One trajectory of a sample, as the grader sees it."""
+        """Return one trajectory of a sample, as the grader sees it."""
         if count > 1:
             segments = tuple(replace(one, trajectory=0) for one in sample.segments if one.trajectory == trajectory)
             ids = tuple(chain.from_iterable(one.ids for one in segments))
@@ -216,7 +223,7 @@ class ReturnedRewards:
 
 
 def _together(parts: Sequence[Graded]) -> Graded:
-    """A sample of which each trajectory was graded; failed where one of them is."""
+    """Combine the grades of a sample's trajectories. The sample fails where one of them does."""
     failed = next((part for part in parts if part.reward is None), None)
     if failed is not None or len(parts) == 1:
         return failed or parts[0]
@@ -230,8 +237,12 @@ def open_grader(
     store: Store | None = None,
     reward_model: Callable[[], Scorer] | None = None,
 ) -> Grading:
-    """The grader, which the caller closes. `store`: where its answers are kept, if they are. `reward_model`: gives the
-    engine of `reward_model` when it is up; None: it computes in this process. Raises BadPlugin."""
+    """Return the grader, which the caller closes. Raises BadPlugin.
+
+    Args:
+        store: where its answers are stored, if the configuration stores them.
+        reward_model: returns the engine of `reward_model` once it is up; None: the model runs in this process.
+    """
     grader: Rememberable
     if config.custom_rm_path is not None or config.rm_type not in OUTSIDE:
         grader = GraderPool(config, retries)
@@ -246,7 +257,7 @@ def open_grader(
 
 
 def keeps_answers(config: RewardConfig) -> bool:
-    """Whether a grader's answers are kept. Raises BadPlugin where they cannot be."""
+    """Whether a grader's answers are stored. Raises BadPlugin where they cannot be."""
     path = config.custom_rm_path
     declares = config.rm_type in KEPT if path is None else declared(REWARD.load(path)).cached
     keeps = declares if config.cache is None else config.cache
@@ -258,7 +269,7 @@ def keeps_answers(config: RewardConfig) -> bool:
     return keeps
 
 
-# Options of `reward` that none of a run's graders reads: whoever set one meant something by it.
+# Options of `reward` that none of a run's graders reads: a user who set one expects an effect.
 
 
 Reads = Callable[[RewardConfig, NamedGrader], bool]
@@ -271,7 +282,7 @@ def _in_processes(config: RewardConfig, grader: NamedGrader) -> bool:
 def _calls_side_by_side(config: RewardConfig, grader: NamedGrader) -> bool:
     if grader.name in OUTSIDE:
         return grader.name in ("judge", "remote_rm")
-    # The answers of one that is remembered are written after so many calls.
+    # A user's grader with stored answers: the option also sets after how many samples they are written.
     return grader.waits or (grader.name == config.custom_rm_path and keeps_answers(config))
 
 
@@ -298,8 +309,12 @@ _READ: dict[str, tuple[str, Reads]] = {
 
 
 def unread_options(config: RewardConfig, graders: Collection[NamedGrader]) -> Iterator[str]:
-    """A sentence on each that is not left at its default. `graders`: those of the training samples and of the
-    benchmarks; rows may name others of ours, which read no more."""
+    """Yield a sentence on each unread option that differs from its default.
+
+    Args:
+        graders: those of the training samples and of the benchmarks. Rows may name other built-in graders, which read
+            no further options.
+    """
     names = " and ".join(dict.fromkeys(grader.name for grader in graders))
     for option, (who, reads) in _READ.items():
         value = getattr(config, option)

@@ -1,30 +1,29 @@
-"""Grading in processes of its own, so arranged that a sample fails by what its grader does, and by nothing else.
+"""Grade samples in a pool of grader processes, so that a sample fails only by what its grader does.
 
 Graders are user code and computer algebra: they hang, leak and crash. Each runs in a fresh Python process that imports
-the grader and nothing of this one (`multiprocessing` would import this process's main module again). And machines kill
-and stop processes at will. What happens to a sample, whose doing each outcome is being said by
-`cairn.tasks.grading.process`:
+the grader and nothing of this process (`multiprocessing` would import this process's main module again). Machines, too,
+kill and stop processes. `cairn.tasks.grading.process` says whether the sample or the machine caused an outcome:
 
-| outcome | what becomes of the sample |
+| outcome | result for the sample |
 |---|---|
 | a reward | that is its reward |
 | the grader raises | it fails, with the error |
 | the grader raises an error of `retry.grader.errors` | it is graded again after waits, then it fails |
-| the same, and then a sample that had a reward before gets no other answer | neither fails: GraderUnavailable |
+| the same, and then a sample that had a reward before fails so too | neither fails: GraderUnavailable |
 | its process computes for too long | a fresh process grades it; if that one does too, it fails |
 | its process sleeps for too long, or ends itself | the same with `FRESH` fresh processes |
 | the machine ends its process or gives it no time | the same, alone in the pool; after `KILLED` GraderUnavailable |
-| a coroutine function does not come back in time | it is called `FRESH` times more, then the sample fails |
+| a coroutine function does not return in time | it is called `FRESH` times more, then the sample fails |
 
-Where one of our own graders would fail a sample because its process computes for too long or ends, the answer is wrong
-instead, with the reason as `error` in its components: what the policy wrote has done that. A failed sample would take
-its group with it, and the policy would never unlearn the answer. What a user's grader was busy with nobody knows.
+A built-in grader that reads responses does not fail a sample where its process computes for too long or ends. It gives
+the reward of a wrong answer, with the reason as `error` in the components: the response itself caused that. A failed
+sample would drop its group, and the policy would never unlearn the answer. The cause in a user's grader is unknown.
 
-Of several samples that are graded in one call, what becomes of one becomes of all of a group. Of a mere batch none is
-judged by its company: where the call fails, each is graded alone.
+If one call grades a whole group, its samples share the outcome. If a call that grades a mere batch fails, each of its
+samples is graded alone.
 
-So load, pauses and killed processes cost time. They never fail a sample, and never make another one train in its place:
-what is not decided by the sample ends in an error of the step, which is tried again and then ends the run.
+So load, pauses and killed processes cost time. They never fail a sample, and no other sample is trained on in its
+place. A problem that the sample did not cause is an error of the step, which is retried and then ends the run.
 """
 
 import queue
@@ -48,23 +47,23 @@ from cairn.tasks.rewards.sample import Sample
 __all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
 
 CHUNKS_PER_WORKER = 4
-"""Parts that a batch is cut into for each process: enough for an even load."""
+"""Chunks of a batch for each process: enough for an even load."""
 FRESH = 2
 """Fresh processes that may end themselves over a sample, or sleep for too long, before it fails."""
 KILLED = 5
-"""Processes that the machine may take from a sample before it is no use to start another."""
+"""Processes that the machine may end over a sample before the pool gives up."""
 FIRST_WAIT = 0.5
-"""Seconds before the second of them; the wait doubles with each."""
+"""Seconds before the second of these processes; the wait doubles with each."""
 
 
 class GraderPool:
-    """`num_workers` processes of the configured grader, and as many of each that rows of data name for themselves.
-    Thread-safe; batches of several threads share them."""
+    """A pool with `num_workers` processes of the configured grader, and as many of each grader that data rows name.
+    Thread-safe: several threads share the processes."""
 
     sees_messages = False
 
     def __init__(self, config: RewardConfig, retries: GraderRetries | None = None) -> None:
-        """Starts the processes, without waiting for them. Raises BadPlugin if the grader is unknown."""
+        """Start the processes, without waiting for them. Raises BadPlugin if the grader is unknown."""
         self._config = config
         self._grader = get_grader(config)
         self._retries = retries or GraderRetries()
@@ -93,12 +92,12 @@ class GraderPool:
 
     @property
     def name(self) -> str:
-        """Of the grader."""
+        """Name of the grader."""
         return self._grader.name
 
     @property
     def version(self) -> str:
-        """Of the grader: it changes with its code."""
+        """Version of the grader: it changes with its code."""
         return self._grader.version
 
     @property
@@ -108,32 +107,34 @@ class GraderPool:
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether it may read a sample's tokens, too."""
+        """Whether the grader may read a sample's tokens, too."""
         return self._grader.sees_tokens
 
     @property
     def by_group(self) -> bool:
-        """Whether it grades whole groups."""
+        """Whether the grader grades whole groups."""
         return self._config.group_rm
 
     def graded_by(self, sample: Sample) -> tuple[str, str]:
-        """See `Rememberable.graded_by`."""
+        """Return name and version of the grader of a sample: see `Rememberable.graded_by`."""
         pool = self._named(named_by_row(self._config, sample.metadata))
         return pool.name, pool.version
 
     def can_grade(self, sample: Sample) -> None:
-        """See `Rememberable.can_grade`."""
+        """Store a sample that got a reward before: see `Rememberable.can_grade`."""
         pool = self._named(named_by_row(self._config, sample.metadata))
         pool._gradable = pool._gradable or [sample]
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
-        """Grade a batch; the results stand in its order. See the module for what fails a sample. `groups`: which group
-        each sample is of; with `reward.group_rm` all samples of a group are to be there.
+        """Grade a batch, and return the results in its order. See the module for what fails a sample.
+
+        Args:
+            groups: the group of each sample; with `reward.group_rm` all samples of a group have to be present.
 
         Raises:
-            GraderUnavailable: the machine, or what the grader asks, did not let it work.
-            GraderFailed: the grader's process does not even start, its code has changed, or the pool was closed.
-            BadPlugin: the row of a sample names a grader that is not there.
+            GraderUnavailable: the machine, or what the grader calls, did not let it work.
+            GraderFailed: the grader's process does not start, its code has changed, or the pool was closed.
+            BadPlugin: the row of a sample names a grader that does not exist.
         """
         named = [named_by_row(self._config, sample.metadata) for sample in samples]
         if not any(named):
@@ -146,7 +147,7 @@ class GraderPool:
         return [found[i] for i in range(len(samples))]
 
     def _named(self, name: str | None) -> "GraderPool":
-        """The pool of the grader that a row names."""
+        """Return the pool of the grader that a row names."""
         if name is None or name == self.name:
             return self
         with self._opening:
@@ -187,7 +188,7 @@ class GraderPool:
         ]
 
     def close(self) -> None:
-        """End the processes, the busy ones too; a batch under way ends in GraderFailed."""
+        """End the processes, busy ones too. A batch in flight raises GraderFailed."""
         with self._opening:
             self._closed.set()
         for pool in self._of_rows.values():
@@ -205,13 +206,13 @@ class GraderPool:
         self.close()
 
     def _answers(self) -> bool:
-        """Whether the grader grades now what it has graded before."""
+        """Whether the grader can grade now what it graded before."""
         if not self._gradable:
             return False
         return not any(one.transient for one in self._grade_once(self._gradable, [range(len(self._gradable))]).values())
 
     def _calls(self, positions: Sequence[int], groups: Sequence[Hashable] | None) -> list[Sequence[int]]:
-        """Positions of the samples that are graded in one call."""
+        """Return the positions of the samples that each call grades."""
         if self.by_group:
             if groups is None:
                 raise ValueError("a grader of groups has to be told which group each sample is of")
@@ -223,7 +224,8 @@ class GraderPool:
         return [positions[start : start + size] for start in range(0, len(positions), size)]
 
     def _grade_once(self, samples: Sequence[Sample], calls: Sequence[Sequence[int]]) -> dict[int, "_Outcome"]:
-        """Every sample, by its position, by a process that answered, or failed by its own doing."""
+        """Return the outcome of every sample, by its position: an answer of a process, or a failure that the sample
+        caused."""
         given = [[self._message(samples[i]) for i in call] for call in calls]
         found = self._together(given)
         for _ in range(FRESH):
@@ -263,7 +265,8 @@ class GraderPool:
             return worker.grade(calls)
 
     def _grade_fresh(self, call: list[Any], lost: Lost) -> list["_Outcome"]:
-        """By fresh processes, until one answers or the samples fail; `lost` is what happened to them in company."""
+        """Grade a call in fresh processes, until one answers or the samples fail. `lost` is the outcome of the shared
+        process."""
         tries, ended, killed = 1, 0, int(lost.blame is Blame.MACHINE)
         while True:
             with self._all() if killed else self._one() as worker:
@@ -285,7 +288,7 @@ class GraderPool:
             self._sleep(FIRST_WAIT * 2.0 ** (killed - 1))
 
     def _ended_over(self, lost: Lost) -> Graded:
-        """What a sample gets that no process could grade, by its own doing."""
+        """Return the grade of a sample that no process could grade, by its own fault."""
         wrong = self._grader.wrong
         return Graded(None, error=lost.error) if wrong is None else Graded(wrong, {"error": lost.error})
 
@@ -297,7 +300,7 @@ class GraderPool:
 
     @contextmanager
     def _one(self) -> Iterator[GraderProcess]:
-        """A process to oneself. In a thread of the pool."""
+        """Yield a process for exclusive use. Call it in a thread of the pool."""
         worker = self._free.get()
         try:
             yield worker
@@ -306,7 +309,7 @@ class GraderPool:
 
     @contextmanager
     def _all(self) -> Iterator[GraderProcess]:
-        """A process to oneself, while all others rest. In a thread of the pool that holds none."""
+        """Yield a process while all others are idle. Call it in a thread of the pool that holds no process."""
         with self._taking_all, ExitStack() as held:
             workers = [held.enter_context(self._one()) for _ in self._workers]
             yield workers[0]
@@ -316,7 +319,7 @@ class GraderPool:
 class _Outcome:
     graded: Graded
     transient: bool = False
-    """It failed by something that a new try can mend."""
+    """Whether a retry may succeed."""
     tries: int = 1
     waited: float = 0.0
 

@@ -1,22 +1,23 @@
-"""One grader process: fresh from Python, with the code that the run recorded, killed when it gets nowhere.
+"""A grader process: a fresh Python with the code that the run recorded, killed where it makes no progress.
 
-How grading a sample ends, and whose doing that is:
+How the grading of a sample ends, and who caused it:
 
-| the process | verdict |
+| the process | cause |
 |---|---|
-| answers | what the grader says |
-| answers that memory, disk, files or processes ran out (memory: where no `rm_memory` was set) | the machine's |
-| computes for `rm_timeout` seconds | the sample's |
-| computes and sleeps for `rm_timeout` seconds of its own (`tasks.rewards.clock`), sleeping the longer | the sample's |
-| ends itself or hangs up: an exit code, a signal such as SIGSEGV, a closed connection | the sample's |
-| is ended from outside: SIGKILL as by the OOM killer, SIGTERM, SIGBUS where memory or disk ran out | the machine's |
-| is stopped, or has got nowhere for `PATIENCE` times `rm_timeout` seconds on the wall clock | the machine's |
+| answers | none: the grader's answer counts |
+| reports that memory, disk, files or processes ran out (memory: only without `rm_memory`) | the machine |
+| computes for `rm_timeout` seconds | the sample |
+| computes and sleeps for `rm_timeout` seconds of its own (`OwnTime`), sleeping the longer | the sample |
+| ends itself or hangs up: an exit code, a signal such as SIGSEGV, a closed connection | the sample |
+| is ended from outside: SIGKILL as by the OOM killer, SIGTERM, SIGBUS where memory or disk ran out | the machine |
+| is stopped, or makes no progress for `PATIENCE` times `rm_timeout` seconds on the wall clock | the machine |
 
-Of a call with several samples it is so many times `rm_timeout`. Calls of a coroutine function run side by side: one
-that takes too long is cancelled by the process itself, which answers so, and one that does not let the others run keeps
-it from answering for twice the time. Then, and where a process is lost, the verdict is on all that were under way.
+A call with several samples has that many times `rm_timeout`. Calls of a coroutine function run concurrently. The
+process itself cancels a call that takes too long, and reports that. A call that blocks the others also blocks this
+report: the process is killed after twice the time. Then, and where a process is lost, the cause applies to all calls in
+flight.
 
-Whatever the verdict, one of them is not the end of it: see `cairn.tasks.grading.pool`.
+One such outcome does not decide yet: see `cairn.tasks.grading.pool`.
 """
 
 import select
@@ -41,47 +42,46 @@ from cairn.tasks.grading.graders import grader_version
 from cairn.tasks.grading.worker import Answer, Terms, Whose, too_long
 from cairn.tasks.rewards.grader import NamedGrader
 
-# How long a sample has kept its grader busy, told apart from how long the machine kept the grader waiting.
-#
-# | what the grader's processes do | counts as their own time |
-# |---|---|
-# | compute | the CPU time they use |
-# | sleep, or wait for a lock, a socket or an answer: no thread of theirs wants to run | the time it lasts |
-# | want to run and are not let, wait for a disk, are stopped, or the whole machine is | nothing |
-#
-# Own time is what a limit can be held to: it is the same on an idle machine and on one that is busy, was paused, or
-# swaps. The wall clock is not, and it is used for one thing only: to give up a process that gets nowhere.
-
-
 _AT_REST = frozenset("SIZX")  # sleeping, idle kernel thread, ended
 _STOPPED = frozenset("Tt")
 
 
 class OwnTime:
-    """Of a process and those that it started, from when this was made. Ask `tick` every `interval` seconds or so."""
+    """Time that a process and its descendants spent on their own, since this object was created.
+
+    | what the processes do | counts as own time |
+    |---|---|
+    | compute | the CPU time they use |
+    | sleep, or wait for a lock, a socket or an answer: no thread of theirs is runnable | the elapsed time |
+    | are runnable and get no CPU, wait for a disk, are stopped, or the whole machine is | nothing |
+
+    So own time is how long a sample keeps its grader busy, without the time that the machine keeps the grader waiting.
+    It is the same on an idle machine and on one that is busy, was paused or swaps. Limits apply to it. The wall clock
+    only serves to give up a process that makes no progress. Call `tick` about every `interval` seconds.
+    """
 
     def __init__(self, pid: int, interval: float) -> None:
         self._process = psutil.Process(pid)
         self._longest = 2 * interval
-        """Of a pause between two looks, what was seen of it: if it took longer, this process did not run either."""
+        """Longest time between two looks that counts, in seconds: in a longer pause this process did not run either."""
         self._looked = time.monotonic()
         self._cpu = self._cpu_seconds(self._family())
         self.computed = 0.0
         """CPU seconds."""
         self.rested = 0.0
-        """Seconds in which none of them wanted to run."""
+        """Seconds in which no process was runnable."""
         self.stopped = 0.0
-        """Seconds in which they were stopped."""
+        """Seconds in which processes were stopped."""
         self.watched = 0.0
-        """Seconds in which anybody looked."""
+        """Seconds that were observed."""
 
     @property
     def own(self) -> float:
-        """Seconds of their own."""
+        """Seconds of own time: computing and sleeping."""
         return self.computed + self.rested
 
     def tick(self) -> None:
-        """Look. Raises psutil.NoSuchProcess where the process has gone."""
+        """Look at the processes, and add to the times. Raises psutil.NoSuchProcess where the process is gone."""
         family = self._family()
         now, cpu = time.monotonic(), max(self._cpu, self._cpu_seconds(family))
         passed, used = min(now - self._looked, self._longest), cpu - self._cpu
@@ -98,7 +98,7 @@ class OwnTime:
         return [self._process, *self._process.children(recursive=True)]
 
     def _cpu_seconds(self, family: list[psutil.Process]) -> float:
-        """Of those that are there, and those that they waited for."""
+        """Return the CPU seconds of the processes that exist, and of the children that they waited for."""
         seconds = 0.0
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -108,7 +108,7 @@ class OwnTime:
 
 
 def _thread_states(process: psutil.Process) -> Iterator[str]:
-    """One letter a thread, as in /proc; of the process where there is no /proc."""
+    """Yield the state of each thread, a letter as in /proc; without /proc the state of the process."""
     tasks = Path(f"/proc/{process.pid}/task")
     if not tasks.is_dir():
         with suppress(psutil.NoSuchProcess):
@@ -126,23 +126,25 @@ def _thread_states(process: psutil.Process) -> Iterator[str]:
 START_TIMEOUT = 120.0
 """Seconds that a grader process may take to import its grader."""
 STARTS = 3
-"""Times that it may be killed, or be too late, while it does."""
+"""Attempts to start a process, each of which may be killed or too late."""
 PATIENCE = 30
-"""A machine that gives a grader less than a thirtieth of a core is given up on."""
+"""Factor on the time limit after which a process is given up on the wall clock: the machine gives it less than a
+thirtieth of a core."""
 TICK = 0.25
 """Seconds between two looks at a process that has not answered."""
 
 _TO_END = 10.0
-"""Seconds that a process which hung up may take to be gone."""
+"""Seconds that a process which hung up may take to exit."""
 
 
 class Blame(StrEnum):
-    """Whose doing it was that a sample has no grade."""
+    """Cause of a sample's missing grade."""
 
     SAMPLE = "sample"
     """The grader itself, over this sample, as far as this process shows."""
     SAMPLE_FOR_SURE = "sample for sure"
-    """It computed for longer than it may: nothing outside adds to the CPU time of a process that saw only this."""
+    """The sample, certainly: it exceeded its CPU time, to which nothing outside adds in a process that saw only this
+    sample."""
     MACHINE = "machine"
     """Something that happened to the process."""
 
@@ -156,7 +158,7 @@ class Lost:
 
 
 class GraderProcess:
-    """Started when it is first needed, and again after it ended."""
+    """A grader process. It starts when first needed, and again after it ended."""
 
     def __init__(self, grader: NamedGrader, terms: Terms) -> None:
         self._grader = grader
@@ -166,11 +168,13 @@ class GraderProcess:
         self._connection: Connection | None = None
         self._stopped = False
         self._lock = threading.Lock()
-        """Held while the process is exchanged: `stop` comes from another thread."""
+        """Lock that is held while the process is replaced: another thread may call `stop`."""
 
     def grade(self, calls: Sequence[Sequence[Any]]) -> list[list[Answer] | Lost]:
-        """The outcome of each call of the grader, in their order: what is said of each of its samples. Raises
-        GraderFailed."""
+        """Return the outcome of each call, in order: answers for its samples, or how the process was lost.
+
+        Raises GraderFailed.
+        """
         outcomes: dict[int, list[Answer] | Lost] = {}
         while left := [position for position in range(len(calls)) if position not in outcomes]:
             found = self._grade_while_alive([calls[position] for position in left])
@@ -178,12 +182,12 @@ class GraderProcess:
         return [outcomes[position] for position in range(len(calls))]
 
     def grade_fresh(self, call: Sequence[Any]) -> list[Answer] | Lost:
-        """The outcome of one call in a process that has seen no other."""
+        """Return the outcome of one call in a process that has seen no other."""
         self.kill()
         return self.grade([call])[0]
 
     def _grade_while_alive(self, calls: Sequence[Sequence[Any]]) -> dict[int, list[Answer] | Lost]:
-        """Outcomes by position, up to and with the first calls that the process does not survive."""
+        """Return outcomes by position, up to and including the first calls that the process does not survive."""
         connection = self.start()
         outcomes: dict[int, list[Answer] | Lost] = {}
         lost: Lost | None = None
@@ -209,8 +213,11 @@ class GraderProcess:
         return outcomes
 
     def _wait(self, connection: Connection, limit: float) -> Lost | None:
-        """Return when the next answer, or the end of the process, is there to be received; or why it has to go: the
-        `limit` of seconds of its own, or twice that where it keeps it itself, is over."""
+        """Wait until the next answer, or the end of the process, can be received.
+
+        Returns why the process has to be killed where its time is over: `limit` seconds of its own, or twice as many
+        where the process enforces the limit itself.
+        """
         allowed = 2 * limit if self._terms.waits else limit
         clock: OwnTime | None = None
         ready = select.poll()  # a connection makes a new one for every question, which is most of what an answer costs
@@ -233,7 +240,7 @@ class GraderProcess:
         return None
 
     def _send(self, connection: Connection, calls: Sequence[Sequence[Any]]) -> None:
-        """Hand the calls over, or break the connection: a process that was stopped would never take them."""
+        """Send the calls, or break the connection: a process that was stopped would never receive them."""
         late = threading.Timer(max(self._terms.timeout, 1.0), self._kill_group)
         late.daemon = True
         late.start()
@@ -243,7 +250,7 @@ class GraderProcess:
             late.cancel()
 
     def start(self) -> Connection:
-        """The connection to the running process; a new one is ready to grade when this returns. Raises GraderFailed."""
+        """Return the connection to the running process; a new process is ready to grade then. Raises GraderFailed."""
         if self._process is not None and self._has_ended():
             self.kill()  # it died idle, which is no sample's fault
         if self._connection is None:
@@ -260,13 +267,13 @@ class GraderProcess:
         return self._connection
 
     def stop(self) -> None:
-        """From another thread: kill what runs, start nothing more."""
+        """Kill the running process and allow no new one. Called from another thread."""
         with self._lock:
             self._stopped = True
             self._kill_group()
 
     def kill(self) -> int:
-        """End the process and what it started; returns its exit code as Popen has it, 0 if there is none."""
+        """End the process and its group. Return its exit code as in Popen, 0 if there is no process."""
         with self._lock:
             if self._process is None or self._connection is None:
                 return 0
@@ -296,7 +303,7 @@ class GraderProcess:
         return here
 
     def _await_ready(self, connection: Connection) -> str | None:
-        """None, or how the process was kept from starting. Raises GraderFailed if it ended by itself."""
+        """Return None, or what kept the process from starting. Raises GraderFailed if it ended by itself."""
         try:
             if connection.poll(START_TIMEOUT):
                 connection.recv()
@@ -313,7 +320,7 @@ class GraderProcess:
         )
 
     def _how_it_ended(self) -> Lost:
-        """Of a process that hung up, or has gone; it is killed with what it started, which may live on."""
+        """Return how a process ended that hung up or is gone. Its group, which may outlive it, is killed."""
         assert self._process is not None
         if not ends_within(_TO_END, self._process):
             return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
@@ -333,5 +340,5 @@ class GraderProcess:
 
 
 def _machines(answers: Sequence[Answer]) -> Lost | None:
-    """Where the machine kept a call from being graded, that."""
+    """Return the loss if the machine kept a call from being graded, else None."""
     return next((Lost(Blame.MACHINE, error or "") for *_, error, whose in answers if whose is Whose.MACHINE), None)

@@ -1,4 +1,4 @@
-"""`reward`: grade the samples of one shard, while other shards still generate."""
+"""The step `reward`: grade the samples of one shard, while other shards still generate."""
 
 import json
 from bisect import bisect_left
@@ -46,9 +46,11 @@ from cairn.tasks.rewards.sample import ResponseSegment, Sample
     externals=("reward_model",),
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
-    """Grade every sample of the shard. A grader that fails, or takes too long, over a sample marks it failed, never
-    zero; what failed while it was generated is not graded, and stays failed. A group that is not finished is graded
-    when it is."""
+    """Grade every sample of the shard.
+
+    A sample on which the grader fails or times out is marked failed; it does not get zero. A sample that failed during
+    generation is not graded, and stays failed. The samples of an unfinished group are graded once it is finished.
+    """
     overlong = Overlong.of(step.run.config)
     row = prompt_rows(step.run.data) if step.run.grader.sees_messages else None
     keys = step.run.config.algorithm.gdpo_reward_keys
@@ -63,22 +65,24 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
 
 @dataclass(frozen=True)
 class GradedShard:
-    """What a grader makes of a rollout table, in the order of its rows."""
+    """Grades of a rollout table, in the order of its rows."""
 
     table: pa.Table
-    """REWARD."""
+    """Table with the schema REWARD."""
     results: tuple[Graded | None, ...]
-    """None: the sample's group is not finished, and nothing was graded."""
+    """Grade of each sample; None where its group is unfinished, and nothing was graded."""
 
     @property
     def failed(self) -> int:
-        """Samples without a reward that are of finished groups."""
+        """Number of samples of finished groups that have no reward."""
         return sum(one is not None and one.reward is None for one in self.results)
 
 
 def graded_columns(grader: Grading, overlong: Overlong | None = None, tokens: bool = True) -> list[str]:
-    """Those of a rollout table that `graded_shard` reads, with a tokenizer (`tokens`) or without; `with_optional` gives
-    them."""
+    """Return the columns of a rollout table that `graded_shard` reads, with a tokenizer (`tokens`) or without.
+
+    `with_optional` selects them.
+    """
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error", TRAJECTORIES.name]
     if grader.sees_whole_samples:
         columns += ["prompt_text", "finish_reason", TRAJECTORY_REWARDS.name, TRAJECTORY_ROLES.name]
@@ -98,13 +102,15 @@ def graded_shard(
     row: Callable[[int], PromptRow] | None = None,
     reward_keys: Collection[str] = (),
 ) -> GradedShard:
-    """Grade the rows of a rollout table as the step does. The tokenizer is asked only where the grader sees whole
-    samples, `row` of the data only where it sees messages. `overlong` is added to what the grader says. Raises as
-    `Grading.grade`, and BadData where a row is not the one that was answered.
+    """Grade the rows of a rollout table as the step does.
+
+    Raises as `Grading.grade`, and BadData where a row of the data is not the prompt that was answered.
 
     Args:
-        tokenizer: None where the grader sees no whole samples, or no tokens and the special ones make no tags of
-            thoughts: it then gets whole samples without tokens.
+        tokenizer: used only where the grader sees whole samples. None where it sees none, or where it reads no tokens
+            and the special tokens contain no tags of thoughts: it then gets whole samples without tokens.
+        overlong: penalty that is added to the grader's rewards.
+        row: the data's rows, read only where the grader sees messages.
         reward_keys: names of rewards without which a sample fails (`cairn.tasks.grading.shaping`).
     """
     columns = graded_columns(grader, overlong, tokens=tokenizer is not None)
@@ -167,10 +173,13 @@ def graded_shard(
 
 
 def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
-    """What the grader gets of samples: `response_text`, `label` and `metadata`, and if it sees whole samples
-    `prompt_text`, `finish_reason` and `status`, with a tokenizer `response_ids`, `prompt_ids`, `segments` and
-    `trajectories` too, and `messages` if it sees those; `trajectory_rewards`, `trajectory_roles` and `turn_rewards`
-    where there are any. Of several trajectories the last one is the response."""
+    """Return the samples as the grader gets them. If a sample has several trajectories, the last one is the response.
+
+    Each has `response_text`, `label` and `metadata`. For a grader of whole samples it also has `prompt_text`,
+    `finish_reason` and `status`, and `trajectory_rewards` and `trajectory_roles` where there are any. A tokenizer adds
+    `response_ids`, `prompt_ids`, `segments`, `trajectories` and `turn_rewards`, and `messages` for a grader that sees
+    them.
+    """
     simple = zip(columns["response_text"], columns["label"], columns["metadata"], strict=True)
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
@@ -197,7 +206,7 @@ def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequenc
     responses = [
         np.asarray(last_trajectory(*one), np.int32) for one in zip(columns["response_ids"], lengths, strict=True)
     ]
-    # Of a list the tokenizer looks at every number before it decodes any.
+    # Arrays: the tokenizer would check every number of a list before it decodes any.
     texts = tokenizer.batch_decode(responses, skip_special_tokens=False)
     return [
         Sample(
@@ -220,21 +229,22 @@ def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequenc
 
 
 def prompt_rows(data: Data) -> Callable[[int], PromptRow]:
-    """The rows of data that can be asked for again by their index. Raises BadData for other data."""
+    """Return a function that reads rows of the data by index. Raises BadData for data that cannot be read twice."""
     if isinstance(data, PromptData | MixedData):
         return data.row
     raise BadData("the grader needs the rows of the data again, and a function of get_samples_path gives them once")
 
 
 def messages_of(row: PromptRow) -> tuple[dict[str, Any], ...]:
-    """The prompt as the row has it; a plain text is a message of a user."""
+    """Return the prompt as messages; a plain text becomes one message of a user."""
     return ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else tuple(row.prompt)
 
 
 def _messages(
     row: Callable[[int], PromptRow], indices: Sequence[int], texts: Sequence[str]
 ) -> list[tuple[dict[str, Any], ...]]:
-    """Of every sample, by the row of its prompt."""
+    """Return the messages of every sample, by the row of its prompt. Raises BadData where the row has another
+    prompt."""
     found: dict[int, tuple[dict[str, Any], ...]] = {}
     for index, text in zip(indices, texts, strict=True):
         if index not in found:
@@ -267,14 +277,14 @@ def _segments(
 
 
 def graded_again(graded: Sequence[Graded]) -> int:
-    """Samples that were graded more than once."""
+    """Return the number of samples that were graded more than once."""
     return sum(g.tries > 1 for g in graded)
 
 
 def grade_benchmark(
     grader: Grading, samples: Sequence[Sample], errors: Sequence[str | None], groups: Sequence[int]
 ) -> list[Graded]:
-    """As `grade_generated`, with rewards that are scores: 0 of a wrong answer, 1 of a right one."""
+    """Grade as `grade_generated`, with rewards as scores: 0 for a wrong answer, 1 for a right one."""
     return [
         one if one.reward is None else replace(one, reward=share_of_right(one.reward, one.grader or grader.name))
         for one in grade_generated(grader, samples, errors, groups)
@@ -284,8 +294,11 @@ def grade_benchmark(
 def grade_generated(
     grader: Grading, samples: Sequence[Sample], errors: Sequence[str | None], groups: Sequence[int]
 ) -> list[Graded]:
-    """Grade the samples whose generation did not fail; the others keep their error. In the order of the samples. A
-    grader of groups grades none of which a sample failed: such a group is dropped whole."""
+    """Grade the samples whose generation succeeded; the others keep their error. Results are in the order of the
+    samples.
+
+    A grader of groups grades no group in which a sample failed: such a group is dropped as a whole.
+    """
     errors = list(errors)
     if grader.by_group:
         lost = {group: error for group, error in zip(groups, errors, strict=True) if error is not None}

@@ -1,7 +1,7 @@
-"""Metrics of samples: of all that an iteration generated, and of those among them that it trained on.
+"""Metrics of samples: of all that an iteration generated, and of those that it trained on.
 
-With a dynamic filter the two part: what is trained on was chosen by its reward, so its mean says little about the
-policy. The filter step tells the first, the advantage step the second, under the same names (see
+With a dynamic filter the two differ: the training samples were selected by reward, so their mean says little about the
+policy. The filter step reports the former, the advantage step the latter, under the same names (see
 `cairn.flows.reading.metrics`).
 """
 
@@ -19,12 +19,12 @@ from cairn.tasks.grading.shaping import as_graded, sampled_tokens
 
 
 def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[str]) -> dict[str, float]:
-    """Mean reward, share of truncated responses and lengths of responses; nothing of what there is none of.
+    """Return mean reward, share of truncated responses and lengths of responses; metrics without samples are left out.
 
     Args:
-        rewards: [R] as graded, of the samples that were.
+        rewards: [R] rewards of the graded samples.
         lengths: [N] sampled tokens of every response.
-        statuses: [N] that the responses ended with.
+        statuses: [N] final status of every response.
     """
     metrics = {"raw_reward": float(rewards.mean())} if len(rewards) else {}
     if len(lengths):
@@ -39,7 +39,7 @@ def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[
 
 
 def sampled_lengths(samples: pa.Table) -> np.ndarray:
-    """[N] tokens of each response that the policy sampled, not those that the world gave.
+    """Return [N] tokens of each response that the policy sampled, without those of the environment.
 
     Args:
         samples: `response_ids` and `segments` of N samples.
@@ -53,10 +53,13 @@ def sampled_lengths(samples: pa.Table) -> np.ndarray:
 
 
 def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequence[Commit]) -> dict[str, float]:
-    """Of every sample of an iteration's shards whose group is finished, kept by the filter or not. A sample that could
-    not be generated has no response, one that could not be graded no reward: neither counts as 0.
+    """Return metrics of all samples of an iteration's shards whose groups are finished, whatever the filter decided.
 
-    `rollouts` and `rewards` are the shards, in pairs.
+    A sample whose generation failed has no response, and one whose grading failed has no reward: neither counts as 0.
+
+    Args:
+        rollouts: the rollout commits of the shards.
+        rewards: the reward commits of the same shards, in the same order.
     """
     found = [_finished(run, *pair) for pair in zip(rollouts, rewards, strict=True)]
     if not found:
@@ -72,7 +75,7 @@ def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequ
 
 
 def _by_source(data: MixedData, samples: pa.Table) -> dict[str, float]:
-    """Mean reward of the samples of each source of a mixture, and how many were generated."""
+    """Return the mean reward and the number of generated samples of each source of a mixture."""
     sources = np.array([data.source_of(index) for index in samples.column("prompt_index").to_pylist()])
     rewards = samples.column("reward").to_numpy(zero_copy_only=False).astype(np.float64)
     found: dict[str, float] = {}
@@ -84,7 +87,8 @@ def _by_source(data: MixedData, samples: pa.Table) -> dict[str, float]:
 
 
 def _finished(run: RunContext, generated: Commit, graded: Commit) -> pa.Table:
-    """`reward`, and `status` and `length` of the response, of the samples of a shard whose groups are finished."""
+    """Return `prompt_index`, `reward`, and `status` and `length` of the response, of a shard's samples in finished
+    groups."""
     samples = run.read(generated, ["group_id", "prompt_index", "status", "response_ids", "segments"])
     table = pa.table(
         {

@@ -1,16 +1,16 @@
-"""Soft overlong punishment: a reward falls as its response nears the longest length (Yu et al. 2025, "DAPO",
+"""Soft overlong punishment: the reward falls as a response approaches the length limit (Yu et al. 2025, "DAPO",
 arXiv:2503.14476, equation 13).
 
-Of a response of `l` sampled tokens, with L = `rollout.rollout_max_response_len`, b = `reward.overlong_buffer_len` and
-f = `reward.overlong_penalty_factor`, it adds to the grader's reward
+With `l` sampled tokens in a response, L = `rollout.rollout_max_response_len`, b = `reward.overlong_buffer_len` and f =
+`reward.overlong_penalty_factor`, the grader's reward is changed by
 
     0                     where l ≤ L − b
     f · ((L − b) − l)/b   where L − b < l ≤ L
     −f                    where l > L
 
-as verl's `overlong_buffer` does. What tools and users said is no part of the length. The grader's own reward stays
-beside it, as `raw_reward`, with `overlong_penalty`: filters, curricula and metrics go by that (the paper's equation 11
-counts right answers), advantages by the shaped one.
+as in verl's `overlong_buffer`. Tokens of tools and users do not count in the length. The grader's own reward is
+recorded as `raw_reward`, next to `overlong_penalty`. Filters, curricula and metrics use the raw reward (the paper's
+equation 11 counts right answers); advantages use the shaped one.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,16 +25,16 @@ from cairn.storage.ledger.schemas import RAW_REWARD, TRAJECTORY_REWARDS
 from cairn.tasks.grading.worker import finite
 from cairn.tasks.rewards.grader import Graded
 
-# Rewards by their names, of a grader that gives several: numbers among what it returns, and `reward`, the sample's
-# own, whatever `reward.reward_key` calls it.
+# Rewards by name, of a grader that returns several: the numbers among its components, and `reward`, the sample's own,
+# whatever `reward.reward_key` calls it.
 
 
 SAMPLE_REWARD = "reward"
-"""The name of the sample's own reward."""
+"""Name of the sample's own reward."""
 
 
 def by_name(reward: float, components: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What was said of a sample, by its names."""
+    """Return the reward and the components of a sample, by name."""
     return {**(components or {}), SAMPLE_REWARD: reward}
 
 
@@ -50,7 +50,7 @@ def is_number(value: Any) -> bool:
 
 
 def with_rewards(graded: Graded, keys: Collection[str], grader: str) -> Graded:
-    """A graded sample; failed, where one of `keys` is no number among its components."""
+    """Return a graded sample; it fails where one of `keys` is no number among its components."""
     components = graded.components or {}
     missing = [key for key in keys if key != SAMPLE_REWARD and not is_number(components.get(key))]
     if graded.reward is None or not missing:
@@ -65,12 +65,14 @@ def with_rewards(graded: Graded, keys: Collection[str], grader: str) -> Graded:
     )
 
 
-# Rewards of trajectories: what a grader says under `trajectory_rewards`, beside the sample's reward.
+# Rewards of trajectories: what a grader returns under `trajectory_rewards`, next to the sample's reward.
 
 
 def with_own_rewards(graded: Graded, trajectories: int) -> tuple[Graded, Sequence[float] | None]:
-    """A graded sample, and the rewards of its trajectories where the grader gave them; failed, where it gave others
-    than one finite number each."""
+    """Return a graded sample, and the rewards of its trajectories where the grader returned them.
+
+    The sample fails where these are not one finite number a trajectory.
+    """
     if graded.reward is None or TRAJECTORY_REWARDS.name not in (graded.components or {}):
         return graded, None
     components = dict(graded.components or {})
@@ -86,12 +88,12 @@ def with_own_rewards(graded: Graded, trajectories: int) -> tuple[Graded, Sequenc
 
 
 SHAPED = ("raw_reward", "overlong_penalty")
-"""What stands beside a shaped reward, among the components."""
+"""Components that shaping adds."""
 
 
 @dataclass(frozen=True)
 class Overlong:
-    """Lengths in tokens."""
+    """Parameters of the overlong penalty; lengths in tokens."""
 
     longest: int
     buffer: int
@@ -99,19 +101,19 @@ class Overlong:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
-        """None where a run has none."""
+        """Return the penalty of a run; None where it has none."""
         buffer = config.reward.overlong_buffer_len
         if buffer is None:
             return None
         return cls(config.rollout.rollout_max_response_len, buffer, config.reward.overlong_penalty_factor)
 
     def penalty(self, length: int) -> float:
-        """What a response of this many sampled tokens is to have added."""
+        """Return the penalty, 0 or negative, for a response of `length` sampled tokens."""
         beyond = min(max(0, length - (self.longest - self.buffer)), self.buffer)
         return -self.factor * beyond / self.buffer if beyond else 0.0
 
     def shaped(self, graded: Graded, length: int) -> Graded:
-        """A graded sample with it; one without a reward as it is."""
+        """Return a graded sample with the penalty; one without a reward is unchanged."""
         if graded.reward is None:
             return graded
         penalty = self.penalty(length)
@@ -120,14 +122,14 @@ class Overlong:
 
 
 def as_graded(rewards: pa.Table) -> pa.ChunkedArray:
-    """The rewards of a reward table as the grader gave them; null where there is none."""
+    """Return the rewards of a reward table as the grader returned them; null where there is none."""
     if RAW_REWARD.name not in rewards.column_names:
         return rewards.column("reward")
     return pc.coalesce(rewards.column(RAW_REWARD.name), rewards.column("reward"))
 
 
 def sampled_tokens(length: int, segments: Sequence[Mapping[str, Any]] | None) -> int:
-    """Tokens of a response of this many that the policy sampled, by its segments in a rollout table."""
+    """Return how many of a response's `length` tokens the policy sampled, by its segments in a rollout table."""
     if segments is None:
         return length
     return sum(segment["tokens"] for segment in segments if segment["call"] is not None)

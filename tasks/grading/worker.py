@@ -1,12 +1,12 @@
-"""What runs in a grader process: one call of the grader after the other, or of a coroutine function several side by
-side, until the pool closes the connection or dies.
+"""The main program of a grader process. It calls the grader until the pool closes the connection or dies.
 
-Messages, pickled: the pool sends a list of calls, each a list of samples. The process answers each with its position in
-the list and, for each of its samples, (reward, components, error, whose doing the error is); and with None once, when
-it is ready for the first. It begins calls in their order and answers them as they end.
+Messages are pickled. The pool sends a list of calls, each a list of samples. The process replies to each call with its
+position in the list and, for each of its samples, (reward, components, error, cause of the error). It sends None once,
+when it is ready for the first message. It begins calls in order and replies as they end.
 
-A call of a coroutine function that takes too long is cancelled here, and the others go on. What it may take is counted
-by looks at the clock: a pause of the machine is no more than two of them.
+Calls of a plain function run one after the other, those of a coroutine function concurrently. A coroutine call that
+takes too long is cancelled here, and the others continue. Its time is counted by looks at the clock: a pause of the
+machine counts as two of them at most.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from cairn.tasks.rewards.grader import Grader, Takes, TryAgain
 
 
 class Whose(StrEnum):
-    """Whose doing it is that a grader raised."""
+    """Cause of an error that a grader raised."""
 
     SAMPLE = "sample"
-    """The grader's, over this sample."""
+    """The grader, over this sample."""
     SERVICE = "service"
-    """Of something that the grader asked: it may pass."""
+    """Something that the grader called; the error may pass."""
     MACHINE = "machine"
     """The machine had no memory, disk, files or processes left."""
     NOBODY = "nobody"
-    """It did not answer in its time, having waited beside others."""
+    """Unknown: the call timed out while it ran next to others."""
 
 
 Answer = tuple[float | None, dict[str, Any] | None, str | None, Whose]
@@ -51,40 +51,42 @@ Answer = tuple[float | None, dict[str, Any] | None, str | None, Whose]
 _LOOK = 0.25
 """Seconds between two looks at the clock."""
 _TO_END = 1.0
-"""Seconds that a call which is cancelled may take to end."""
+"""Seconds that a cancelled call may take to end."""
 _BUSY = (408, 429)
 _NOTHING_LEFT = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How a process grades."""
+    """Settings of a grader process."""
 
     takes: Takes
     waits: bool
-    """The grader is a coroutine function."""
+    """Whether the grader is a coroutine function."""
     timeout: float
-    """Seconds that one may take over a sample."""
+    """Seconds that a grader may take over a sample."""
     concurrency: int
-    """Calls of one at a time."""
+    """Concurrent calls of a coroutine function."""
     memory: int | None
-    """Bytes of data that the process may hold."""
+    """Bytes of data that the process may hold; None: no limit."""
     transient: tuple[str, ...] = ()
-    """As in `RetryConfig`."""
+    """Names of error classes that a retry may mend: `errors` of `GraderRetries`."""
     reward_key: str = "reward"
-    """The entry of a mapping that is the reward."""
+    """Entry of a mapping that is the reward."""
     boxed: bool = False
-    """The grader is given what stands in the last box in the place of the response."""
+    """Whether the grader gets the content of the last box in place of the response."""
 
     @property
     def at_once(self) -> int:
-        """Calls that are under way at a time."""
+        """Number of calls in flight at a time."""
         return self.concurrency if self.waits else 1
 
 
 def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> None:
-    """Grade with the callable that `path` names, for the process `parent`, over an inherited connection. `terms`: the
-    fields of `Terms`."""
+    """Grade with the callable that `path` names, for the process `parent`, over an inherited connection.
+
+    `terms` are the fields of `Terms`.
+    """
     die_with(parent)
     os.set_inheritable(connection_fd, False)
     connection = Connection(connection_fd)
@@ -94,8 +96,8 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
 
         resource.setrlimit(resource.RLIMIT_DATA, (given.memory, given.memory))
     grader: Grader = load_callable(path)
-    # The pool may be gone, perhaps before it had read the last answer. What a coroutine leaves open, such as the client
-    # of a service, stays open from one message to the next.
+    # The pool may be gone, perhaps before it had read the last answer. One event loop serves all messages, so that what
+    # a coroutine leaves open, such as the client of a service, stays open between them.
     with suppress(EOFError, ConnectionError), asyncio.Runner() as runner:
         connection.send(None)
         while True:
@@ -108,9 +110,11 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
 
 
 def answers(grader: Grader, samples: Sequence[Any], terms: Terms, runner: asyncio.Runner) -> list[Answer]:
-    """One call: the reward and components of each sample, or the error that it ended in. What a plain function returns
-    to be awaited is awaited."""
-    # A grader is user code: whatever it raises is the result of these samples, and no other is to suffer from it.
+    """Make one call, and return the reward and components of each sample, or the error of the call.
+
+    If a plain function returns an awaitable, it is awaited.
+    """
+    # A grader is user code: any error that it raises is the result of these samples, and must not affect others.
     try:
         result = grader(*_arguments(samples, terms))
         if isawaitable(result):
@@ -125,7 +129,7 @@ async def _result(result: Awaitable[Any]) -> Any:
 
 
 async def _side_by_side(connection: Connection, grader: Grader, calls: Sequence[list[Any]], terms: Terms) -> None:
-    """All calls, so many at a time, each answered when it ends."""
+    """Make all calls, `terms.concurrency` at a time, and reply to each when it ends."""
     left = iter(enumerate(calls))
 
     async def one_after_the_other() -> None:
@@ -136,7 +140,7 @@ async def _side_by_side(connection: Connection, grader: Grader, calls: Sequence[
 
 
 async def _awaited(grader: Grader, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:
-    """One call of a coroutine function; cancelled when its time is over."""
+    """Make one call of a coroutine function; cancel it when its time is over."""
 
     async def call() -> list[Answer]:
         try:
@@ -159,12 +163,12 @@ async def _awaited(grader: Grader, samples: Sequence[Any], terms: Terms, alone: 
 
 
 def too_long(seconds: float) -> str:
-    """What is said of a call that took more than these."""
+    """Return the message for a call that took more than `seconds`."""
     return f"the grader took longer than {seconds:g} s"
 
 
 def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
-    """What the grader is called with. A sample of one that takes texts is its three arguments."""
+    """Return the arguments of the grader. For a grader of texts a sample is a tuple of its three arguments."""
     if terms.takes in (Takes.SLIME_SAMPLE, Takes.SLIME_SAMPLES):
         from cairn.tasks import slime  # no other grader has need of it
 
@@ -179,7 +183,7 @@ def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
 
 
 def _told(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:
-    """What a call returned, by sample. Raises what makes it no result."""
+    """Return the answers of a call, one a sample. Raises an error where the result is not valid."""
     if not terms.takes.several:
         return [_reward(result, terms)]
     found = list(result)
@@ -199,7 +203,7 @@ def _each(results: Sequence[Any], terms: Terms, alone: bool) -> Iterator[Answer]
 
 
 def _reward(result: Any, terms: Terms) -> Answer:
-    """Of one sample. Raises what makes it none."""
+    """Return the answer for one sample. Raises an error where the result is no reward."""
     if not isinstance(result, Mapping):
         return finite(result), None, None, Whose.SAMPLE
     if terms.reward_key not in result:
@@ -210,8 +214,11 @@ def _reward(result: Any, terms: Terms) -> Answer:
 
 
 def _component(value: Any) -> Any:
-    """What is recorded of a component: the numbers of arrays; nothing of what is not finite; as text, of what is no
-    JSON, or nested so deeply that no reader takes it."""
+    """Return a component as it is recorded.
+
+    Arrays become lists, and numbers that are not finite become None. A value becomes text if it is no JSON, or is
+    nested too deeply to be read again.
+    """
     try:
         text = json.dumps(value, default=lambda array: array.tolist())
         from_json(f'{{"component": {text}}}')
@@ -221,8 +228,11 @@ def _component(value: Any) -> Any:
 
 
 def _failed(error: BaseException, terms: Terms, alone: bool) -> Answer:
-    """What an error says of one sample. `alone`: nothing else of this process was under way, so that a lack of memory
-    that was limited is its own doing."""
+    """Return the answer for a sample that ended in an error.
+
+    Args:
+        alone: nothing else of this process was in flight, so that the sample itself used up limited memory.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     told = f"{type(error).__name__}: {error}{place}"
@@ -231,8 +241,14 @@ def _failed(error: BaseException, terms: Terms, alone: bool) -> Answer:
 
 
 def whose(error: BaseException, transient: Sequence[str], limited: bool) -> Whose:
-    """Whose doing an error is. A service's are those of a class that `transient` names, and those that carry an HTTP
-    status that does not last; of several at once the machine's counts, and the service's if all are."""
+    """Return the cause of an error.
+
+    A service causes the errors of the classes that `transient` names, and those with an HTTP status that does not last.
+    The machine causes an ExceptionGroup if it caused one of its errors, a service if it caused all.
+
+    Args:
+        limited: the sample's memory was limited, so that it caused a lack of memory itself.
+    """
     if isinstance(error, ExceptionGroup):
         parts = {whose(part, transient, limited) for part in error.exceptions}
         return Whose.MACHINE if Whose.MACHINE in parts else Whose.SERVICE if parts == {Whose.SERVICE} else Whose.SAMPLE
@@ -245,14 +261,14 @@ def whose(error: BaseException, transient: Sequence[str], limited: bool) -> Whos
     if isinstance(error, TryAgain) or not names.isdisjoint(transient):
         return Whose.SERVICE
     holders = (error, getattr(error, "response", None))
-    # requests, httpx and openai; aiohttp; urllib.
+    # `status_code`: requests, httpx and openai; `status`: aiohttp; `code`: urllib.
     statuses = [getattr(holder, name, None) for holder in holders for name in ("status_code", "status", "code")]
     lasts = not any(isinstance(status, int) and (status in _BUSY or 500 <= status < 600) for status in statuses)
     return Whose.SAMPLE if lasts else Whose.SERVICE
 
 
 def finite(value: Any) -> float:
-    """A reward. Raises ValueError and TypeError for what is none."""
+    """Return a value as a reward. Raises ValueError or TypeError where it is no finite float32."""
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"the grader returned {value!r}, which is no reward")

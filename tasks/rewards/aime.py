@@ -1,14 +1,14 @@
 r"""The answer to a problem of AIME is right if it is the label, an integer from 0 to 999.
 
-It stands in the last `\boxed{…}`; without one it is what the last sentence of a response that was not cut off says.
-Leading zeros, known units, parentheses and a name before `=` do not count; an expression that is still to be computed
-is no integer. The tasks `aime24` and `aime25` of lm-evaluation-harness (version 0.0) look into the same box. `reward`
-pays some answers as they do, `strict` none but what is the label beyond doubt:
+The answer is the content of the last `\boxed{…}`. Without a box it is what the last sentence says, in a response that
+was not cut off. Leading zeros, known units, parentheses and a name before `=` do not count; an expression that is still
+to be computed is no integer. The tasks `aime24` and `aime25` of lm-evaluation-harness (version 0.0) read the same box.
+`reward` accepts some answers as they do; `strict` accepts only what is the label beyond doubt:
 
 | | lm-evaluation-harness | reward | strict |
 |---|---|---|---|
 | `33\%` | 33 | 33 | nothing |
-| without a box: what stands between the first `$` and the last | whatever is said of it | the same | only `is $33$` |
+| without a box: the text between the first `$` and the last | always counts | the same | only `is $33$` |
 | `33 \text{ million}`, `2x=33` | 33 | nothing | nothing |
 | `x = 11 = 33`, `x = 3 \cdot 11 = 33` | nothing: it cuts at one `=` | nothing | nothing |
 | `m + n = 33`, `033`, `The answer is 33.` | nothing | 33 | 33 |
@@ -25,7 +25,7 @@ _IGNORED = re.compile(r"\\?%")
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """1 if the answer is the label, else 0, with `strict` beside it. ValueError without a label that is such an
+    """Return 1 if the answer is the label, else 0, and `strict`. Raises ValueError where the label is no such
     integer."""
     expected = notation.integer(sample.label or "")
     if expected is None or not 0 <= expected <= 999:
@@ -40,7 +40,7 @@ def grade(sample: Sample) -> dict[str, Any]:
 
 
 def _harness(sample: Sample) -> int | None:
-    """What lm-evaluation-harness takes for the answer, too."""
+    """Return what lm-evaluation-harness accepts as the answer in addition."""
     final = answer_of(sample)
     try:
         found = last_boxed(final)

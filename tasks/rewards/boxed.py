@@ -1,7 +1,7 @@
-r"""Finding the answer in a sample.
+r"""Find the answer in a sample.
 
-What a model writes while it thinks is no answer, and neither is a box that the end of the response cuts off:
-`\boxed{18` may have been going to be 185.
+Text that a model writes while it thinks is no answer. A box that the end of the response cuts off is none either:
+`\boxed{18` might have become 185.
 """
 
 import re
@@ -13,9 +13,9 @@ _OPEN, _CLOSE = "<think>", "</think>"
 _MARK = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{|\\(?!\\boxed|\\fbox)[\s\S]|[{}]")
 """A box, or a brace; one that is escaped groups nothing."""
 _END = 64
-"""Characters of special tokens that a response mostly ends with at most."""
+"""Usual maximum of characters of the special tokens at a response's end."""
 _LAST = 1000
-"""Characters in which a sentence is looked for."""
+"""Characters at the end of a text in which a sentence is searched."""
 _SAID = re.compile(
     r".*?(?:\$\$?(?P<dollar>[^$]+)\$\$?|\\\((?P<round>.*?)\\\)|\\\[(?P<square>.*?)\\\])(?P<unit>[^$\d]*)|"
     r"(?:.*?\b(?:is|are|was|equals?|gets?|has|have|pays?|costs?|makes?|needs?|earns?|spends?|total)\b|.*:)? *"
@@ -32,22 +32,22 @@ class UnclosedBox(ValueError):
 
 
 def answer_of(sample: Sample) -> str:
-    """What a sample says behind its thoughts; nothing if it ended, or was cut off, within them.
+    """Return what a sample says after its thoughts; nothing if it ended, or was cut off, within them.
 
-    A chat template may have opened them, at the end of the prompt.
+    A chat template may have opened the thoughts at the end of the prompt.
     """
     opened = sample.prompt.rstrip().endswith(_OPEN)
     marked = sample.response_with_special_tokens
     if not any(tag in marked and tag not in sample.response for tag in (_OPEN, _CLOSE)):
         return after_thinking(sample.response, opened)
-    # To this tokenizer the tags are special tokens, which the response is without, as it is without the end token.
+    # The tags are special tokens of this tokenizer, so the response is without them, and without the end token.
     answer = after_thinking(marked, opened)
     return answer[: _overlap(sample.response, answer)] or answer
 
 
 def in_box(sample: Sample) -> Sample:
-    """The sample with what stands in its last box behind its thoughts in the place of its response; nothing if there is
-    no whole box."""
+    """Return the sample with the content of its last box after the thoughts as its response; an empty one without a
+    whole box."""
     try:
         boxed = last_boxed(answer_of(sample))
     except UnclosedBox:
@@ -59,19 +59,21 @@ def in_box(sample: Sample) -> Sample:
 
 
 def after_thinking(text: str, opened: bool = False) -> str:
-    """What follows the last `</think>`; nothing of a text that ends within its thoughts. All of one that has none,
-    unless they were `opened` before it."""
+    """Return what follows the last `</think>`, or nothing if the text ends within its thoughts.
+
+    A text without thoughts is returned whole, unless they were `opened` before it.
+    """
     _, closed, answer = text.rpartition(_CLOSE)
     return "" if _OPEN in answer or (opened and not closed) else answer
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}` (or `\fbox{…}`), the innermost where boxes are nested; None without one.
+    r"""Return the content of the last `\boxed{…}` (or `\fbox{…}`), the innermost of nested boxes; None without a box.
 
     Raises UnclosedBox if the text ends before a box does.
     """
     unclosed: list[int] = []
-    """Of each box or brace within a box that is open, where what stands in it begins; of a brace, 0."""
+    """Start of the content of each open box; 0 for each open brace within a box."""
     last: tuple[int, int] | None = None
     for mark in _MARK.finditer(text):
         if "box" in mark[0]:
@@ -88,8 +90,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(sample: Sample) -> str | None:
-    """What a sample says behind its thoughts that the answer is: what stands in its last box, else what `said` finds in
-    a response that was not cut off. None where there is no answer."""
+    """Return the answer that a sample gives after its thoughts; None without an answer.
+
+    The answer is the content of the last box, else what `said` finds in a response that was not cut off.
+    """
     final = answer_of(sample)
     try:
         boxed = last_boxed(final)
@@ -101,9 +105,11 @@ def final_answer(sample: Sample) -> str | None:
 
 
 def said(text: str) -> str | None:
-    """What the last sentence with a number or a formula says: the formula at its end, or what follows a word such as
-    `is`, with what follows these; the whole sentence where it is nothing else. None where it says so of nothing, denies
-    it, or names alternatives."""
+    """Return what the last sentence with a number or a formula says.
+
+    That is the formula at its end, with the unit after it; or the text after a word such as `is`; or the whole sentence
+    if it is nothing else. None where the sentence does not say what the answer is, denies it, or names alternatives.
+    """
     sentences = re.split(r"(?<=[.!?]) +|\n+", re.sub(r"\*\*|__|\\boxed\b", "", text[-_LAST:]))
     sentence = next((one.strip() for one in reversed(sentences) if re.search(r"[\d$]|\\[(\[]", one)), "")
     sentence = _ASIDE.sub("", sentence.rstrip(".!? "))
@@ -115,7 +121,7 @@ def said(text: str) -> str | None:
 
 
 def _overlap(text: str, answer: str) -> int:
-    """The length of the longest beginning of `answer` that ends `text`, by Knuth, Morris and Pratt."""
+    """Return the length of the longest prefix of `answer` that ends `text`, by Knuth, Morris and Pratt."""
     for end in range(len(answer), max(0, len(answer) - _END), -1):
         if text.endswith(answer[:end]):
             return end

@@ -1,12 +1,12 @@
-r"""Which letter of a multiple-choice question a text says is the answer.
+r"""Find which letter of a multiple-choice question a text gives as the answer.
 
-| a text says | letter |
+| the text says | letter |
 |---|---|
-| `the answer is C`, `Answer: (C)`, `option C is correct` | C: the last of these sentences goes before all others |
+| `the answer is C`, `Answer: (C)`, `option C is correct` | C: the last of these sentences takes precedence over all |
 | `the answer is A or B`, `the answer is either A or B` | none, and nothing before it counts |
 | `C is correct, but so is D` | none, and nothing before it counts |
 | `The answer is C, I mean B`, `The answer is C. That is wrong. It is B.` | none: another letter takes it back |
-| `the answer is not B`, `(B) is wrong` | not B, whatever else says B |
+| `the answer is not B`, `(B) is wrong` | not B, even if the text says B elsewhere |
 | `Not A, so C`, `I choose C`, `**C**`, `C. water` | C, where no sentence is of these |
 | `A and B fail`, `Let A be a set` | none |
 """
@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator
 
 _LONGEST, _MOST = 500, 200
-"""Characters of a sentence, and sentences, that are looked at."""
+"""Maximum of characters of a sentence, and of sentences, that are read."""
 _WRAPPED = re.compile(
     r"\\(?:boxed|fbox|text\w*|math\w+)\s{0,9}\{|[*_${}\"“”‘`]|(?<![A-Za-z])['’]|['’](?![A-Za-z])|\\[,;! ]"
 )
@@ -68,8 +68,11 @@ _CLAUSE = re.compile(r"[,:]|\b(?:so|(?<!ll )(?<!ng )(?<!ne )but|thus|hence|there
 
 
 def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | None:
-    """The letter, one of `letters`; empty where the text names several or denies it, None where it names none. `loose`:
-    also without a sentence that says so."""
+    """Return the letter, one of `letters`; empty where the text names several or denies it, None where it names none.
+
+    Args:
+        loose: accept a letter also without a sentence that says that it is the answer.
+    """
     denied: set[str] = set()
     instead: set[str] = set()
     alone: str | None = None
@@ -92,8 +95,11 @@ def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | 
 
 
 def choice_in_box(box: str, letters: Collection[str], texts: Collection[str]) -> str | None:
-    r"""The letter that stands in a box, alone, as in `\textbf{C}`, or before the text of its choice, as in `C. water`;
-    None where there is anything else. `texts`: those of the choices in the order of their letters, where known."""
+    r"""Return the letter in a box, alone, as in `\textbf{C}`, or before the text of its choice, as in `C. water`.
+
+    None where the box contains anything else. `texts` are the texts of the choices, in the order of their letters, if
+    known.
+    """
     found = re.fullmatch(
         r"\(?\s*([A-Z])\s*(?:\)?\s*\.?|(?:\)\s?[.:]?|[.:,])\s*(\w.*))", _WRAPPED.sub("", box[:_LONGEST]).strip()
     )
@@ -108,8 +114,10 @@ def choice_in_box(box: str, letters: Collection[str], texts: Collection[str]) ->
 
 
 def denies_what_follows(text: str) -> bool:
-    """Whether such a word is said of what stands behind a text, as in `It is not` before a box, and not of anything
-    else, as in `The one that is not a metal is`."""
+    """Whether a text ends with a word that denies what follows it, such as `It is not` before a box.
+
+    A word that denies something else does not count, as in `The one that is not a metal is`.
+    """
     return _denies_next(_WRAPPED.sub("", _CLAUSE.split(_SENTENCE.split(text[-_LONGEST:])[-1])[-1]))
 
 
@@ -118,17 +126,17 @@ def _denies_next(clause: str) -> bool:
 
 
 def denies(text: str) -> bool:
-    """Whether a text has a word that turns what it says around."""
+    """Whether a text contains a negation."""
     return _DENIED.search(text) is not None
 
 
 def plain(text: str) -> str:
-    """Its words and numbers, in small letters."""
+    """Return the words and numbers of a text, in lower case."""
     return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 
 def _sentences(text: str) -> Iterator[str]:
-    """From the last one, without what only sets them; no questions."""
+    """Yield sentences from the last one backwards, without markup, and without questions."""
     for sentence in _SENTENCE.split(re.sub(r":\s{1,9}", ": ", text))[: -_MOST - 1 : -1]:
         clean = _WRAPPED.sub("", sentence[-_LONGEST:]).strip()
         if not clean.endswith("?"):
@@ -140,7 +148,8 @@ def _named(text: str, letters: Collection[str]) -> set[str]:
 
 
 def _stated(sentence: str, letters: Collection[str]) -> str | None:
-    """What a sentence says the answer is; empty where it names several; None where it says nothing of it."""
+    """Return the letter that a sentence states as the answer; empty where it names several; None where it states
+    none."""
     found = _STATED.fullmatch(sentence)
     if found and _named(found[2].upper() if _SMALL.fullmatch(found[2]) else found[2], letters):
         if not _BEFORE_STATED.fullmatch(_CLAUSE.split(found[1])[-1]):
@@ -167,8 +176,8 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
 
 
 def _alone(sentence: str, letters: Collection[str]) -> str:
-    """The letter that stands alone in the last clause that names one, and in no list; empty where it does not, or where
-    what stands around it denies it."""
+    """Return the letter that is alone, and in no list, in the last clause with a letter; empty where there is none, or
+    where the text around it denies it."""
     clauses = [clause for clause in _CLAUSE.split(sentence) if _named(clause, letters)]
     found = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
     last = found[-1] if found else None

@@ -1,8 +1,8 @@
-r"""What follows the last `Answer:` is the label, an integer, once both are written alike: +1, else −1.
+r"""The text after the last `Answer:` is the label, an integer, after both are normalised: +1, else −1.
 
-It is the reward of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 7), as slime and verl compute it: of the last 300
-characters, what stands behind `Answer:` up to the end of its line, normalised as for Minerva (Lewkowycz et al. 2022,
-arXiv:2206.14858, appendix D.1), compared as text.
+This is the reward of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 7), as slime and verl compute it: in the last 300
+characters, the text after `Answer:` up to the end of its line, normalised as for Minerva (Lewkowycz et al. 2022,
+arXiv:2206.14858, appendix D.1), is compared as text.
 
 | | slime, verl | here |
 |---|---|---|
@@ -12,11 +12,11 @@ arXiv:2206.14858, appendix D.1), compared as text.
 | a label with decimals, as `18.5` | is cut to 18 | fails the sample; `18.0` is 18 |
 | a label beyond 2⁵³ | loses its last digits | keeps them |
 | special tokens in the text | two are removed by name | the text is without them |
-| words that are removed wherever they stand, as in `1points8`, `1 8`, `1, 8` | 18 | wrong |
-| what stands beside a formula, as in `not $18$`, `$18$ or $19$`, `$18$ million` | is removed: 18 | wrong |
-| what stands before the last `=`, as in `x = 17, y = 18`, `17 = 18`, `2x = 18` | is removed: 18 | wrong |
+| words that are removed wherever they are, as in `1points8`, `1 8`, `1, 8` | 18 | wrong |
+| text next to a formula, as in `not $18$`, `$18$ or $19$`, `$18$ million` | is removed: 18 | wrong |
+| text before the last `=`, as in `x = 17, y = 18`, `17 = 18`, `2x = 18` | is removed: 18 | wrong |
 
-So an answer is right if it is right for these, and if the whole line is that integer and no more than a name before `=`
+So an answer is right if slime and verl accept it, and if the whole line is that integer and at most a name before `=`
 and a unit that `cairn.tasks.rewards.notation` knows.
 """
 
@@ -29,7 +29,7 @@ from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.sample import Sample
 
 _LAST = 300
-"""Characters. The longest answer of MATH-500 has 159."""
+"""Characters at the end in which the answer is searched. The longest answer of MATH-500 has 159."""
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NONE = "[INVALID]"
 _REPLACED = {
@@ -53,8 +53,11 @@ _REMOVED = (
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """+1 or −1, the same as `score`; `acc`, whether it is right; `pred`, the answer as it was compared. ValueError
-    without an integer as the label."""
+    """Return the reward, +1 or −1.
+
+    `score` is the same, `acc` says whether the answer is right, and `pred` is the answer as it was compared. Raises
+    ValueError where the label is no integer.
+    """
     expected = _integer(sample.label)
     final = answer_of(sample)
     if sample.truncated:
@@ -68,8 +71,8 @@ def grade(sample: Sample) -> dict[str, Any]:
 
 
 def normalised(answer: str) -> str:
-    """An answer in Minerva's one way of writing it: what follows its last `=`, without words, units and LaTeX that only
-    sets it, with the braces of fractions and roots."""
+    """Return an answer in Minerva's normal form: the text after its last `=`, without words, units and LaTeX markup,
+    and with braces in fractions and roots."""
     answer = answer.rpartition("=")[2]
     for written, read in _REPLACED.items():
         answer = answer.replace(written, read)
@@ -86,7 +89,7 @@ def normalised(answer: str) -> str:
 
 
 def _in_box(line: str) -> str:
-    """What stands in the only box of a line, if it has nothing else."""
+    """Return the content of a line's only box if the line contains nothing else, else the line."""
     boxed = re.fullmatch(r"\$?\s*\\boxed\{([^{}]*)\}\s*\$?", line.strip())
     return line if boxed is None else boxed[1]
 

@@ -1,18 +1,18 @@
-r"""The box behind the thoughts is mathematically equal to the label: DeepScaleR's rule (Luo et al. 2025), slime's
-`deepscaler`. A response that marks no end of its thoughts, by `</think>` or `###Response`, earns 0 whatever it says,
-and so does one without a box behind the mark.
+r"""The box after the thoughts is mathematically equal to the label: DeepScaleR's rule (Luo et al. 2025), slime's
+`deepscaler`. A response without a mark for the end of its thoughts, `</think>` or `###Response`, gets 0, and so does
+one without a box after the mark.
 
-What is equal has to be proved, as in the grader `math`:
+Equality has to be proved, as in the grader `math`:
 
 | | slime: Hendrycks's `is_equiv`, then sympy | here |
 |---|---|---|
 | `2/4`, label `1/2` | wrong: fractions have to be reduced | right |
 | `36/2`, label `18` | wrong: where the label is an integer nothing is computed | right |
 | `\{2, 1\}`, label `\{1, 2\}` | wrong | right |
-| `y = 3x = 18`, label `18` | wrong: one `=`, behind at most two letters | right |
+| `y = 3x = 18`, label `18` | wrong: one `=`, after at most two letters | right |
 | `\sin^2 1 + \cos^2 1`, label `1` | wrong | right |
-| `5\%`, label `5` | right: signs of percent are removed | wrong |
-| `###Response` twice | what stands between the two | what stands behind the last |
+| `5\%`, label `5` | right: percent signs are removed | wrong |
+| `###Response` twice | the text between the two counts | the text after the last counts |
 | no label | 0 | the sample fails |
 """
 
@@ -24,7 +24,7 @@ _CLOSE, _RESPONSE = "</think>", "###Response"
 
 
 def grade(sample: Sample) -> float:
-    """1 if the box equals the label, else 0. ValueError without a usable label."""
+    """Return 1 if the box equals the label, else 0. Raises ValueError without a usable label."""
     if sample.label is None:
         raise ValueError("deepscaler needs a label, and the row has none")
     try:

@@ -1,7 +1,8 @@
-"""The reward that the run's generate function gave, as of an environment: that of the sample's last trajectory.
+"""The reward that the run's generate function returned, for example from an environment: that of the sample's last
+trajectory.
 
-Each of several trajectories keeps the one that it was given; one that was given none has the last one's. Where the last
-one has none, the sample has failed.
+Each of several trajectories keeps its own reward. A trajectory without one has the last trajectory's. Where the last
+trajectory has none, the sample fails.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """The last trajectory's reward, and each one's. ValueError without one."""
+    """Return the last trajectory's reward, and each trajectory's. Raises ValueError where the last one has none."""
     last = sample.rewards[-1] if sample.rewards else None
     if last is None:
         raise ValueError("generate gave the sample no reward: let its last trajectory, or a segment of it, have one")

@@ -1,17 +1,17 @@
-r"""What answers are worth, and whether two are equal. latex2sympy, the parser of math-verify, has to read an answer
-as a whole, and sympy computes it.
+r"""Compute the values of answers, and decide whether two are equal. latex2sympy, the parser of math-verify, has to
+read an answer as a whole; sympy computes its value.
 
 | answers | are equal where |
 |---|---|
 | numbers | sympy proves that their difference is 0; decimals are exact, so 0.333 is not 1/3 |
 | expressions with unknowns | the same |
-| `(1,2)`, `[1,2]`, `\{1,2\}` or `1, 2` | their kinds are, and their members: in order, but for sets and lists |
-| `x<2`, `(-\infty,2)`, `x \le 1 or x > 3` | they hold the same numbers |
+| `(1,2)`, `[1,2]`, `\{1,2\}` or `1, 2` | their kinds are, and their members: in order, except in sets and lists |
+| `x<2`, `(-\infty,2)`, `x \le 1 or x > 3` | they contain the same numbers |
 | equations | one is a multiple of the other |
 | matrices | all entries are |
 
-What cannot be read as a whole, or would take long, has no value and equals nothing: powers of powers, exponents,
-factorials and binomials of many digits, sums, integrals and limits, deep brackets.
+An answer that cannot be read as a whole, or would take long, has no value and equals nothing: powers of powers,
+exponents, factorials and binomials of many digits, sums, integrals and limits, deep brackets.
 """
 
 import re
@@ -26,7 +26,7 @@ from sympy.core.relational import Relational
 from cairn.tasks.rewards import notation
 
 _DEEPEST = 10
-"""Brackets within each other. latex2sympy takes half a second over that many."""
+"""Maximum depth of nested brackets. latex2sympy takes half a second at this depth."""
 _NORMALIZED = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERTED = ConversionConfig(lowercase_symbols=False)
 _LARGE = re.compile(
@@ -36,12 +36,12 @@ _LARGE = re.compile(
 )
 _EXPONENT = re.compile(r"([)}]?) ?\^ ?\{? ?[-+]?(\d+)")
 _HIGHEST = 100_000
-"""What exponents that may be of powers, multiplied, may be."""
+"""Maximum product of the exponents in a text that may be powers of powers."""
 _DROPPED = re.compile(r"[A-Za-z] ?['′″\"]|(?<!matrix\})\^ ?\{? ?T(?![A-Za-z])")
-"""Primes, and the transposes of what is no matrix, which latex2sympy passes over."""
+"""Primes, and the transposes of what is no matrix: latex2sympy ignores them."""
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
 _OF_WHOLE_NUMBERS = re.compile(r"\\[dt]?binom ?\{ ?\d+ ?\} ?\{ ?\d+ ?\}|\{ ?\d+ ?\\choose ?\d+ ?\}")
-"""Binomials that are computed at once; sympy multiplies out those of anything else."""
+"""Binomials of integers, which are computed at once; sympy expands all other binomials."""
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
 _DIRECTIONS = {**dict.fromkeys(("\\le", "\\leq", "\\lt"), "<"), **dict.fromkeys(("\\ge", "\\geq", "\\gt"), ">")}
 _WRITTEN = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", r"\leqslant": r"\le ", r"\geqslant": r"\ge "}
@@ -51,8 +51,10 @@ _POINTS = (sympy.Rational(17, 13), sympy.Rational(-23, 19), sympy.Rational(5, 71
 
 @lru_cache(maxsize=4096)
 def value_of(answer: str) -> tuple[str, Any] | None:
-    """The name of an answer, or nothing, and its value: of sympy, or a list of those of a list. None where it has no
-    value that can be told. `answer` as `notation.read` returns it."""
+    """Return the name in an answer, or an empty one, and its value: a sympy object, or a list of them for a list.
+
+    None where no value can be determined. `answer` is in the form that `notation.read` returns.
+    """
     if _INEQUALITY.search(answer):
         return _solutions(answer)
     names: set[str] = set()
@@ -110,7 +112,7 @@ def same(one: Any, other: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def parsed(text: str) -> Any:
-    """What latex2sympy reads; None where it does not read all of it, or where that would take long."""
+    """Return what latex2sympy reads; None where it does not read the whole text, or where that would take long."""
     if not text or notation.text_only(text) is not None or _is_large(text):
         return None
     if _DROPPED.search(text):
@@ -135,12 +137,12 @@ def parsed(text: str) -> Any:
 
 
 def _exact(found: sympy.Basic) -> sympy.Basic:
-    """With fractions for decimals."""
+    """Return an expression with fractions in place of decimals."""
     return found.xreplace({number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)})
 
 
 def _done(found: Any) -> Any:
-    """Computed. ValueError where that would take long, or leads out of all numbers."""
+    """Return the computed value. Raises ValueError where that would take long, or where the value is no number."""
     if any(
         not power.exp.free_symbols and abs(power.exp) > 99 for power in found.atoms(sympy.Pow) if power.free_symbols
     ):
@@ -177,7 +179,7 @@ def _equal(one: str, other: str) -> bool:
 
 
 def _same_members(one: list[Any], other: list[Any]) -> bool:
-    """In any order."""
+    """Whether two lists have equal members, in any order."""
     left = list(other)
     for member in one:
         place = next((i for i, candidate in enumerate(left) if same(member, candidate)), None)
@@ -188,7 +190,7 @@ def _same_members(one: list[Any], other: list[Any]) -> bool:
 
 
 def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Refuted by their values, where unknowns are given some, or else proved."""
+    """Whether two expressions are equal: refuted by values at some points, or else proved."""
     if one == other:
         return True
     if one.has(sympy.oo, -sympy.oo) or other.has(sympy.oo, -sympy.oo):
@@ -206,7 +208,7 @@ def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
 
 
 def _same_equation(one: str, other: str) -> bool | None:
-    """Whether two equations say the same. None where one of them is none, or cannot be read."""
+    """Whether two equations are equivalent. None where one of the texts is no equation, or cannot be read."""
     found = [parsed(text) for text in (one, other)]
     if not all(isinstance(equation, sympy.Eq) for equation in found) or "approx" in one + other:
         return None
@@ -216,14 +218,16 @@ def _same_equation(one: str, other: str) -> bool | None:
 
 
 def _same_relation(one: Relational, other: Relational) -> bool:
-    """Inequalities that are not solved: whether one side less the other is the same but for a positive factor."""
+    """Whether two unsolved inequalities are equivalent: the differences of their sides agree up to a positive
+    factor."""
     one, other = (side.reversed if side.func in (sympy.Lt, sympy.Le) else side for side in (one, other))
     ratio = sympy.simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
     return one.func is other.func and bool(ratio.is_number and ratio.is_positive)
 
 
 def _solutions(answer: str) -> tuple[str, Any] | None:
-    """The name of an unknown and the set of numbers for which inequalities hold; of one that is not solved, itself."""
+    """Return the name of an unknown and the set of numbers that satisfy the inequalities; for a single inequality that
+    cannot be solved, an empty name and the inequality itself."""
     for sign, written in _WRITTEN.items():
         answer = answer.replace(sign, written)
     union: Any = sympy.S.EmptySet
@@ -248,7 +252,7 @@ def _solutions(answer: str) -> tuple[str, Any] | None:
 
 
 def _solved(relation: Any, signs: int) -> tuple[str, Any] | None:
-    """The unknown of linear inequalities that stand in a chain of so many signs, and their solutions."""
+    """Return the unknown of linear inequalities in a chain of `signs` signs, and their solutions."""
     if isinstance(relation, sympy.Eq):  # latex2sympy reads an element of a set so
         return (str(relation.lhs), relation.rhs) if isinstance(relation.rhs, sympy.Set) else None
     if not isinstance(relation, (Relational, sympy.And)) or len(relation.free_symbols) != 1:

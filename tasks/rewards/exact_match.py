@@ -1,8 +1,8 @@
-r"""The answer is right if it is the label, letter by letter.
+r"""The answer is right if it equals the label, character by character.
 
-The answer is what stands in the response's last `\boxed{…}`, else the last number of a response that was not cut off.
-What was thought does not count, and a response that ends within its thoughts or a box has no answer. Blanks at the ends
-do not count, those within count as one, and neither do the commas of a number such as 1,234.
+The answer is the content of the response's last `\boxed{…}`, else the last number of a response that was not cut off.
+Thoughts do not count, and a response that ends within its thoughts or a box has no answer. Spaces at the ends do not
+count, runs of spaces count as one, and the commas of a number such as 1,234 do not count.
 """
 
 import re
@@ -10,12 +10,12 @@ import re
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.sample import Sample
 
-# A minus after a digit subtracts.
+# A minus after a digit is a subtraction.
 _NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
 def grade(sample: Sample) -> float:
-    """1 if the answer equals the label, else 0. ValueError without a label."""
+    """Return 1 if the answer equals the label, else 0. Raises ValueError without a label."""
     if sample.label is None:
         raise ValueError("exact_match needs a label, and the row has none")
     final = answer_of(sample)

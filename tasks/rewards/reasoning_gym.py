@@ -1,13 +1,13 @@
-r"""The score that reasoning-gym's own scorer gives an answer to a question of its own, from 0 to 1.
+r"""The score of reasoning-gym's own scorer for an answer to one of its questions, from 0 to 1.
 
-Rows come from the data source `reasoning_gym`, whose option `answer` says where the answer stands: in the response's
-last `\boxed{…}`, in its last `<answer>…</answer>`, or it is all of the response. What was thought does not count, and
-nothing scores where there is no answer. Many scorers give a little to a wrong answer: `right` beside the reward is 1
-only for a full score.
+Rows come from the data source `reasoning_gym`. Its option `answer` says where the answer is: in the response's last
+`\boxed{…}`, in its last `<answer>…</answer>`, or the whole response. Thoughts do not count, and a response without an
+answer scores 0. Many scorers give a little to a wrong answer: `right`, recorded with the reward, is 1 only for a full
+score.
 
-Some of the scorers evaluate answers, and what a row says, as Python or by sympy, which does. Here they are given
-evaluators that take numbers, arithmetic and literals, or a formula of a few functions, and nothing else; and no number
-that would fill the memory.
+Some of the scorers evaluate answers, and fields of a row, as Python or by sympy, which executes them as Python too.
+Here they get evaluators that accept only numbers, arithmetic and literals, or a formula of a few functions, and no
+number that would fill the memory.
 """
 
 import ast
@@ -37,11 +37,11 @@ _FUNCTIONS = frozenset(
 )
 _CONSTANTS = frozenset({"pi", "oo"})
 _DIGITS = 100_000
-"""Of the largest number that a formula may come to, by a bound that is easily told."""
+"""Maximum of decimal digits that a formula's value may have, by a bound that is easy to compute."""
 
 
 def grade(sample: Sample) -> dict[str, Any]:
-    """The score, and whether it is full. ValueError for a row of another source."""
+    """Return the score, and whether it is full. Raises ValueError for a row of another source."""
     row = sample.metadata.get("reasoning_gym")
     if not isinstance(row, dict):
         raise ValueError("the grader reasoning_gym needs rows of the data source reasoning_gym, and this is none")
@@ -53,8 +53,8 @@ def grade(sample: Sample) -> dict[str, Any]:
             score = float(scorer(answer=answer, entry=row["entry"]))
         except MemoryError:
             raise
-        # Scorers fail in a hundred ways on an answer that they cannot read. On the right one they do not: the data
-        # source has seen to that.
+        # Scorers raise all kinds of errors on an answer that they cannot read. On the right answer they do not: the
+        # data source has checked that.
         except Exception:
             score = 0.0
     return {"reward": score, "right": float(score == 1.0)}
@@ -80,7 +80,7 @@ def _scorer(generator: str, config: str) -> Any:
 
 
 def _executes_nothing(module: ModuleType) -> None:
-    """Let the functions of a generator's module find harmless evaluators where they look for others."""
+    """Replace the evaluators in a generator's module with harmless ones."""
     for name, value in list(vars(module).items()):
         if value is parse_expr:
             vars(module)[name] = _formula
@@ -90,24 +90,28 @@ def _executes_nothing(module: ModuleType) -> None:
 
 
 class _Sympy(ModuleType):
-    """sympy, but for what evaluates text."""
+    """A stand-in for sympy, with a harmless `parse_expr`."""
 
     def __getattr__(self, name: str) -> Any:
         return _formula if name == "parse_expr" else getattr(sympy, name)
 
 
 def _literal(text: str) -> Any:
-    """What `eval` gives of numbers, arithmetic and literals. Raises ValueError for anything else, InvalidExpression for
-    a number that is too large."""
+    """Return what `eval` returns for numbers, arithmetic and literals.
+
+    Raises ValueError for anything else, and InvalidExpression for a number that is too large.
+    """
     tree = _tree(text)
-    # % writes texts of any width.
+    # % can write texts of any width.
     _require_only(tree, lambda node: isinstance(node, _LITERALS) and not isinstance(node, ast.Mod), text)
     return EvalWithCompoundTypes(names={}).eval(text, previously_parsed=tree.body)
 
 
 def _formula(text: str, *arguments: Any, **options: Any) -> Any:
-    """What `sympy.parse_expr` gives of a formula in letters and well-known functions. Raises ValueError for anything
-    else."""
+    """Return what `sympy.parse_expr` returns for a formula in letters and well-known functions.
+
+    Raises ValueError for anything else.
+    """
 
     def is_formula(node: ast.AST) -> bool:
         match node:
@@ -127,7 +131,7 @@ def _formula(text: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _digits(node: ast.AST) -> float:
-    """A bound on the decimal digits of what a formula's numbers come to."""
+    """Return a bound on the decimal digits of a formula's value."""
     match node:
         case ast.Constant(value=value):
             return len(str(value))

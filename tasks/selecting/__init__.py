@@ -1,1 +1,1 @@
-"""`filter`: which groups are trained on, and the policies that decide."""
+"""The step `filter`, which selects the groups to train on, and the policies that it uses."""

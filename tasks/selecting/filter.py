@@ -1,24 +1,25 @@
-"""`filter`: decide which groups are trained on, and whether the batch needs another round of rollout.
+"""The step `filter`: decide which groups are trained on, and whether the batch needs another round of rollout.
 
-A round sees all groups of the iteration so far, and those left over from the iteration before. A group with a failed
-sample is dropped; the dynamic-sampling filter judges the rest; `rollout_batch_size` kept ones make the batch, those
-that the buffer policy puts first (`cairn.tasks.selecting.buffers`). A group that was aborted unfinished is judged by
-nobody: it waits for a later round of rollout, of this iteration or the next, that continues it.
+A round sees all groups of the iteration so far, and the remaining ones of the previous iteration. A group with a failed
+sample is dropped. The dynamic-sampling filter decides about the others. `rollout_batch_size` of the kept groups make
+the batch, in the order of the buffer policy (`cairn.tasks.selecting.buffers`). Nothing is decided about an unfinished
+group, whose generation was aborted: it waits for a later round of rollout, of this iteration or the next, that resumes
+it.
 
 The age of a group is that of its newest tokens, in publications (`cairn.tasks.durable.versions`). `rollout.max_age`
 bounds it:
 
-| a kept group that the batch has no room for | becomes of it |
+| kept group for which the batch has no room | result |
 |---|---|
 | the next iteration may train on it | it waits in the buffer |
 | it would be too old then | it is dropped: `surplus` |
 | a fork or an upgrade has lowered the bound, and it is too old now | it is dropped: `too_old` |
 
-So nothing that waits is too old to be used, and a round may count on it. The bound is recorded with every group, since
-the batch masks older tokens of a group that was continued; what was committed without one is taken as it was left.
+So no waiting group is too old, and a round may rely on it. The bound is recorded with every group, since the batch
+masks older tokens of a group that was resumed. Groups that were committed without a bound are used unchanged.
 
-What a stream gives may have older tokens beside younger ones, where it took longer than `rollout.timeout`. What becomes
-of them `rollout.staleness_policy` says (`cairn.tasks.selecting.staleness`), once: their number and weights are
+A streamed group may have older tokens next to younger ones, if it took longer than `rollout.timeout`.
+`rollout.staleness_policy` (`cairn.tasks.selecting.staleness`) decides about them, once: their number and weights are
 recorded, too."""
 
 import json
@@ -57,21 +58,21 @@ from cairn.tasks.selecting.sample_filters import removed_by
 from cairn.tasks.selecting.staleness import stale_weights
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
-"""Reasons for which groups that the filter kept are dropped."""
+"""Reasons for dropping groups that the filter kept."""
 
 
 _OF_A_LOSS = ("generate: UncertainEffect", "EngineTimeout")
-"""What errors begin with that come of the loss of a process or an engine."""
+"""Prefixes of errors that result from the loss of a process or an engine."""
 _FAILED = "failed_sample"
-"""The reason of a group with a sample that failed."""
+"""Reason for dropping a group with a failed sample."""
 
 
 class BatchNotFilled(Exception):
-    """Every allowed round is done and the filter has kept too few groups; more of the same will not help."""
+    """All allowed rounds are done, and the filter has kept too few groups. Further rounds will not help."""
 
 
 class NoSuchMetadata(Exception):
-    """A data row lacks what groups are to be ordered by."""
+    """A data row lacks the value by which groups are to be ordered."""
 
 
 @durable(
@@ -93,11 +94,15 @@ class NoSuchMetadata(Exception):
 def filter_groups(
     step: StepCall, previous: Commit | None, rollouts: Sequence[Commit], rewards: Sequence[Commit], *, round: int
 ) -> Outcome:
-    """Judge all groups so far. `previous` is the last filter step of the iteration before, None in the first.
+    """Decide about all groups so far.
 
-    `rollouts` and `rewards` are this iteration's shards, in pairs. The commit's values tell the flow how to go on:
-    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`, and before where every
-    sample of several groups failed.
+    The commit's values tell the flow how to continue: `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled
+    after `max_refill_rounds`, and earlier where every sample of several groups failed.
+
+    Args:
+        previous: the last filter step of the previous iteration; None in the first.
+        rollouts: the rollout commits of this iteration's shards.
+        rewards: the reward commits of the same shards, in the same order.
     """
     config = step.run.config.rollout
     newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
@@ -162,11 +167,14 @@ def filter_groups(
 def fill_batch(
     groups: Sequence[JudgedGroup], batch_size: int, *, order: BufferPolicy, use_spare: bool, max_age: int
 ) -> list[JudgedGroup]:
-    """Give every group its disposition. Those that train come first, the first of `order` at the head; the others stay
-    in their order, but that unfinished groups, which are to be continued, stand among each other in that of `order`.
-    Surplus that is at most `max_age` in the next iteration is buffered, the rest is dropped.
+    """Return all groups with their dispositions.
 
-    With `use_spare`, groups that the filter would rather not keep fill what is still missing.
+    Groups to train on come first, in the order of `order`. The others keep their order, but the unfinished ones among
+    them, which will be resumed, are in the order of `order`. Surplus of an age of at most `max_age` in the next
+    iteration is buffered; the rest is dropped.
+
+    Args:
+        use_spare: fill missing places with groups that the filter would rather not keep.
     """
     usable = [group for group in groups if not group.is_too_old]
     ordered = order([group for group in groups if group.unfinished or (group.kept and not group.is_too_old)])
@@ -188,13 +196,13 @@ def fill_batch(
 
 
 def buffered_groups(run: RunContext, previous: Commit, iteration: int) -> int:
-    """How many groups an iteration may take from the buffer that the one before left."""
+    """Return how many groups an iteration may take from the buffer of the previous one."""
     return sum(group.kept and not group.is_too_old for group in _left_over(run, previous, iteration))
 
 
 def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list[JudgedGroup]:
-    """The surplus that the iteration before left, and what is unfinished, oldest first, as iteration `iteration` finds
-    it."""
+    """Return the surplus and the unfinished groups of the previous iteration, oldest first, with their ages in
+    `iteration`."""
     if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):
         return []
     return [
@@ -220,8 +228,8 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
 
 
 def _sampled_from(run: RunContext, generated: Commit) -> dict[int, int]:
-    """Of the groups that a rollout took from a stream, the iteration whose newest weights sampled their newest
-    tokens; empty where it generated them itself, all with the same weights."""
+    """Return, for the groups that a rollout took from a stream, the iteration whose newest weights sampled their newest
+    tokens. It is empty where the rollout generated the groups itself, all with the same weights."""
     ids, versions = generated.values.get("sampled", []), generated.values.get("newest", [])
     assert isinstance(ids, list)
     assert isinstance(versions, list)
@@ -230,7 +238,7 @@ def _sampled_from(run: RunContext, generated: Commit) -> dict[int, int]:
 
 
 def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, sampled: int | None = None) -> JudgedGroup:
-    """A group with its age in an iteration and the bound for its tokens. `sampled`: see `_sampled_from`."""
+    """Return a group with its age in an iteration and the bound for its tokens. `sampled`: see `_sampled_from`."""
     config = run.config.rollout
     age = iteration - (sampled_as_newest(run.ledger, group.iteration) if sampled is None else sampled)
     max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
@@ -238,8 +246,8 @@ def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, sampled: int |
 
 
 def _stale_tokens(run: RunContext, iteration: int, generated: Commit) -> dict[int, Counter[int]]:
-    """Of the groups of a stream that have tokens which are too old in an iteration: how many of its tokens, of those
-    that may be trained on, are of each age."""
+    """Return the number of trainable tokens of each age, for the streamed groups with tokens that are too old in an
+    iteration."""
     config, oldest = run.config.rollout, generated.weight_version_in
     if config.pipeline != "streaming" or oldest is None:
         return {}
@@ -254,7 +262,10 @@ def _stale_tokens(run: RunContext, iteration: int, generated: Commit) -> dict[in
 
 
 def _weighed(run: RunContext, group: JudgedGroup, tokens: Counter[int] | None) -> JudgedGroup:
-    """A group with what `rollout.staleness_policy` says of its tokens, where some are too old. `tokens`: by age."""
+    """Return a group with the decision of `rollout.staleness_policy`, if some of its tokens are too old.
+
+    `tokens`: number of tokens by age.
+    """
     max_age = group.max_age
     if tokens is None or max_age is None:
         return group
@@ -308,14 +319,14 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
 
 @dataclass(frozen=True)
 class _Failures:
-    """Samples of some reward steps, and the errors of those that failed."""
+    """Number of samples of some reward steps, and the errors of the failed ones."""
 
     samples: int
     errors: Counter[str]
 
     @property
     def will_recur(self) -> bool:
-        """Whether code failed over all samples, which it would do again; a process that was lost may not be."""
+        """Whether code failed on all samples, and so would fail again. The loss of a process need not recur."""
         return self.samples == self.errors.total() and not any(error.startswith(_OF_A_LOSS) for error in self.errors)
 
     def __str__(self) -> str:
@@ -337,8 +348,10 @@ def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, li
 
 
 def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
-    """What the metadata of every group has under `rollout.buffer_key`; empty without that option. Raises
-    NoSuchMetadata."""
+    """Return the value of each group under `rollout.buffer_key` in its metadata; empty without that option.
+
+    Raises NoSuchMetadata.
+    """
     name = run.config.rollout.buffer_key
     if name is None:
         return {}
@@ -355,7 +368,7 @@ def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
 
 
 def _without_removed(run: RunContext, groups: Sequence[JudgedGroup]) -> list[JudgedGroup]:
-    """The groups of a full batch, those that are trained on with the samples that the sample filter removes."""
+    """Return the groups of a full batch; trained ones name the samples that the sample filter removes."""
     name = run.config.rollout.rollout_sample_filter_path
     if name is None:
         return list(groups)
@@ -387,7 +400,7 @@ def _decoded(key: str | None) -> Any:
 
 
 def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:
-    """Where the next draw begins. The shards of a round agree on it, and the last round stands last."""
+    """Return the cursor of the next draw. The shards of a round agree on it, and the last round comes last."""
     last = rollouts[-1] if rollouts else previous
     assert last is not None
     return last.values["cursor"]

@@ -1,1 +1,1 @@
-"""What a run whose `rollout.pipeline` is `streaming` does in place of a rollout that begins and ends."""
+"""Steps and threads of a run with `rollout.pipeline: streaming`, in place of a rollout that begins and ends."""

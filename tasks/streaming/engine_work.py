@@ -1,16 +1,15 @@
-"""What one rollout engine does for a stream, in two threads: one has it generate, the other tells it meanwhile what is
-new.
+"""Work of one rollout engine for a stream, in two threads: one runs its generation, the other sends it news meanwhile.
 
-| while it works | it is told |
+| event during the work | message to the engine |
 |---|---|
-| weights are published | to go on with them, between two decoding steps |
-| it gets more groups | to generate these too |
-| neither can be, others get its groups, somebody wants the engines, the stream ends | to give back what it is at |
+| weights are published | continue with them, between two decoding steps |
+| the engine gets more groups | generate these too |
+| neither is possible, others get its groups, a caller needs the engines, the stream ends | return unfinished samples |
 
-The last it is told until it has heard: one that is told before it begins hears nothing.
+The last message is repeated until the engine notices it: a message that arrives before the engine begins has no effect.
 
-An engine that is lost leaves an elastic fleet, and what it was at goes on with others
-(`cairn.engines.fleet.membership`). Any other failure is an error of the stream.
+A lost engine leaves an elastic fleet, and other engines resume its work (`cairn.engines.fleet.membership`). Any other
+failure is an error of the stream.
 """
 
 import threading
@@ -31,18 +30,18 @@ from cairn.tasks.streaming.state import StreamState
 from cairn.tasks.trainer.sync import serve, update
 
 _AGAIN = 0.02
-"""Seconds after which an engine that has not heard an interruption is told again."""
+"""Seconds after which an interruption that the engine has not noticed is sent again."""
 
 _MOST_LOSSES = 3
-"""So many engines are lost between two batches, on machines that stay, when that is an error: a prompt may end them.
-Fewer may be on machines that have not been missed yet."""
+"""Number of lost engines between two batches that is an error, if their machines stay: a prompt may end them. Fewer
+losses may come from machines whose loss was not noticed yet."""
 
 
 class EngineWork:
-    """That of one engine of a driver. Who calls it holds the state's `changed`, but for `begin` and `wait`."""
+    """Work of one engine of a driver. Callers hold the state's `changed`, except for `begin` and `wait`."""
 
     def __init__(self, call: StepCall, number: int, state: StreamState) -> None:
-        """`number`: the engine's in its fleet."""
+        """Create the work. `number`: the engine's number in its fleet."""
         self._run = call.run
         self._call = replace(call, shard=f"stream-{number}")
         self._number = number
@@ -50,62 +49,63 @@ class EngineWork:
         self._state, self._changed = state, state.changed
         self._working = False
         self._ready = False
-        """Whether it works, and may be told of what is new."""
+        """Whether the engine works and may receive news."""
         self._told = False
-        """Whether it is just being told something."""
+        """Whether a message to the engine is under way."""
         self._lost = False
-        """Whether its loss was counted; both threads may come to know of it."""
+        """Whether its loss was counted. Both threads may notice it."""
         self._interrupted = threading.Event()
         self._groups = set[int]()
-        """Of which it is at some samples."""
+        """Groups with samples in flight."""
         self._serves: Commit | None = None
-        """The weights that it works with, or is being brought to."""
+        """Weights that it works with, or is being updated to."""
         self._adding = threading.Lock()
         self._added: list[SampleRequest] = []
-        """What it was given beside what it was at, and the thread that generates has not heard of yet."""
+        """Samples that joined those in flight, and that the generating thread has not noticed yet."""
         self._since = 0.0
-        """Until when its work is counted, if it works."""
+        """Monotonic time up to which its work was counted, if it works."""
         self._threads = [
             threading.Thread(target=does, name="stream", daemon=True) for does in (self._generate, self._attend)
         ]
 
     def begin(self) -> None:
-        """Work, from now on."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def wait(self) -> None:
-        """Wait for its end, after that of the stream was noted."""
+        """Wait for the end of the threads, after the stream was marked as closed."""
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
     @property
     def rests(self) -> bool:
-        """Whether nobody calls the engine."""
+        """Whether no thread calls the engine."""
         return not self._working and not self._told
 
     def interrupt(self) -> None:
-        """Have it give back what it is at."""
+        """Have the engine return its unfinished samples."""
         if self._working:
             self._interrupted.set()
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Engines have joined or left, or groups are for others: interrupt it where it is not to go on."""
+        """Interrupt the engine if it must not continue: it has left the fleet, or one of its groups belongs to another
+        engine. Call it after engines have joined or left."""
         own = (self._state.open.get(id) for id in self._groups)
         if not self._serves_the_run() or any(one is not None and one.engine != self._number for one in own):
             self.interrupt()
 
     def count(self) -> None:
-        """Count its work until now."""
+        """Add its working time until now to the usage."""
         now = time.monotonic()
         if self._working:
             self._state.usage.seconds += now - self._since
             self._since = now
 
     def _generate(self) -> None:
-        """In a thread of its own: all that the engine generates."""
+        """Run all generation of the engine, in a thread of its own."""
         run, state = self._run, self._state
         while True:
             with self._changed:
@@ -149,7 +149,7 @@ class EngineWork:
                     self._changed.notify_all()
 
     def _attend(self) -> None:
-        """In a thread of its own: what the engine is told while it works."""
+        """Send the engine messages while it works, in a thread of its own."""
         state = self._state
         while True:
             with self._changed:
@@ -200,7 +200,8 @@ class EngineWork:
         return self._may_be_told() and version_of(self._serves) != version_of(self._state.weights)
 
     def _fail(self, error: Exception) -> None:
-        """The others go on without an engine that is lost, where they can. Anything else is for the next `take`."""
+        """Handle an error. The others continue without a lost engine where they can. The next `take` raises any other
+        error."""
         state = self._state
         if isinstance(error, EngineDied | EngineTimeout):
             if self._run.fleet.membership.leave(self._engine, str(error)):
@@ -225,7 +226,7 @@ class EngineWork:
             self._groups.discard(sample.group_id)
 
     def _came(self, samples: Sequence[GeneratedSample]) -> None:
-        """Some have ended, or were interrupted."""
+        """Record samples that have ended or were interrupted."""
         state = self._state
         with self._changed:
             for sample in samples:
@@ -236,7 +237,8 @@ class EngineWork:
             self._changed.notify_all()
 
     def _update(self, weights: Commit | None) -> None:
-        """Have the engine go on with newer weights; what it had decoded until then is durable soon."""
+        """Have the engine continue with newer weights. What it had decoded until then is logged, and is durable
+        soon."""
         run, state = self._run, self._state
         if not run.fleet.updates_in_flight():
             with self._changed:
@@ -264,7 +266,7 @@ class EngineWork:
             state.note(samples, self._number)
 
     def _add(self) -> None:
-        """Give the engine samples of new groups beside what it is at; where it takes none, it is interrupted."""
+        """Add samples of new groups to those in flight. If the engine accepts none, interrupt it."""
         with self._adding:
             with self._changed:
                 samples = self._state.samples_of(self._number)

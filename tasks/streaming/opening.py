@@ -1,4 +1,4 @@
-"""The stream of a driver, opened where the ledger and the logs of the drivers before leave it."""
+"""Opening of a driver's stream, from the state that the ledger and the logs of earlier drivers left."""
 
 import uuid
 from collections.abc import Collection, Iterator
@@ -24,7 +24,7 @@ from cairn.tasks.streaming.take import encode_rows, take_groups
 
 @contextmanager
 def open_stream(run: RunContext) -> Iterator[None]:
-    """Have samples of a run generated all the time, within the block."""
+    """Generate samples of a run continuously within the block."""
     ledger, iteration = run.ledger, oldest_open(run.ledger)
     attempt, circumstances = ledger.attempt(iteration, Step.ROLLOUT, "stream"), take_groups.circumstances(run)
 
@@ -69,8 +69,8 @@ def open_stream(run: RunContext) -> Iterator[None]:
 
 
 def open_groups(run: RunContext) -> tuple[Commit | None, list[tuple[Commit, list[int]]]]:
-    """The newest admission of a run, and of each the groups that no rollout step has taken, in the order of
-    admission."""
+    """Return the newest admission of a run, and for each admission the groups that no rollout step has taken, in the
+    order of admission."""
     ledger = run.ledger
     last, first = ledger.last_iteration(), ledger.first_iteration
     found = dict[str, Commit]()
@@ -102,7 +102,7 @@ def _committed(run: RunContext, name: str) -> Commit:
 
 
 def _parts(rows: pa.Table) -> dict[int, list[dict[str, object]]]:
-    """Rows of the rollout table, by group."""
+    """Return rows of the rollout table by group."""
     found: dict[int, list[dict[str, object]]] = {}
     for row in rows.to_pylist():
         found.setdefault(row["group_id"], []).append(row)

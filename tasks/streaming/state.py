@@ -1,4 +1,5 @@
-"""What the threads of a stream share: the groups that are open, how far their samples have come, and who is at them."""
+"""State that the threads of a stream share: the open groups, the progress of their samples, and the samples in
+flight."""
 
 import threading
 from collections import Counter
@@ -14,21 +15,26 @@ from cairn.tasks.generation.calls import by_sample, call_records
 from cairn.tasks.generation.episodes import LoggedCalls
 from cairn.tasks.generation.groups import Group
 
-# What the code of a stream's samples was given: logged by the driver, and given again whenever the code begins anew,
-# after an interruption or by the next driver, until a rollout step commits it with the samples.
+# Log of the calls that the code of a stream's samples makes.
 
 
 class StreamCalls(LoggedCalls):
-    """Those of one driver."""
+    """Calls of the samples of one driver's stream. The driver logs them, and replays them whenever the code starts
+    again, after an interruption or in the next driver, until a rollout step commits them with the samples."""
 
     def __init__(self, log: StreamCallLog | None, origin: Origin) -> None:
-        """`log`: None where the samples' code records nothing. `origin`: of its samples, but for the iteration."""
+        """Create the calls.
+
+        Args:
+            log: None where the samples' code records nothing.
+            origin: that of its samples. The iteration is replaced by that of each group's admission.
+        """
         super().__init__(log)
         self._stream_log = log
         self._origin = origin
         self._lock = threading.Lock()
         self._iterations: dict[int, int] = {}
-        """Of open groups, that which admitted them."""
+        """Iteration that admitted each open group."""
         self._recorded: dict[SampleKey, list[CallRecord]] = {}
         self._oldest: dict[int, int] = {}
         if log is not None:
@@ -36,43 +42,44 @@ class StreamCalls(LoggedCalls):
 
     @property
     def records(self) -> bool:
-        """Whether there are any calls to log."""
+        """Whether there are calls to log."""
         return self._stream_log is not None
 
     @property
     def broken(self) -> bool:
-        """Whether nothing more becomes durable."""
+        """Whether the log is broken, so that nothing more becomes durable."""
         return self._stream_log is not None and self._stream_log.broken
 
     def admit(self, groups: Iterable[int], iteration: int) -> None:
-        """An iteration has admitted these groups."""
+        """Record that an iteration has admitted these groups."""
         self._iterations |= dict.fromkeys(groups, iteration)
 
     def begin_anew(self, log: StreamCallLog | None) -> None:
-        """Go on with another log, to which all is written that is known."""
+        """Switch to another log, and write all known records to it."""
         self._log = self._stream_log = log
         if log is not None:
             log.append(*(record for records in self._recorded.values() for record in records))
 
     def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
-        """See `LoggedCalls.take`."""
+        """Log records that an engine sent: see `LoggedCalls.take`."""
         self._add(recorded.records)
         super().take(recorded, acknowledge)
 
     def of(self, groups: Collection[int]) -> list[CallRecord] | None:
-        """All that the samples of some groups were given, and their intents; None where nothing is recorded."""
+        """Return all records of the samples of some groups, including intents; None where nothing is recorded."""
         if self._log is None:
             return None
         with self._lock:
             return [record for key, records in self._recorded.items() if key[0] in groups for record in records]
 
     def oldest_version(self, group: int) -> int | None:
-        """Of the weights that the policy answered a group's samples with; None where it has not."""
+        """Return the oldest weight version with which the policy responded to a group's samples; None without a
+        response."""
         with self._lock:
             return self._oldest.get(group)
 
     def forget(self, groups: Iterable[int]) -> None:
-        """A commit has these groups."""
+        """Drop the records of these groups, which a commit now has."""
         gone = set(groups)
         with self._lock:
             self._recorded = {key: records for key, records in self._recorded.items() if key[0] not in gone}
@@ -83,7 +90,7 @@ class StreamCalls(LoggedCalls):
             self._stream_log.forget(gone)
 
     def close(self) -> None:
-        """Return when all that was taken is durable, and what was to be done after it is done."""
+        """Return when everything taken is durable, and the callbacks that wait for it have run."""
         if self._stream_log is not None and not self.broken:
             self._stream_log.close()
 
@@ -103,80 +110,81 @@ class StreamCalls(LoggedCalls):
 
 
 OpenLogs = Callable[[Collection[int]], tuple[StreamLog, StreamCallLog | None]]
-"""Begins the logs of some open groups: of samples and, where their code records calls, of these."""
+"""Function that opens the logs of some open groups: the log of samples and, where their code records calls, of
+calls."""
 
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """One that is admitted, and that no rollout step has taken."""
+    """Admitted group that no rollout step has taken."""
 
     group: Group
-    """With its samples as far as they came."""
+    """The group, with its samples as far as they came."""
     admission: Commit
     engine: int
-    """Which generates it, by its number; another one where that has left."""
+    """Number of the engine that generates it. Another engine replaces one that has left."""
     recovered: bool = False
     """Whether an earlier driver completed it."""
     engines: Mapping[int, int] = field(default_factory=dict)
-    """Which generated its samples last, by their indices, where it was one of this driver's."""
+    """Number of the engine that generated each sample last, by sample index, if it was one of this driver's."""
 
     @cached_property
     def decided(self) -> bool:
-        """Whether nothing of it is to be begun any more: all of its samples have ended, or one has failed."""
+        """Whether no sample of the group must be begun any more: all have ended, or one has failed."""
         failed = any(part.error is not None for part in self.group.parts.values())
         return failed or self.group.is_finished
 
     @cached_property
     def versions(self) -> tuple[int, int] | None:
-        """The oldest and the newest weight version of its tokens; None where it has none."""
+        """Oldest and newest weight version of its tokens; None without tokens."""
         parts = [part.trajectory.weight_versions for part in self.group.parts.values() if part.trajectory.segments]
         found = [versions for versions in parts if len(versions)]
         return (min(int(v.min()) for v in found), max(int(v.max()) for v in found)) if found else None
 
     def engine_of(self, part: GeneratedSample) -> int:
-        """Which generated a sample of it last."""
+        """Return the number of the engine that generated a sample of the group last."""
         return self.engines.get(part.index, self.engine)
 
     def with_part(self, part: GeneratedSample, engine: int) -> "OpenGroup":
-        """The same with a sample as far as an engine brought it."""
+        """Return the group with a sample as far as an engine brought it."""
         group = replace(self.group, parts={**self.group.parts, part.index: part})
         return replace(self, group=group, engines={**self.engines, part.index: engine})
 
 
 @dataclass
 class Usage:
-    """What engines did."""
+    """Work of engines since it was last taken."""
 
     seconds: float = 0.0
-    """In which they were at work, all together."""
+    """Seconds of work, summed over engines."""
     interrupted_samples: int = 0
-    """How often they left a sample unfinished, to go on with other weights or beside others."""
+    """Number of times that an engine left a sample unfinished, to continue with other weights or with more samples."""
     recomputed_tokens: int = 0
-    """Response tokens that they read again to go on after them."""
+    """Response tokens that engines prefilled again to resume after them."""
     stall: float = 0.0
-    """Seconds in which they decoded nothing because their weights were replaced, all together."""
+    """Seconds without decoding because weights were replaced, summed over engines."""
 
 
 class StreamState:
-    """Of one driver. Whoever reads or changes it holds `changed`, and notifies the others then."""
+    """State of one driver's stream. Hold `changed` to read or change it, and notify the others after a change."""
 
     def __init__(self, call: StepCall, weights: Commit | None, open_logs: OpenLogs, groups: Collection[int]) -> None:
-        """See `cairn.tasks.streaming.stream.Stream`."""
+        """Create the state. `cairn.tasks.streaming.stream.Stream` explains the parameters."""
         self.changed = threading.Condition()
         self.weights = weights
-        """The newest."""
+        """Newest weights."""
         self.open: dict[int, OpenGroup] = {}
-        """In the order of their admission."""
+        """Open groups by id, in the order of their admission."""
         self.complete: list[int] = []
-        """In the order in which they came."""
+        """Ids of complete groups, in the order of their completion."""
         self.running: dict[int, dict[int, SampleRequest]] = {}
-        """Of groups, each with one engine, the samples that this is at, by their indices."""
+        """Samples in flight, by group and sample index. All samples in flight of a group are at one engine."""
         self.error: Exception | None = None
-        """What the next `take` raises; nothing begins until that is called again."""
+        """Error that the next `take` raises. Nothing begins until `take` is called again."""
         self.losses = 0
-        """Engines that were lost since the last batch was taken, but for those whose machines are known to be gone."""
+        """Engines lost since the last batch was taken, except those whose machines are known to be gone."""
         self.pauses = 0
-        """How many want to have the engines to themselves."""
+        """Number of callers that need the engines for themselves."""
         self.closed = False
         self.usage = Usage()
         self._names = [engine.name for engine in call.run.fleet.rollout]
@@ -187,7 +195,7 @@ class StreamState:
         self.calls = StreamCalls(calls, origin)
 
     def admit(self, admission: Commit, groups: Sequence[Group], serving: Collection[int]) -> None:
-        """Open groups, to be generated by these engines."""
+        """Open groups, and assign them to these engines."""
         self.calls.admit((group.drawn.group_id for group in groups), admission.iteration)
         loads = self._loads(serving)
         for group in groups:
@@ -198,8 +206,8 @@ class StreamState:
         self.changed.notify_all()
 
     def deal(self, serving: Collection[int]) -> None:
-        """Have open groups generated by these engines, about as many by each: those of others go on with them, and one
-        that has few gets some, the newest ones."""
+        """Assign open groups to these engines, about equally many to each. Groups of other engines move to them, and an
+        engine with few groups gets some more, the newest first."""
         loads = self._loads(serving)
         if not loads:
             return
@@ -214,21 +222,21 @@ class StreamState:
         self.changed.notify_all()
 
     def samples_of(self, number: int) -> list[SampleRequest]:
-        """What an engine is to begin: unfinished samples of its groups that none is at."""
+        """Return the samples that an engine must begin: unfinished ones of its groups without a sample in flight."""
         return [sample for one in self._waiting(number) for sample in one.group.requests(besides=())]
 
     def has_samples_for(self, number: int) -> bool:
-        """Whether there are any."""
+        """Return whether there are samples that an engine must begin."""
         return any(True for _ in self._waiting(number))
 
     def begin(self, samples: Sequence[SampleRequest]) -> None:
-        """An engine is at these from now on."""
+        """Record that these samples are now in flight at an engine."""
         for sample in samples:
             self.running.setdefault(sample.group_id, {})[sample.index] = sample
             self.usage.recomputed_tokens += 0 if sample.begun is None else len(sample.begun)
 
     def end(self, group: int, index: int | None = None) -> None:
-        """It is at a sample of a group no more, or at none of them."""
+        """Record that a sample of a group, or by default none of its samples, is no longer in flight."""
         left = self.running.get(group, {})
         left.pop(index, None) if index is not None else left.clear()
         if not left:
@@ -236,7 +244,7 @@ class StreamState:
         self.look_whether_complete(group)
 
     def note(self, samples: Sequence[GeneratedSample], number: int) -> None:
-        """How far an engine has brought some."""
+        """Record and log samples as far as an engine brought them."""
         rows = []
         for sample in samples:
             one = self.open.get(sample.group_id)
@@ -249,21 +257,21 @@ class StreamState:
         self.calls.after(partial(self._log.append, *rows))  # raises where the calls cannot be logged
 
     def look_whether_complete(self, id: int) -> None:
-        """A group is, when nothing of it is to be begun, nor is running: what a sample does when another one has
-        failed is of its group, too."""
+        """Mark a group as complete if no sample of it must be begun or is in flight. Samples in flight count even when
+        another one has failed, because their calls belong to the group too."""
         one = self.open.get(id)
         if one is not None and one.decided and id not in self.running and id not in self.complete:
             self.complete.append(id)
 
     def oldest_version(self, id: int, least: int) -> int:
-        """Of the weights that a group's tokens were sampled from; `least` where it has none."""
+        """Return the oldest weight version that a group's tokens were sampled from; `least` without tokens."""
         one = self.open[id]
         sampled = None if one.versions is None else one.versions[0]
         recorded = self.calls.oldest_version(id)
         return min((version for version in (sampled, recorded) if version is not None), default=least)
 
     def forget(self, ids: Collection[int]) -> None:
-        """A commit has these groups."""
+        """Drop these groups, which a commit now has."""
         for id in ids:
             self.open.pop(id, None)
         self.complete = [id for id in self.complete if id in self.open]
@@ -273,7 +281,7 @@ class StreamState:
         self.changed.notify_all()
 
     def try_again(self) -> None:
-        """After an error. A log that could not be written is begun anew, with all that is open."""
+        """Resume after an error. A log that could not be written is replaced by a new one with all open groups."""
         self.error = None
         if self._log.broken or self.calls.broken:
             self.close_logs()
@@ -285,7 +293,7 @@ class StreamState:
         self.changed.notify_all()
 
     def close_logs(self) -> None:
-        """What has come is durable then, where it can be."""
+        """Close the logs. All that they received is durable afterwards, where that is possible."""
         self.calls.close()  # what it does at last is to write to the other
         if not self._log.broken:
             self._log.close()
@@ -295,6 +303,6 @@ class StreamState:
         return (one for one in own if not one.decided)
 
     def _loads(self, serving: Collection[int]) -> dict[int, int]:
-        """Undecided groups of engines."""
+        """Return the number of undecided groups of each engine."""
         counted = Counter(one.engine for one in self.open.values() if not one.decided)
         return {number: counted[number] for number in serving}

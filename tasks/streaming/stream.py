@@ -1,16 +1,17 @@
-"""The stream of a run whose `rollout.pipeline` is `streaming`: samples are generated all the time, whoever learns.
+"""Stream of a run with `rollout.pipeline: streaming`: samples are generated all the time, independently of learning.
 
-    admit     prompts become open groups, at most `max_age` iterations ahead of learning, as few as do
-              (`cairn.tasks.streaming.stream`)
-    generate  each engine works on the samples of its groups with the newest weights there are: it is brought to them
-              between two decoding steps, and given the samples of new groups, while it works
-    take      a rollout step takes the groups of its round: those that are complete, the first ones first
+    admit     prompts become open groups, at most `max_age` iterations ahead of learning, and as few as suffice
+              (`Pacing`)
+    generate  each engine works on the samples of its groups with the newest weights. It receives new weights, between
+              two decoding steps, and the samples of new groups while it works
+    take      a rollout step takes the groups of its round: complete ones, in the order of completion
 
-What happens here depends on time and is nobody's until a rollout step commits which groups it took, with their samples.
-What an engine has made is durable before (`cairn.storage.logs.stream_log`), so that the next driver goes on from it.
+What happens here depends on timing, and belongs to no iteration until a rollout step commits which groups it took, with
+their samples. The results of an engine are durable before that (`cairn.storage.logs.stream_log`), so the next driver
+resumes from them.
 
-A round takes a group that it would otherwise leave to be too old for the next iteration, and waits for it if it is not
-complete: a bound on age must not starve the prompts whose answers are long.
+A round first takes groups that would otherwise be too old for the next iteration, and waits for those of them that are
+incomplete: a bound on age must not starve the prompts with long responses.
 """
 
 import threading
@@ -32,50 +33,53 @@ from cairn.tasks.generation.groups import Group, fresh_group
 from cairn.tasks.streaming.engine_work import EngineWork
 from cairn.tasks.streaming.state import OpenGroup, OpenLogs, StreamState, Usage
 
-# When a stream is to admit more: as late as keeps its engines at work, so that samples are young when trained on.
-#
-# | learning | the next prompts are admitted |
-# |---|---|
-# | did not wait for any of the last batches | when not even the next batch is admitted |
-# | waited for one of them, or none has been timed yet | also when engines have less than a batch to work on |
-#
-# The second holds back where `async_buffer_size` complete groups wait for learning, taken or not.
-#
-# The bound on age (`rollout.max_age`) holds besides: `cairn.flows.pipeline`.
+# Pacing of admissions.
 
 
 _LAST = 3
-"""Batches for which it counts whether learning waited: one that had a long answer is not the last of its kind."""
+"""Number of newest batches for which waiting counts: a batch with a long response is not the last of its kind."""
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """Groups that are admitted, and that no iteration has taken."""
+    """Admitted groups that no iteration has taken."""
 
     complete: int
     unfinished: int
     taken: int
-    """The newest iteration that has taken some; -1 before the first."""
+    """Newest iteration that has taken groups; -1 before the first."""
 
 
 class Pacing:
-    """Of the admissions of one driver. One thread at a time tells it what is learned from; any may ask."""
+    """Pacing of one driver's admissions. Prompts are admitted as late as possible without idle engines, so that samples
+    are young when they are trained on.
+
+    | learning | the next prompts are admitted |
+    |---|---|
+    | did not wait for any of the last batches | when less than the next batch is admitted |
+    | waited for one of them, or none has been timed yet | also when engines have less than a batch to work on |
+
+    The second rule pauses while `async_buffer_size` complete groups, taken or not, wait for learning. The bound on age
+    (`rollout.max_age`) applies as well: `cairn.flows.pipeline`.
+
+    One thread at a time reports what is learned from; any thread may query.
+    """
 
     def __init__(self, config: RolloutConfig, first: int) -> None:
-        """`first`: all iterations before are complete."""
+        """Create the pacing. `first`: all iterations before it are complete."""
         self._batch, self._buffer = config.rollout_batch_size, config.most_waiting
         self._first = first
         self._learning = first - 1
         self._waited = deque[bool](maxlen=_LAST)
 
     def learns(self, index: int, *, waited: bool) -> None:
-        """Learning from an iteration begins. `waited`: for its batch."""
+        """Report that learning from an iteration begins. `waited`: whether it waited for its batch."""
         if index > self._first:  # for which it waited in any case
             self._waited.append(waited)
         self._learning = index
 
     def wants_more(self, backlog: Backlog) -> bool:
-        """Whether to admit another batch of prompts."""
+        """Return whether to admit another batch of prompts."""
         taken = max(0, backlog.taken - self._learning) * self._batch
         waiting = taken + backlog.complete
         if waiting + backlog.unfinished < self._batch:
@@ -84,15 +88,17 @@ class Pacing:
         return not is_ahead and backlog.unfinished < self._batch and waiting < self._buffer
 
 
-# `admit`: the next prompts of a run that streams are admitted: from then on samples of them are generated.
-#
-# Admissions follow each other, whichever iteration makes them: each begins where the one before has left the data, so
-# that no prompt is drawn twice or passed over in silence, whatever becomes of the driver.
+# Step `admit`.
 
 
 @durable(Step.ADMIT, reads=("seed", "data", "rollout.rollout_max_prompt_len"), externals=("data", "model"))
 def admit(step: StepCall, previous: Commit | None, *, count: int, without: Sequence[int] | None = None) -> Outcome:
-    """Admit the `count` prompts that follow those of the admission `previous`, and are none of `without`."""
+    """Admit the `count` prompts that follow those of the admission `previous` and are not among `without`. From then on
+    samples of them are generated.
+
+    Each admission begins where the one before has left the data, whichever iteration makes it. So no prompt is drawn
+    twice or lost, whatever happens to the driver.
+    """
     begin = 0 if previous is None else previous.values["cursor"]
     draw = step.run.draw(begin, count, without or ())
     return Outcome(
@@ -108,21 +114,21 @@ def admit(step: StepCall, previous: Commit | None, *, count: int, without: Seque
 
 
 def admission_number(admission: Commit) -> int:
-    """Its place among those of the run, from 0."""
+    """Return the number of an admission among those of the run, from 0."""
     number = admission.values["number"]
     assert isinstance(number, int)
     return number
 
 
 def admitted_ids(admission: Commit) -> list[int]:
-    """The ids of its groups."""
+    """Return the ids of an admission's groups."""
     groups = admission.values["groups"]
     assert isinstance(groups, list)
     return groups  # type: ignore[return-value]
 
 
 def admitted_groups(run: RunContext, admission: Commit) -> list[Group]:
-    """Its groups, of which no sample has begun."""
+    """Return the groups of an admission, with no sample begun."""
     without = admission.values["without"]
     assert isinstance(without, list)
     draw = run.draw(admission.values["begin"], len(admitted_ids(admission)), without)  # type: ignore[arg-type]
@@ -131,51 +137,56 @@ def admitted_groups(run: RunContext, admission: Commit) -> list[Group]:
 
 @dataclass(frozen=True)
 class Taken:
-    """The groups of a round, in the order in which they are taken."""
+    """Groups of a round, in the order in which they are taken."""
 
     groups: tuple[OpenGroup, ...]
     open: dict[str, list[int]]
-    """Those that are left, by the names of their admissions."""
+    """Ids of the groups that stay open, by the names of their admissions."""
     newest: Commit
-    """The newest admission."""
+    """Newest admission."""
     calls: list[CallRecord] | None
-    """What the code of their samples was given; None where that is not recorded."""
+    """Recorded calls of their samples; None where nothing is recorded."""
     usage: "Usage"
-    """What engines did since the round before."""
+    """Work of engines since the round before."""
     waited: float
-    """Seconds."""
+    """Seconds that the round waited."""
 
 
 class Stream:
-    """That of one driver. Threads may share it."""
+    """Stream of one driver. Threads may share it."""
 
     def __init__(self, call: StepCall, weights: Commit | None, open_logs: OpenLogs, groups: Collection[int]) -> None:
-        """`call`: for whom it is generated; `weights`: the newest, None for the initial ones. `groups` are open now.
-        Use `open_stream`."""
+        """Create the stream; use `open_stream` instead.
+
+        Args:
+            call: the step call that samples are generated for.
+            weights: the newest weights; None for the initial ones.
+            groups: ids of the groups that are open now.
+        """
         self._run = call.run
         self._state = StreamState(call, weights, open_logs, groups)
         self._changed = self._state.changed
         self._taken = -1
-        """The newest iteration that has taken groups."""
+        """Newest iteration that has taken groups."""
         self._newest: Commit | None = None
         self.admitting = threading.Lock()
-        """Held by who admits: each admission follows the one before."""
+        """Held during an admission: each admission follows the one before."""
         self._engines = [EngineWork(call, number, self._state) for number in range(len(call.run.fleet.rollout))]
 
     @property
     def newest_admission(self) -> Commit | None:
-        """What the next one follows."""
+        """Admission that the next one follows."""
         return self._newest
 
     def begin(self) -> None:
-        """Generate, from now on."""
+        """Start generating."""
         self._run.fleet.membership.changed = self._deal
         self._deal()
         for engine in self._engines:
             engine.begin()
 
     def close(self) -> None:
-        """End what is generated; what has come is durable when this returns."""
+        """Stop generating. All samples so far are durable when this returns."""
         self._run.fleet.membership.changed = lambda: None
         with self._changed:
             self._state.closed = True
@@ -185,7 +196,7 @@ class Stream:
         self._state.close_logs()
 
     def follows(self, admission: Commit) -> bool:
-        """Whether an admission comes after all that are known. Raises Damaged where another one has its place."""
+        """Return whether an admission comes after all known ones. Raises Damaged where another one has its number."""
         newest = self._newest
         if newest is None:
             return True
@@ -204,14 +215,16 @@ class Stream:
             self._state.admit(admission, groups, self._serving())
 
     def publish(self, weights: Commit | None) -> None:
-        """These are the newest from now on."""
+        """Use these weights as the newest from now on."""
         with self._changed:
             self._state.weights = weights
             self._changed.notify_all()
 
     def take(self, iteration: int, count: int, tell: Callable[[int], None]) -> Taken:
-        """Wait until `count` groups can be taken by a round of an iteration, and say which. They stay until `forget`.
-        `tell` is told how many are complete. Raises what an engine raised: a new call lets it try again."""
+        """Wait until a round of an iteration can take `count` groups, and return them. They stay open until `forget`.
+
+        Raises what an engine raised: a new call lets it try again. `tell` is called with the number of complete groups.
+        """
         began = time.monotonic()
         end = began + self._run.config.rollout.timeout
         bound = self._run.config.rollout.oldest_trained
@@ -244,33 +257,33 @@ class Stream:
             return Taken(groups, left, self._newest, state.calls.of(chosen), usage, time.monotonic() - began)
 
     def forget(self, ids: Collection[int], iteration: int) -> None:
-        """A rollout step of an iteration has committed these groups."""
+        """Drop these groups, which a rollout step of an iteration has committed."""
         with self._changed:
             self._taken = max(self._taken, iteration)
             self._state.forget(ids)
 
     @property
     def backlog(self) -> Backlog:
-        """What is admitted, and not taken."""
+        """Groups that are admitted and not taken."""
         with self._changed:
             complete = len(self._state.complete)
             return Backlog(complete, len(self._state.open) - complete, self._taken)
 
     def wait_until(self, wants_more: Callable[[Backlog], bool]) -> None:
-        """Return when it holds of the backlog, or the driver ends. It is asked again when that has changed, or by
-        `look_again`."""
+        """Return when `wants_more` is true for the backlog, or the driver ends. It is called again when the backlog has
+        changed, and after `look_again`."""
         with self._changed:
             while not (self._state.closed or self._run.stopping.is_set() or wants_more(self.backlog)):
                 self._changed.wait(1.0)
 
     def look_again(self) -> None:
-        """Something else has changed."""
+        """Have `wait_until` call its condition again, because something else has changed."""
         with self._changed:
             self._changed.notify_all()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Have the engines to oneself."""
+        """Pause the stream within the block, so that the caller has the engines to itself."""
         with self._changed:
             self._state.pauses += 1
             self._interrupt_all()
@@ -283,7 +296,7 @@ class Stream:
                 self._changed.notify_all()
 
     def _deal(self) -> None:
-        """Engines have joined or left."""
+        """Reassign groups after engines have joined or left."""
         with self._changed:
             self._state.deal(self._serving())
             for engine in self._engines:

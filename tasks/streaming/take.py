@@ -1,6 +1,6 @@
-"""`rollout` of a run that streams: a round takes the groups that are complete.
+"""Step `rollout` of a run that streams: a round takes complete groups.
 
-Which they are is a matter of time, and decided by the commit of this step, before anything is made of them.
+Which groups these are depends on timing. This step's commit decides it, before anything is computed from them.
 """
 
 import time
@@ -30,7 +30,7 @@ from cairn.tasks.streaming.stream import Stream
     finds=(Step.ADMIT,),
 )
 def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Outcome:
-    """Take `count` groups from the stream, when as many are complete. `earlier`: the filter step before."""
+    """Take `count` groups from the stream when so many are complete. `earlier`: the filter step before."""
     run = step.run
     stream = run.attached(Stream)
     assert stream is not None
@@ -101,13 +101,13 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
 
 
 def taken_ids(taken: Commit) -> list[int]:
-    """The groups of such a step."""
+    """Return the ids of the groups that such a step took."""
     groups = taken.values["groups"]
     assert isinstance(groups, list)
     return groups  # type: ignore[return-value]
 
 
 def encode_rows(run: RunContext, rows: Sequence[tuple[str, Group, GeneratedSample]]) -> pa.Table:
-    """Rows of the rollout table, of (engine, group, sample)."""
+    """Return rows of the rollout table for tuples (engine, group, sample)."""
     engines, groups, samples = zip(*rows, strict=True) if rows else ((), (), ())
     return sample_table(run, engines, {group.drawn.group_id: group for group in groups}, samples)

@@ -1,4 +1,4 @@
-"""`checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all."""
+"""Step `checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all."""
 
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.commits import Commit, Step
@@ -7,7 +7,7 @@ from cairn.tasks.trainer.recovery import prepare_trainer
 
 
 def checkpoint_due(config: RunConfig, iteration: int) -> bool:
-    """Whether the iteration ends with a restore point."""
+    """Return whether the iteration ends with a restore point."""
     interval = config.checkpoint.save_interval
     last = iteration + 1 == config.rollout.num_rollout
     return last or (interval is not None and (iteration + 1) % interval == 0)
@@ -15,7 +15,7 @@ def checkpoint_due(config: RunConfig, iteration: int) -> bool:
 
 @durable(Step.CHECKPOINT, engines=("training",))
 def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
-    """Save the training state that `trained` committed. `selection` fixes cursor and buffer."""
+    """Save the training state that `trained` committed. `selection` fixes the cursor and the buffer."""
     run = step.run
     with run.weights_lock:
         prepare_trainer(run, trained)

@@ -1,10 +1,12 @@
-"""Bring the training engine to a committed state: from its own, or from the newest checkpoint and the steps since.
+"""Restoring of the training engine to a committed state: from its own state, or from the newest checkpoint.
 
-the engine stands at             what is done
-the wanted state                 nothing
-a committed state before it      the newest checkpoint between the two is loaded, if there is one; the committed train
-                                 steps after it are replayed from their snapshots, each checked against its digest
-anything else                    it is discarded: restarted, which brings it to the initial weights, and then the same
+the engine's state               action
+the wanted state                 none
+a committed state before it      the newest checkpoint between the two is loaded, if there is one; the committed
+                                 train steps after it are replayed from their snapshots, each checked against its
+                                 digest
+anything else                    the engine is discarded: a restart brings it to the initial weights, and then the
+                                 case above applies
 """
 
 import time
@@ -23,11 +25,12 @@ from cairn.tasks.durable.versions import sampled_from, version_of
 
 
 class ReplayDiverged(Exception):
-    """A committed train step, done again from its snapshot, gave another state. Nothing was changed in the ledger."""
+    """Error: the replay of a committed train step from its snapshot gave another state. The ledger was not changed."""
 
 
 def current_position(run: RunContext) -> Position | None:
-    """Where the training engine stands, or None where it cannot say: restarted, or left in the middle of a step."""
+    """Return the position of the training engine; None where it cannot report one, after a restart or in the middle of
+    a step."""
     try:
         return run.fleet.training.living_position()
     except (EngineDied, EngineTimeout, ClusterLost):
@@ -43,16 +46,16 @@ def prepare_trainer(run: RunContext, weights: Commit | None) -> None:
 
 
 def prepare_trainer_from(run: RunContext, position: Position | None, weights: Commit | None) -> None:
-    """The same for who has asked where the engine stands, and has it to himself since."""
+    """Do the same as `prepare_trainer` for a caller that has the engine's position and exclusive use of it since."""
     _restore_from(run, position, weights)
     run.fleet.turns.for_training()
 
 
 def restore_trainer(run: RunContext, weights: Commit | None) -> None:
-    """Make the training engine hold exactly the state that `weights` committed; None means the initial weights. An
-    engine that does so already is left where it is, its memory given away or not.
+    """Restore the training engine to exactly the state that `weights` committed; None means the initial weights. An
+    engine in that state is left unchanged, whether its memory is offloaded or not.
 
-    Callers hold `run.weights_lock`. Raises ReplayDiverged, Damaged, and EngineError where a new try may help.
+    Callers hold `run.weights_lock`. Raises ReplayDiverged, Damaged, and EngineError where a retry may help.
     """
     _restore_from(run, current_position(run), weights)
 
@@ -83,8 +86,8 @@ def _restore_from(run: RunContext, position: Position | None, weights: Commit | 
 
 
 def _stands_at(run: RunContext, position: Position | None) -> int | None:
-    """The iteration that left the very state in which the training engine stands, -1 for the initial one; None where
-    there is none."""
+    """Return the iteration that left exactly the training engine's state, -1 for the initial state; None where none
+    did."""
     if position is None:
         return None
     if position.weight_version == 0:
@@ -103,7 +106,8 @@ def _load(run: RunContext, saved: Commit) -> None:
 
 
 def replay(run: RunContext, committed: Commit) -> None:
-    """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
+    """Replay a committed train step on the engine, from its snapshots. Raises ReplayDiverged for another state
+    digest."""
     require_unredacted(run, committed)
     run = run.seen_as(run.config_of(committed))  # what the step saw that is done again, not what its caller may see
     assert committed.weight_version_in is not None
@@ -132,7 +136,7 @@ def require_unredacted(run: RunContext, committed: Commit) -> None:
 
 
 def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
-    """The very batch that a train step was committed for, from its snapshots."""
+    """Return exactly the batch that a train step was committed for, from its snapshots."""
     inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
     by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
     rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]

@@ -1,6 +1,9 @@
-"""`score`: log-probs of the kept samples under the old policy, the reference and the teacher, and the critic's values,
-where the algorithm needs them. The training engine has all of these models, or a server has the teacher: that one is
-asked while the engine scores, and never again once the step is committed."""
+"""Step `score`: log-probs of the kept samples under the old policy, the reference and the teacher, and the critic's
+values, where the algorithm needs them.
+
+The training engine has all of these models, except a teacher behind a server. That one is called while the engine
+scores, and never again once the step is committed.
+"""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +31,7 @@ TOP = ("teacher_top_log_probs", "teacher_top_ids")
 
 
 def needs_scores(config: RunConfig) -> bool:
-    """Whether an iteration has a score step at all."""
+    """Return whether an iteration has a score step at all."""
     return bool(scores_needed(config.algorithm, config.training.num_steps_per_rollout))
 
 
@@ -70,7 +73,7 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
 def _by_the_engine(
     run: RunContext, weights: Commit | None, batch: TrainBatch, roles: Sequence[ModelRole]
 ) -> dict[ModelRole, list[np.ndarray]]:
-    """What models of the training engine say of the batch's sequences."""
+    """Return the scores of the batch's sequences under models of the training engine, by role."""
     if not roles:
         return {}
     with run.weights_lock:
@@ -80,7 +83,8 @@ def _by_the_engine(
 
 @contextmanager
 def _asking(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]] | None]":
-    """What a teacher behind a server says, in a thread; it is not waited for where the body fails."""
+    """Yield the future scores of a teacher behind a server, computed in a thread; None without one. If the body fails,
+    the calls are aborted."""
     if teacher is None:
         yield None
         return

@@ -1,14 +1,14 @@
-"""The self-test: does this kind of machine give the same bits twice?
+"""Self-test: does this kind of machine give the same bits twice?
 
-Recovery replays committed updates and holds them against their digests. Whether that can work is known only of machines
-on which it was tried, so it is tried once on each kind: after the first iteration that a driver completes, never on the
-way of a resume.
+Recovery replays committed updates and compares them with their digests. Only a trial shows whether that works on a
+machine. So it is tried once on each kind: after the first iteration that a driver completes, never during a resume.
 
     state as committed ── save ── update ──▶ digest A
                             └─ restart, load ── update ──▶ digest B       A = B?
                                         └─ load ──▶ state as committed
 
-The batch is that of the iteration, so lengths and layout are those of the run. Nothing of it enters the run's history.
+The batch is that of the iteration, so lengths and layout are those of the run. Nothing of the test enters the run's
+history.
 """
 
 import time
@@ -42,11 +42,11 @@ OPTIONS = (
     "algorithm.loss_type",
     "algorithm.advantage_estimator",
 )
-"""Of the configuration, what kernels and layout depend on."""
+"""Configuration fields that kernels and layout depend on."""
 
 
 def fingerprint(config: RunConfig, model: str | None, environment: Environment) -> str:
-    """Of what a self-test is about: equal wherever its result must be equal. `model`: digest of the model's folder."""
+    """Return the digest of all that a self-test's result depends on. `model`: digest of the model's folder."""
     return canonical.digest(
         {
             "environment": environment.model_dump(mode="json", exclude={"host"}),
@@ -57,14 +57,14 @@ def fingerprint(config: RunConfig, model: str | None, environment: Environment) 
 
 
 def self_test_once(run: RunContext, trained: Commit) -> None:
-    """Test the machine that the training engine is on, unless that was done, on the batch that `trained` consumed. The
-    engine is left in the state that `trained` committed, or, where it fails, in one that the next step discards."""
+    """Test the training engine's machine, unless that was done, on the batch that `trained` consumed. Afterwards the
+    engine is in the state that `trained` committed or, after a failure, in one that the next step discards."""
     if run.stopping.is_set():
         return
     try:
         _self_test(run, trained)
     except (EngineError, StoreError, Damaged, OSError) as error:
-        # The next step finds the engine in another state, and restores it.
+        # The next step notices that the engine is in another state, and restores it.
         run.emit(Message(f"Self-test: broken off, and left to the next driver: {error}", "warning"))
 
 
@@ -96,7 +96,7 @@ def _self_test(run: RunContext, trained: Commit) -> None:
 
 
 def sentence(found: SelfTest) -> str:
-    """What a self-test found, for people."""
+    """Return the result of a self-test as a sentence for people."""
     if found.agrees:
         return f"Self-test: {found.environment.device} gave the same bits twice, in {found.seconds:.0f} s"
     return (
@@ -107,8 +107,8 @@ def sentence(found: SelfTest) -> str:
 
 
 def _updated_twice(run: RunContext, trained: Commit) -> list[str]:
-    """The state digests of both updates; fewer if the driver is told to end meanwhile. Only what gives the engine the
-    committed state back begins then: it may have to be saved."""
+    """Return the state digests of both updates; fewer if the driver must end meanwhile. After that only the load that
+    restores the committed state begins, because this state may have to be saved."""
     training, store = run.fleet.training, run.ledger.store.url
     prepare_trainer(run, trained)
     digests: list[str] = []
@@ -136,7 +136,8 @@ def _update(run: RunContext, trained: Commit) -> str:
 
 @contextmanager
 def _saved(run: RunContext, trained: Commit) -> Iterator[str]:
-    """The store path of a checkpoint of the state that `trained` committed: the run's own, or one for the block."""
+    """Yield the store path of a checkpoint of the state that `trained` committed: the run's own, or one for the
+    block."""
     saved = run.find(trained.iteration, Step.CHECKPOINT)
     if saved is not None:
         yield run.ledger.folder_of(saved)

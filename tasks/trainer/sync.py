@@ -1,7 +1,7 @@
-"""`sync`: the new weights are published, where every rollout engine fetches them when it needs them.
+"""Step `sync`: publish the new weights. Every rollout engine fetches them when it needs them.
 
-Which weights an engine has is verified, not remembered: before it generates it is asked, and brought up to date by
-itself alone where it is behind.
+An engine's weights are verified, not remembered: before it generates, it is queried, and only an engine that is behind
+is updated.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from cairn.tasks.trainer.recovery import restore_trainer
 
 @durable(Step.SYNC, reads=("rollout.dtype",), engines=("training",))  # the digest is of the weights in that dtype
 def sync(step: StepCall, trained: Commit) -> Outcome:
-    """Publish the weights that `trained` committed; commit the digest that engines must find."""
+    """Publish the weights that `trained` committed, and commit the digest that engines must find."""
     publication = publish(step.run, trained)
     return Outcome(
         values={"digest": publication.digest},
@@ -27,25 +27,26 @@ def sync(step: StepCall, trained: Commit) -> Outcome:
 
 
 def publish(run: RunContext, weights: Commit | None) -> Publication:
-    """Publish the weights that `weights` committed, None for the initial ones; the trainer is brought there if it is
-    elsewhere."""
+    """Publish the weights that `weights` committed; None means the initial ones. A trainer in another state is restored
+    to these weights first."""
     with run.weights_lock:
         restore_trainer(run, weights)
         return run.fleet.publish(version_of(weights), keep=run.ledger.lag + 2)
 
 
 def update(run: RunContext, engine: Any, weights: Commit | None) -> float:
-    """Have an engine of `run.fleet.rollout` go on, with what it generates, with the weights that `weights` committed.
-    Returns for how many seconds it decoded nothing. Raises EngineError."""
+    """Update an engine of `run.fleet.rollout` during generation to the weights that `weights` committed. Return the
+    seconds without decoding. Raises EngineError."""
     seconds: float = run.fleet.update(engine, version_of(weights))
     return seconds
 
 
 def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
-    """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed. They are published again where
-    the engine needs them and they are not there any more, not yet in this driver, or not what was published.
+    """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed.
 
-    Raises PublicationGone where another half learns meanwhile: the training engine is ahead, and does not go back.
+    The weights are published again if the engine needs them and their publication is gone, was not yet made by this
+    driver, or differs from what was published. Raises PublicationGone where another half learns meanwhile: the training
+    engine is ahead, and does not go back.
     """
     version = version_of(weights)
     try:

@@ -1,8 +1,8 @@
-"""`train`: the optimizer updates of one iteration, exactly once.
+"""Step `train`: the optimizer updates of one iteration, exactly once.
 
-The engine may be ahead of the ledger: the driver died after the update and before the commit. If it was the very input
-that is to be trained now, its result is committed and nothing is trained again. An engine in any other state is brought
-back to the committed weights first.
+The engine is ahead of the ledger if the driver died after the update and before the commit. If that update had exactly
+the input that is to be trained now, its result is committed and nothing is trained again. An engine in any other state
+is first restored to the committed weights.
 """
 
 from cairn.engines.plan.rates import folder_size as model_size
@@ -30,7 +30,7 @@ def train(
     scores: Commit | None,
 ) -> Outcome:
     """Update the weights that `weights` left, the actor's and the critic's, on the selected samples. `advantages` is
-    None for a loss that follows none."""
+    None for a loss without advantages."""
     run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
     batch = train_batch(run, selection, rollouts, advantages, scores)
     with run.weights_lock:
@@ -58,7 +58,8 @@ def train(
 
 
 def _uncommitted_result(step: StepCall, position: Position | None, version: int) -> TrainResult | None:
-    """The result of this very step, if the engine, which stands at `position`, has done it and nobody committed it."""
+    """Return the result of exactly this step, if the engine at `position` has computed it and no driver has committed
+    it."""
     if position is None or position.weight_version != version or position.last_input_digest != step.input_digest:
         return None
     step.run.emit(Message(f"Iteration {step.iteration}: the update had been done and not committed; it is adopted"))

@@ -1,1 +1,1 @@
-"""Agents that speak to an HTTP endpoint, captured as trajectories."""
+"""Capture of agents that call an HTTP endpoint: their requests become trajectories."""

@@ -1,4 +1,4 @@
-"""Anthropic's Messages."""
+"""Anthropic's Messages API."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -18,10 +18,10 @@ from cairn.engines.types.types import SamplingParams
 
 
 class Messages:
-    """`POST /v1/messages`."""
+    """The API `POST /v1/messages`."""
 
     def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
-        """See `Dialect`."""
+        """Parse the body of a request. Raises BadRequest for what is not supported."""
         refuse_other_sampling(body, params, ignored)
         choice = (body.get("tool_choice") or {}).get("type", "auto")
         if choice not in ("auto", "none") and "tool_choice" not in ignored:
@@ -45,7 +45,7 @@ class Messages:
         )
 
     def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the response as one JSON object."""
         return {
             **_head(asked, answer),
             "content": _blocks(answer),
@@ -55,7 +55,7 @@ class Messages:
         }
 
     def events(self, asked: Asked, answer: Answer) -> list[str]:
-        """See `Dialect`."""
+        """Return the response as server-sent events."""
         usage, told = _usage(answer), list[tuple[str, dict[str, Any]]]()
         begun = {**_head(asked, answer), "content": [], "stop_reason": None, "stop_sequence": None}
         told.append(("message_start", {"message": {**begun, "usage": {**usage, "output_tokens": 0}}}))
@@ -70,13 +70,14 @@ class Messages:
         return [f"event: {kind}\ndata: {json.dumps({'type': kind, **what})}\n\n" for kind, what in told]
 
     def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the error object for the message `told`."""
         kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
         return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": told}}
 
 
 def _messages(given: Any, where: str) -> list[Message]:
-    """As OpenAI's API has them: results of tools are messages of their own, before what else a user says."""
+    """Convert one message to OpenAI's format. Tool results become messages of their own, in front of the user's
+    text."""
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
         raise BadRequest(f"{where} has to be an object whose role is user or assistant")
     content = given.get("content")
@@ -129,7 +130,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _begun(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A block before anything is in it, and all that is."""
+    """Return a content block without its content, and the delta that holds all of it."""
     if block["type"] == "thinking":
         return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
     if block["type"] == "text":

@@ -1,4 +1,4 @@
-"""SGLang's own API: tokens, or text, in, and tokens out."""
+"""SGLang's own API: tokens or text as input, tokens as output."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 
 async def generate(session: "Session", body: Mapping[str, Any]) -> tuple[dict[str, Any], Exchange]:
-    """`POST /generate`, of one request. Text goes on from the tokens of what was sampled before, where it begins with
-    their text. Raises BadRequest."""
+    """Serve `POST /generate` for one request.
+
+    Where a text begins with the text of an earlier exchange, its prompt begins with the sampled tokens of that
+    exchange. Raises BadRequest.
+    """
     how = body.get("sampling_params") or {}
     if not isinstance(how, Mapping):
         raise BadRequest("sampling_params has to be an object: give one request at a time")
@@ -60,8 +63,8 @@ def _prompt(session: "Session", body: Mapping[str, Any]) -> np.ndarray:
     raise BadRequest("input_ids has to be a list of tokens, or text a string: give one request at a time")
 
 
-# vLLM's endpoint of tokens, which `verifiers` 0.4 and the `renderers` speak: the client has made the tokens, and reads
-# those that were sampled.
+# vLLM's token endpoint, which `verifiers` 0.4 and `renderers` use: the client tokenizes the prompt and reads the
+# sampled tokens.
 #
 # POST …/inference/v1/generate {"token_ids": [...], "sampling_params": {"stop_token_ids": [...], "logprobs": 1, ...}}
 #     {"request_id", "choices": [{"index": 0, "token_ids": [...], "finish_reason": "stop" | "length",
@@ -69,8 +72,11 @@ def _prompt(session: "Session", body: Mapping[str, Any]) -> np.ndarray:
 
 
 async def generate_of_tokens(session: "Session", body: Mapping[str, Any]) -> tuple[dict[str, Any], Exchange]:
-    """`POST /inference/v1/generate`. The model's end token ends a response, and so does whatever else the run says; a
-    client may name these. Raises BadRequest."""
+    """Serve `POST /inference/v1/generate`.
+
+    The model's end token and the run's stop settings end a response; a client may name the same ones. Raises
+    BadRequest, also where the response holds a stop token of the client that did not end it.
+    """
     how = body.get("sampling_params") or {}
     if not isinstance(how, Mapping):
         raise BadRequest("sampling_params has to be an object")

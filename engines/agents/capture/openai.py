@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions."""
+"""OpenAI's Chat Completions API."""
 
 import json
 import time
@@ -20,10 +20,10 @@ from cairn.storage.store.canonical import from_json
 
 
 class ChatCompletions:
-    """`POST /v1/chat/completions`."""
+    """The API `POST /v1/chat/completions`."""
 
     def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
-        """See `Dialect`."""
+        """Parse the body of a request. Raises BadRequest for what is not supported."""
         refuse_other_sampling(body, params, ignored)
         choice = body.get("tool_choice") or "auto"
         if choice not in ("auto", "none") and "tool_choice" not in ignored:
@@ -45,7 +45,7 @@ class ChatCompletions:
         )
 
     def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the response as one JSON object."""
         message = {"role": "assistant", "content": _content(answer), **_more(answer)}
         if calls := _calls(answer):
             message["tool_calls"] = calls
@@ -58,7 +58,7 @@ class ChatCompletions:
         return {**_head(asked, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, asked: Asked, answer: Answer) -> list[str]:
-        """See `Dialect`."""
+        """Return the response as server-sent events."""
         calls = [{"index": number, **call} for number, call in enumerate(_calls(answer))]
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": "", **_more(answer)}]
         deltas += [{"content": answer.reply.content}] if answer.reply.content else []
@@ -73,13 +73,13 @@ class ChatCompletions:
         return [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
 
     def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the error object for the message `told`."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": told, "type": kind, "param": None, "code": code}}
 
 
 def text_of(content: Any, where: str) -> str:
-    """Content that is a string, or a list of parts that are text. Raises BadRequest for other parts."""
+    """Return the text of a message's content, a string or a list of text parts. Raises BadRequest for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,9 +1,9 @@
-"""From messages to tokens, so that what was sampled stays as it was sampled.
+"""Conversion of messages to tokens that never re-tokenizes what the policy sampled.
 
-Where messages go on from a conversation that the session knows, its exact tokens stand, and what the chat template adds
-for the new messages is found by rendering both. They stand only if the template tells the old messages, reply included,
-in the same words as before. Where it tells them otherwise (thoughts left out, a note on the newest turn), or the client
-has rewritten them, all is rendered, as a prompt that the world gave.
+Where messages continue a conversation of the session, the prompt begins with the exact tokens of that conversation.
+Rendering both with the chat template shows which text the new messages add. The old tokens are reused only if the
+template renders the old messages, reply included, in the same words as before. Otherwise the whole conversation is
+rendered again as a new prompt: the template left out thoughts or marks the newest turn, or the client rewrote messages.
 """
 
 import json
@@ -19,14 +19,14 @@ from cairn.engines.models.tokenizers import after_reply, special_ids
 from cairn.engines.types.trajectories import Segment, Trajectory
 from cairn.engines.types.types import FinishReason, SamplingParams
 
-# What a client is told.
+# Errors that clients receive.
 
 
 class BadRequest(Exception):
-    """What a client asks is not to be had. The session goes on."""
+    """The request is not supported. The session stays open."""
 
     def __init__(self, told: str, *, status: int = 400, code: str | None = None) -> None:
-        """`told`: one sentence. `code`: as OpenAI's API has it."""
+        """Store the message `told`, one sentence, with the HTTP status and OpenAI's error code."""
         super().__init__(told)
         self.status = status
         self.code = code
@@ -39,40 +39,39 @@ class SessionOver(BadRequest):
         super().__init__("this session has ended: its sample has what it is made of", status=410, code="session_over")
 
 
-# What went through a session: each request's tokens and those that the policy sampled after them, and the trajectories
-# that they make.
+# Exchanges and the trajectories that they form.
 #
-# An exchange goes on from another one where its prompt begins with that one's tokens, exactly. From each exchange that
-# none goes on from, the chain back to the first one is a trajectory, whose prompt is the first one's; what lies between
-# two exchanges the world gave. An exchange that two chains share is trained on in the first of them.
+# An exchange continues an earlier one if its prompt begins exactly with the tokens of the earlier one. Each exchange
+# that no other continues ends a trajectory: the chain back to the first exchange, with the prompt of the first one.
+# Tokens between two exchanges come from the environment. An exchange that two chains share is trained on in the first.
 
 
 @dataclass(eq=False)
 class Exchange:
-    """A request, and what the policy sampled."""
+    """A request, and the segment that the policy sampled for it."""
 
     prompt_ids: np.ndarray
-    """[P] int32: all that it was sampled after."""
+    """[P] int32: the tokens in front of the sampled ones."""
     segment: Segment
     parent: "Exchange | None"
-    """That it goes on from."""
+    """The exchange that this one continues."""
     ids: np.ndarray = field(init=False)
-    """[P + T] int32."""
+    """[P + T] int32: prompt, then sampled tokens."""
     lost: bool = False
-    """Whether the client was gone when it was to be told."""
+    """Whether the client had disconnected before the response was sent."""
     retold: bool = False
-    """Whether a later prompt has it in its history in other tokens."""
+    """Whether a later prompt holds this exchange in its history, but in other tokens."""
 
     def __post_init__(self) -> None:
         self.ids = np.concatenate([self.prompt_ids, self.segment.ids])
 
     def is_before(self, prompt_ids: np.ndarray) -> bool:
-        """Whether a prompt begins with its tokens."""
+        """Return whether a prompt begins with the tokens of this exchange."""
         return len(prompt_ids) >= len(self.ids) and np.array_equal(prompt_ids[: len(self.ids)], self.ids)
 
     @property
     def chain(self) -> "list[Exchange]":
-        """All that it goes on from, and itself."""
+        """The exchanges that this one continues, in order, and itself."""
         found = [self]
         while found[-1].parent is not None:
             found.append(found[-1].parent)
@@ -80,12 +79,15 @@ class Exchange:
 
 
 def parent_of(prompt_ids: np.ndarray, exchanges: Sequence[Exchange]) -> Exchange | None:
-    """The exchange that a prompt goes on from: the longest of those that it begins with."""
+    """Return the longest exchange whose tokens a prompt begins with."""
     return max((one for one in exchanges if one.is_before(prompt_ids)), key=lambda one: len(one.ids), default=None)
 
 
 def trajectories(exchanges: Sequence[Exchange]) -> list[Trajectory]:
-    """Of exchanges in the order in which they ended. One that was lost, and that nobody went on from, is of none."""
+    """Return the trajectories of exchanges, which are in the order in which they ended.
+
+    A lost exchange that no other continues belongs to no trajectory.
+    """
     parents = {exchange.parent for exchange in exchanges}
     trained, found = set[Exchange](), list[Trajectory]()
     for last in exchanges:
@@ -109,34 +111,34 @@ def _masked(segment: Segment) -> Segment:
 
 
 Message = dict[str, Any]
-"""As OpenAI's API has it, its content a string and the arguments of its tool calls a mapping."""
+"""A message in OpenAI's format; its content is a string, the arguments of its tool calls are a mapping."""
 
 _MARK = "\N{REFERENCE MARK}reply\N{REFERENCE MARK}"
-"""Stands for what a reply says."""
+"""Placeholder for the content of a reply."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the reply that came to them."""
+    """Messages, and the reply to them."""
 
     messages: tuple[Message, ...]
     reply: Message
     tools: str
-    """As JSON."""
+    """The tools, as JSON."""
     exchange: Exchange
     told: tuple[str, ...]
-    """What tells its messages and the reply from others."""
+    """Identity of each message and of the reply, for comparison with other messages."""
 
     def is_before(self, told: Sequence[str]) -> bool:
-        """Whether messages begin with it."""
+        """Return whether messages begin with this conversation."""
         return tuple(told[: len(self.told)]) == self.told
 
 
 class ChatTemplate:
-    """Of a model. What it cannot render of what clients say is a BadRequest."""
+    """The chat template of a model. Raises BadRequest for messages that it cannot render."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-        """`arguments`: of the template."""
+        """Read the template of `tokenizer`. `arguments`: keyword arguments of the template."""
         self._tokenizer = tokenizer
         self._arguments = dict(arguments)
         self._source = str(tokenizer.chat_template or "")
@@ -145,11 +147,12 @@ class ChatTemplate:
     def prompt(
         self, messages: Sequence[Message], tools: Tools, known: Sequence[Conversation]
     ) -> tuple[np.ndarray, tuple[Message, ...], list[Exchange]]:
-        """The tokens of a prompt, its messages with the thoughts that their client left out, and the exchanges that it
-        has in its history.
+        """Return the tokens of a prompt, its messages and the exchanges in its history.
+
+        The returned messages contain the thoughts that the client left out.
 
         Args:
-            known: conversations of the session.
+            known: earlier conversations of the session.
         """
         told = tuple(map(_told, messages))
         found = [one for one in reversed(known) if one.is_before(told)]  # of two that say the same the later one
@@ -165,26 +168,26 @@ class ChatTemplate:
         return self.ids(rendered), tuple(whole), [one.exchange for one in before]
 
     def ids(self, text: str) -> np.ndarray:
-        """[T] int32. Half a surrogate pair, which is no text, is written as its escape."""
+        """Return the tokens of a text, [T] int32. A lone surrogate, which is not valid text, is escaped."""
         return np.asarray(self._tokenizer(storable(text), add_special_tokens=False)["input_ids"], np.int32)
 
     def text(self, ids: Sequence[int] | np.ndarray, *, skips: bool = False) -> str:
-        """Of tokens. `skips`: without special ones."""
+        """Return the text of tokens. `skips`: without special tokens."""
         given = [*map(int, ids)]
         text: str = self._tokenizer.decode(given, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         return text
 
     def said(self, segment: Segment) -> str:
-        """What the policy sampled, without the token that ends it."""
+        """Return the text that the policy sampled, without the token that ends it."""
         return self.text(segment.ids[: len(segment) - self._ended(segment)])
 
     def reply(self, prompt_ids: np.ndarray, said: str, tools: Tools, *, cut: bool) -> Reply:
-        """What a reply says. `cut`: whether it reached its longest length."""
+        """Parse the content of a reply. `cut`: whether the reply reached its maximum length."""
         thinking = self.text(prompt_ids[-8:]).rstrip().endswith("<think>")
         return read_reply(said, self._tokenizer, tools, thinking=thinking, cut=cut)
 
     def _after(self, known: Conversation, tools: Tools, rendered: str) -> str | None:
-        """What a prompt says after a reply's tokens; None where it does not go on from them."""
+        """Return the text that a prompt adds after a reply's tokens; None where the prompt does not continue them."""
         asked = self._text(known.messages, tools)
         answered = self._text([*known.messages, known.reply], tools, opens=False)
         if not answered.startswith(asked) or not rendered.startswith(answered):
@@ -199,7 +202,7 @@ class ChatTemplate:
         return after_reply(self._tokenizer, self._special, segment.ids, written) if self._ended(segment) else written
 
     def _ended(self, segment: Segment) -> bool:
-        """Whether its last token is one that ends replies."""
+        """Return whether the last token is one that ends replies."""
         stopped = segment.finish_reason == FinishReason.STOP and len(segment) > 0
         return stopped and int(segment.ids[-1]) in self._special
 
@@ -215,7 +218,7 @@ class ChatTemplate:
 
 
 def conversation(messages: Sequence[Message], tools: Tools, reply: Reply, exchange: Exchange) -> Conversation:
-    """Of an exchange, whose reply the client is given."""
+    """Return the conversation that an exchange and its reply complete."""
     message: Message = {"role": "assistant", "content": reply.content}
     if reply.thoughts is not None:
         message["reasoning_content"] = reply.thoughts
@@ -227,8 +230,10 @@ def conversation(messages: Sequence[Message], tools: Tools, reply: Reply, exchan
 
 
 def _told(message: Message) -> str:
-    """What tells a message from others, however its client wrote it down: ids of calls and thoughts do not, nor does
-    the space around a reply."""
+    """Return the identity of a message, for comparison.
+
+    Ids of calls, thoughts and the white space around a reply do not count: clients differ in how they write them.
+    """
     content = message.get("content") or ""
     words: dict[str, Any] = {"role": message["role"], "content": content}
     if message["role"] == "assistant":
@@ -244,7 +249,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-# What a client asks, and what it is answered, in whatever words its API has for it.
+# A client's request and its response, independent of the API.
 
 
 @dataclass(frozen=True)
@@ -259,50 +264,49 @@ class Asked:
     stream: bool = False
     reports_log_probs: bool = False
     reports_usage: bool = False
-    """Where it is streamed."""
+    """Whether a streamed response reports token usage."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The reply."""
+    """The reply to a request."""
 
     id: str
-    """The same where the sample's code runs again."""
+    """Id of the reply, the same when the sample's code runs again."""
     reply: Reply
     exchange: Exchange
     stopped_by: str | None = None
-    """The string of the request that ended it."""
+    """The stop string of the request that ended the reply."""
     tokens: tuple[str, ...] = ()
-    """Each as text, where log-probs are asked for."""
+    """The text of each token, where the request wants log-probs."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether it reached its longest length."""
+        """Whether the reply reached its maximum length."""
         return self.exchange.segment.finish_reason == FinishReason.LENGTH
 
     def call_id(self, number: int) -> str:
-        """Of its tool call `number`."""
+        """Return the id of the reply's tool call `number`."""
         return f"call_{self.id}_{number}"
 
 
 class Dialect(Protocol):
-    """An API."""
+    """An HTTP API: how it writes requests, responses and errors."""
 
     def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
-        """A request. Raises BadRequest for what is not to be had."""
+        """Parse the body of a request. Raises BadRequest for what is not supported."""
 
     def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
-        """The answer as one JSON object."""
+        """Return the response as one JSON object."""
 
     def events(self, asked: Asked, answer: Answer) -> list[str]:
-        """The answer as server-sent events."""
+        """Return the response as server-sent events."""
 
     def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
-        """What a client is told that asks for what is not to be had."""
+        """Return the response to an unsupported request."""
 
 
-# What a client may not ask, since tokens are drawn as the run says: log-probs are of one distribution, and no other is
-# trained on.
+# Clients cannot change the sampling of the run: log-probs refer to one distribution, and training uses no other.
 
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -328,12 +332,11 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "functions": ([],),
 }
-"""Values besides null that change nothing, by the names of fields."""
+"""Values, besides null, with which a field changes nothing, by field name."""
 
 
 def refuse_other_sampling(given: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> None:
-    """Raise BadRequest where a request would have tokens drawn in another way than `params`. `ignored`: fields that
-    the session looks over."""
+    """Raise BadRequest where a request wants other sampling than `params`. `ignored`: fields that are not checked."""
     own: dict[str, tuple[Any, ...]] = {
         "temperature": (params.temperature,),
         "top_p": (params.top_p,),
@@ -351,7 +354,7 @@ def refuse_other_sampling(given: Mapping[str, Any], params: SamplingParams, igno
 
 
 def whole_number(given: Mapping[str, Any], *names: str) -> int | None:
-    """The first of some fields that has a value: a positive whole number. Raises BadRequest for another value."""
+    """Return the first of some fields that has a value, a positive integer. Raises BadRequest for another value."""
     for name in names:
         value = given.get(name)
         if value is not None:
@@ -362,7 +365,7 @@ def whole_number(given: Mapping[str, Any], *names: str) -> int | None:
 
 
 def strings(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A field that holds one string or several. Raises BadRequest for another value."""
+    """Return the strings of a field that holds one string or several. Raises BadRequest for another value."""
     value = given.get(name)
     if value is None:
         return ()

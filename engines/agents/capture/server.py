@@ -1,14 +1,15 @@
-"""The endpoints of captured sessions, on the loop of the process that their samples run in: one server for all that are
-open, which listens while there is one.
+"""HTTP endpoints of captured sessions: one server for all open sessions, on the event loop that runs their samples.
 
-| | |
+The server listens while a session is open.
+
+| path | API |
 |---|---|
-| `POST …/v1/chat/completions`, `GET …/v1/models` | OpenAI's |
-| `POST …/v1/messages`, `POST …/v1/messages/count_tokens` | Anthropic's |
-| `POST …/generate` | SGLang's |
-| `POST …/inference/v1/generate` | vLLM's, of tokens |
+| `POST …/v1/chat/completions`, `GET …/v1/models` | OpenAI |
+| `POST …/v1/messages`, `POST …/v1/messages/count_tokens` | Anthropic |
+| `POST …/generate` | SGLang |
+| `POST …/inference/v1/generate` | vLLM's token endpoint |
 
-`…` is the session, or nothing where its key comes as `Authorization: Bearer` or `x-api-key`.
+`…` names the session. It may be empty where the session's key is sent as `Authorization: Bearer` or `x-api-key`.
 """
 
 import asyncio
@@ -37,14 +38,14 @@ from cairn.engines.types.trajectories import SampleRequest
 from cairn.storage.store.canonical import from_json
 
 _LONGEST = 1 << 28
-"""Bytes of a request."""
+"""Maximum size of a request in bytes."""
 
 Handler = Callable[[Session, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
 async def served(session: Session, host: str) -> AsyncIterator[str]:
-    """While a session is served; yields the URL that names it."""
+    """Serve a session while the context is open; yield the URL that names it."""
     servers = _servers.setdefault(asyncio.get_running_loop(), {})
     server = servers.setdefault(host, _Server(host))
     server.sessions[session.key] = session
@@ -58,16 +59,16 @@ async def served(session: Session, host: str) -> AsyncIterator[str]:
 
 
 class _Server:
-    """On one address."""
+    """The server of one address."""
 
     def __init__(self, host: str) -> None:
         self.sessions: dict[str, Session] = {}
         self._host = host
-        # What it starts is no part of the sample that happens to be the first.
+        # An empty context: the tasks that the server starts do not belong to the sample that opened it.
         self._starting = Variables().run(asyncio.get_running_loop().create_task, self._start())
 
     async def address(self) -> str:
-        """Where it listens, as soon as it does."""
+        """Return the server's URL as soon as it listens."""
         port, _ = await asyncio.shield(self._starting)
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 
@@ -103,7 +104,7 @@ class _Server:
 
 
 _PLACES = ("v1", "generate", "inference")
-"""With what paths begin that name no session."""
+"""First path components of URLs that name no session."""
 _servers: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Server]]" = WeakKeyDictionary()
 
 
@@ -156,7 +157,7 @@ async def _converse(
 async def _told(
     response: web.StreamResponse, request: web.Request, exchange: Exchange, events: Sequence[str] = ()
 ) -> web.StreamResponse:
-    """Send an answer; lost is one whose client has gone."""
+    """Send a response. Mark the exchange as lost where the client has disconnected."""
     try:
         await response.prepare(request)
         for event in events:
@@ -207,15 +208,16 @@ async def capture(
     ignored: Collection[str] = (),
     host: str = "127.0.0.1",
 ) -> AsyncIterator[Session]:
-    """Open a session for an agent, which ends with the block.
+    """Open a session for an agent; it ends with the context.
 
-    Raises UncertainEffect where the sample was cut off in the session, or after it, and has to go through it again.
+    Raises UncertainEffect where the sample was interrupted in or after its session, has to pass through it again, and
+    the agent is not `replayable`.
 
     Args:
-        replayable: the agent may be run again: what it does besides asking the policy has no effects, and follows from
-            the replies. Nobody sees the tools of another one, so it is not run twice.
+        replayable: whether the agent may run again. Its only effects are then its requests to the policy, and all that
+            it does follows from the replies. The tools of another agent are not recorded, so it does not run twice.
         chat_template_kwargs: arguments of the chat template.
-        ignored: fields of requests that are looked over where they ask for other sampling than the run's.
+        ignored: fields of requests that are ignored where they want other sampling than the run's.
         host: address to listen on.
     """
     session = Session(ctx, chat_template_kwargs or {}, ignored)

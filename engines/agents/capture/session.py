@@ -1,9 +1,8 @@
-"""A captured session: while it is open, what an agent asks of an endpoint is asked of `ctx.sample`, and makes the
-trajectories of the sample.
+"""A captured session: it turns an agent's HTTP requests into calls of `ctx.sample`, and these into trajectories.
 
-The agent may be anything that speaks one of the APIs of `server.py`, in this process or in another one. Its calls have
-ids that come from what it asks, so they do not depend on which of several that run side by side comes first, and where
-the agent runs again it is given the replies that are recorded for the same questions.
+The agent may be any client of the APIs of `server.py`, in this process or in another one. The ids of its calls derive
+from the content of its requests, so they do not depend on the order of concurrent requests. An agent that runs again
+receives the recorded replies to the same requests.
 """
 
 import asyncio
@@ -35,11 +34,11 @@ from cairn.engines.types.trajectories import Trajectory
 from cairn.engines.types.types import FinishReason, SamplingParams
 
 PATIENCE = 30.0
-"""Seconds in which an agent that runs again has to ask for what is recorded, before it asks for anything else."""
+"""Seconds that an agent which runs again has to send the recorded requests before it sends another one."""
 
 
 class Session:
-    """Of one agent, or of several that work together."""
+    """The session of one agent, or of several that work together."""
 
     def __init__(self, ctx: Context, chat_template_kwargs: Mapping[str, Any], ignored: Collection[str]) -> None:
         self._ctx = ctx
@@ -52,29 +51,29 @@ class Session:
         self._asked = Counter[str]()
         self._part = Part()
         self._pending = dict[str, bool]()
-        """Calls that are being made, and whether they are recorded."""
+        """Calls in flight, and whether each is recorded."""
         self._owner = asyncio.current_task()
         self._working = set["asyncio.Task[Any]"]()
         self._failure: BaseException | None = None
         self._over = False
         self.key = secrets.token_urlsafe(24)
-        """Names the session, in URLs and as an API key. Nobody else is to know it."""
+        """Secret name of the session, in URLs and as an API key."""
         self.url = ""
-        """`http://host:port/<session>`: what Anthropic's clients call their base URL."""
+        """`http://host:port/<session>`: the base URL for Anthropic's clients."""
 
     @property
     def base_url(self) -> str:
-        """`http://host:port/<session>/v1`: what OpenAI's clients call their base URL."""
+        """`http://host:port/<session>/v1`: the base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
     @property
     def api_key(self) -> str:
-        """For clients that want one. A client without the session in its URL is known by it."""
+        """API key for clients that need one. It identifies the session where the URL does not name it."""
         return self.key
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the clients of both read, for the process of an agent."""
+        """Environment variables that OpenAI's and Anthropic's clients read, for the process of an agent."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -84,28 +83,28 @@ class Session:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are drawn."""
+        """The sampling parameters of the run."""
         return self._ctx.sampling
 
     @property
     def ignored(self) -> Collection[str]:
-        """Fields that requests may have, whatever they say."""
+        """Fields of requests that are not checked."""
         return self._ignored
 
     @property
     def template(self) -> ChatTemplate:
-        """Of the model."""
+        """The model's chat template."""
         if self._template is None:
             self._template = ChatTemplate(self._ctx.tokenizer, self._template_arguments)
         return self._template
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """In the order in which they ended."""
+        """All exchanges, in the order in which they ended."""
         return self._exchanges
 
     def trajectories(self) -> list[Trajectory]:
-        """What the sample has gone through, for `generate` to return. Raises ValueError where nothing was asked."""
+        """Return the sample's trajectories, for `generate` to return. Raises ValueError where there was no request."""
         found = trajectories(self._exchanges)
         if not found:
             raise ValueError("nothing was asked in the captured session: give the agent session.base_url")
@@ -113,7 +112,7 @@ class Session:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """While a request is served; it ends with the session. Raises SessionOver."""
+        """Register the running request; it is cancelled when the session ends. Raises SessionOver."""
         if self._over:
             raise SessionOver
         task = asyncio.current_task()
@@ -129,21 +128,22 @@ class Session:
             self._working.discard(task)
 
     def count(self, asked: Asked) -> int:
-        """Tokens that a conversation has. Raises BadRequest."""
+        """Return the number of tokens of a conversation. Raises BadRequest."""
         return len(self.template.prompt(asked.messages, asked.tools, self._conversations)[0])
 
     def tokens(self, text: str) -> np.ndarray:
-        """Of a text, which goes on from tokens that the session knows where it begins with theirs."""
+        """Return the tokens of a text. Where it begins with a known text, they begin with the exact tokens of that
+        text."""
         known = max((one for one in self._texts if text.startswith(one)), key=len, default="")
         rest = self.template.ids(text[len(known) :])
         return np.concatenate([self._texts[known], rest]) if known else rest
 
     def remember(self, text: str, exchange: Exchange) -> None:
-        """The text of an exchange's tokens, as its client was told it."""
+        """Store the text of an exchange's tokens, as the client received it."""
         self._texts[text] = exchange.ids
 
     async def converse(self, asked: Asked) -> Answer:
-        """The next reply of a conversation. Raises BadRequest."""
+        """Return the next reply of a conversation. Raises BadRequest."""
         template = self.template
         prompt_ids, messages, history = template.prompt(asked.messages, asked.tools, self._conversations)
         exchange, id = await self.sample(prompt_ids, asked.max_new_tokens, asked.stop)
@@ -159,7 +159,7 @@ class Session:
     async def sample(
         self, prompt_ids: np.ndarray, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> tuple[Exchange, str]:
-        """What the policy samples after some tokens, and a name for it. Raises BadRequest."""
+        """Sample after a prompt; return the exchange and its id. Raises BadRequest."""
         words = f"{max_new_tokens}/{stop}/".encode() + prompt_ids.tobytes()
         name = hashlib.sha256(words).hexdigest()[:16]
         number = self._asked[name]
@@ -181,8 +181,11 @@ class Session:
 
     @contextmanager
     def _making(self, call: str) -> Iterator[None]:
-        """While a call is made. One that is not recorded waits until all that is recorded is asked for again; the
-        session fails where that does not come."""
+        """Mark a call as in flight.
+
+        An unrecorded call waits until the agent has requested all recorded ones again. The session fails where that
+        does not happen in time.
+        """
         self._pending[call] = self._ctx.is_recorded(call)
         waits = self._ctx.replaying and not self._pending[call]
         timer = asyncio.get_running_loop().call_later(PATIENCE, self._look, call) if waits else None
@@ -222,6 +225,6 @@ class Session:
 
 
 def until(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """A text up to the first of some strings, and which one that was."""
+    """Cut a text at the first of some strings; return it with the string that was found."""
     found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
     return (text, None) if found is None else (text[: found[0]], found[1])

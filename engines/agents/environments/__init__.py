@@ -1,1 +1,1 @@
-"""Environments that others have made, by their own protocols."""
+"""Environments of other projects, through their own protocols."""

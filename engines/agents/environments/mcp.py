@@ -3,16 +3,16 @@
     async with cairn.mcp(command=["python", "server.py"]) as tools:
         found = await ctx.call(tools["search"], {"query": "..."})
 
-Each is a `cairn.Tool`, with the name, description and schema that the server gives it, so what holds of tools holds of
-them: they are recorded, late calls are given up, results are bounded.
+Each is a `cairn.Tool` with the server's name, description and schema, and behaves like every tool: calls are recorded,
+late calls fail, results are bounded.
 
-| the server | becomes of the call |
+| the server | result of the call |
 |---|---|
-| answers | its text; what is no text is named and left out |
-| says that the call failed | `ToolFailed`, with what it says |
-| is late | `ToolFailed`: the call is withdrawn, and the server goes on |
-| ends, or sends more than it may | `ToolLost`, or `ToolUnavailable` for the calls after that: the sample fails |
-| does not start | `ToolUnavailable`, when the context begins |
+| responds | its text; content that is not text is named and left out |
+| reports that the call failed | `ToolFailed`, with the server's message |
+| is late | `ToolFailed`: the call is cancelled, and the server stays in use |
+| exits, or exceeds the maximum message size | `ToolLost`; `ToolUnavailable` for later calls: the sample fails |
+| does not start | `ToolUnavailable`, when the context is entered |
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from mcp.client.streamable_http import streamable_http_client
 from cairn.engines.agents.tools.errors import ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.agents.tools.tool import MAX_OUTPUT, TIMEOUT, Kind, Tool
 
-# An MCP server elsewhere: the SDK's transport by streamable HTTP, with a bound on what comes back.
+# Remote servers: the SDK's streamable HTTP transport, with a bound on the size of responses.
 
 
 CONNECT = 30.0
@@ -38,12 +38,15 @@ CONNECT = 30.0
 
 
 class TooLong(Exception):
-    """A response has more bytes than a message may."""
+    """A response exceeds the maximum size of a message."""
 
 
 @asynccontextmanager
 async def bounded_streams(url: str, headers: Mapping[str, str], max_message: int) -> AsyncIterator[tuple[Any, Any]]:
-    """As `streamable_http_client`. `max_message`: bytes of a response. How long one may take its call says."""
+    """Open `streamable_http_client` with responses of at most `max_message` bytes.
+
+    Reading has no timeout of its own: each call has one.
+    """
     client = httpx2.AsyncClient(
         headers={**headers, "accept-encoding": "identity"},  # bytes that are counted are those that arrive
         timeout=httpx2.Timeout(CONNECT, read=None),
@@ -84,30 +87,37 @@ class _Counted(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-# An MCP server that is a process of ours: a transport of the SDK, over its standard input and output.
+# Local servers: a transport of the SDK over standard input and output of a child process.
 #
-# | the server | becomes of it |
+# | the server | result |
 # |---|---|
-# | sends a message longer than it may | it is killed: `ended` says so |
-# | ends | `ended` says how, with the last line that it wrote to its standard error |
-# | goes on when nobody needs it any more | it is asked to end, then killed |
-# | belongs to a process that is killed | it is killed too: it is of the same process group |
+# | sends a message over the maximum size | it is killed; `ended` reports it |
+# | exits | `ended` reports how, with the last line of its standard error |
+# | still runs when its input is closed | SIGTERM, then SIGKILL |
+# | has a parent that is killed | it is killed too, as part of the same process group |
 
 
 _TO_END_PROCESS = 2.0
-"""Seconds that a server has to end after its input did, and again after it was asked to."""
+"""Seconds that a server has to exit after its input was closed, and again after SIGTERM."""
 _STDERR = 4096
-"""Bytes of its standard error that are kept."""
+"""Bytes of standard error that are stored."""
 _LAST_LINE = 200
 
 
 class ServerProcess:
-    """A context, of one server."""
+    """The process of one server, as a context manager."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str] | None, folder: str | None, max_message: int
     ) -> None:
-        """`env`: beside the few variables that the SDK hands on, such as PATH and HOME. `max_message`: bytes."""
+        """Store the settings of the process.
+
+        Args:
+            command: program and arguments.
+            env: variables in addition to those that the SDK passes on, such as PATH and HOME.
+            folder: working directory.
+            max_message: maximum size of a message in bytes.
+        """
         self._command = command
         self._env = env
         self._folder = folder
@@ -162,11 +172,11 @@ class ServerProcess:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come from it."""
+        """Whether no more messages will arrive from the server."""
         return self._hearing.done()
 
     async def ended(self) -> str | None:
-        """How it has ended; None where it goes on."""
+        """Return how the process has ended; None where it still runs."""
         if self._process is None:
             return None
         if self._too_long:
@@ -222,17 +232,17 @@ class ServerProcess:
 
 
 MAX_MESSAGE = 1 << 20
-"""Bytes of a message of a server."""
+"""Maximum size of a server's message in bytes."""
 START = 30.0
-"""Seconds in which it has to start and say what it offers."""
+"""Seconds that a server has to start and list its tools."""
 _TO_END = 1.0
-"""Seconds in which a connection that broke says why."""
+"""Seconds to wait for the reason of a broken connection."""
 _MOST_TOOLS = 1000
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Of a server, by values that are equal for the same one."""
+    """Settings of a server; equal settings share a server."""
 
     command: tuple[str, ...]
     url: str | None
@@ -270,23 +280,24 @@ async def mcp(
     headers: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> AsyncIterator[Mapping[str, Tool]]:
-    """The tools of a server by name. Raises ToolUnavailable where it cannot be reached or does not start.
+    """Connect to an MCP server; yield its tools by name. Raises ToolUnavailable where it is unreachable or does not
+    start.
 
     Args:
-        command: starts a server that speaks over its standard input and output.
-        url: in its place, of one that speaks streamable HTTP.
-        kind: of all its tools, see `cairn.tool`. `deterministic`: the server begins anew with every episode, and
-            answers the same to the same calls.
-        trust_hints: let tools that the server calls read-only or idempotent be `pure`. The protocol says not to
-            believe a server that one does not trust.
-        shared: one server for all episodes of this process, until its work ends; otherwise each starts its own.
-        prefix: before the names of its tools, where two servers have the same.
-        timeout: seconds that a call may take.
-        max_output: characters that a call may return.
-        max_message: bytes of a message.
-        env: variables of the server's process, beside PATH, HOME and the like.
-        headers: of requests by HTTP.
-        folder: that its process works in.
+        command: starts a server that uses its standard input and output.
+        url: address of a server that uses streamable HTTP, in place of `command`.
+        kind: kind of all its tools, see `cairn.tool`. `deterministic`: the server starts anew with every episode, and
+            responds identically to the same calls.
+        trust_hints: make tools `pure` that the server marks read-only or idempotent. The protocol forbids to rely on
+            these hints of an untrusted server.
+        shared: one server for all episodes on the event loop of this process; otherwise each episode starts its own.
+        prefix: prefix of the tools' names, where two servers use the same names.
+        timeout: maximum seconds of a call.
+        max_output: maximum characters of a result.
+        max_message: maximum bytes of a message.
+        env: variables of the server's process, in addition to PATH, HOME and the like.
+        headers: headers of HTTP requests.
+        folder: working directory of the process.
     """
     if bool(command) == bool(url):
         raise ValueError("cairn.mcp: say either the command that starts the server, or its url")
@@ -319,14 +330,14 @@ async def mcp(
 
 
 class _Server:
-    """A connection, held by a task of its own: what the SDK starts is none of the episode's tasks."""
+    """A connection in a task of its own, so that tasks of the SDK do not belong to the episode."""
 
     def __init__(self, asked: _Asked) -> None:
         self._asked = asked
         self._process: ServerProcess | None = None
         self._over = asyncio.Event()
         self._why = "it was left"
-        """Why it is no longer there, where it is not."""
+        """Why the server is unavailable, where it is."""
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[Mapping[str, Tool]] = loop.create_future()
         self._task = asyncio.Task(self._keep(), loop=loop, context=contextvars.Context())
@@ -336,7 +347,7 @@ class _Server:
         return self._task.done()
 
     async def tools(self) -> Mapping[str, Tool]:
-        """By name, as soon as it has said what it offers."""
+        """Return the tools by name, as soon as the server has listed them."""
         return await asyncio.shield(self._begun)
 
     async def end(self) -> None:
@@ -355,7 +366,7 @@ class _Server:
                 start.reschedule(None)
                 self._begun.set_result(tools)
                 await self._over.wait()
-        # Whatever it is, the episodes that wait have to hear of it; what comes after they hear from their calls.
+        # Waiting episodes need every error, of whatever type. Later errors reach them through their calls.
         except BaseException as error:
             late = f"it did not start within {START:g} s" if isinstance(error, TimeoutError) else None
             ended = None if late else await self._ended()
@@ -423,7 +434,7 @@ class _Server:
             raise ToolUnavailable(f"{name}: {self._asked.told}: {await self._ended()}")
         try:
             result = await self._client.call_tool(offered, arguments)
-        # What a broken connection raises depends on where it broke.
+        # The exception type depends on where the connection broke.
         except Exception as error:
             ended = await self._ended()
             if ended is None and isinstance(error, MCPError) and not _is_closed(error):
@@ -456,7 +467,7 @@ def _text(content: Any) -> str:
 
 
 def _told(error: BaseException) -> str:
-    """The first of what went wrong: the SDK's tasks end in groups."""
+    """Return the message of the first error in a group: the SDK's tasks raise groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__

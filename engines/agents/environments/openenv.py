@@ -1,21 +1,22 @@
-"""An environment behind OpenEnv's WebSocket, by a client of our own: importing theirs takes seconds, and it does not
-install beside Cairn.
+"""An environment behind OpenEnv's WebSocket.
+
+The client is our own: OpenEnv's takes seconds to import, and cannot be installed together with Cairn.
 
     async with cairn.openenv("http://host:8000") as env:
         begun = await ctx.call(env.reset, {"seed": 7})
         result = await ctx.call(env.step, {"action": {"n": 3}})     # {"observation": ..., "reward": ..., "done": ...}
 
 A connection is a session of the server, with an environment of its own. Its calls are tools, recorded like all others.
-`deterministic`: after a crash a new session is reset and stepped as recorded, and what it answers is compared with the
-record. Where the environment does not answer the same every time say `kind="effects"`: then an episode that was cut off
-in the middle fails by name, since its session went with it.
+`deterministic`: after a crash a new session is reset and stepped as recorded, and its responses are compared with the
+record. For an environment whose responses vary use `kind="effects"`: an interrupted episode then fails with a named
+error, since its session is lost.
 
-| the server | becomes of the call |
+| the server | result of the call |
 |---|---|
-| says that an action is wrong, or raises an error | `ToolFailed`, with what it says |
-| is late | `ToolFailed`, and the session is over: its next answer would be of another call |
-| has as many sessions as it may | `reset` tries again, for `patience` seconds |
-| cannot be reached, ends, or says what is no answer, or too much | `ToolUnavailable` or `ToolLost`: the sample fails |
+| reports that an action is wrong, or raises an error | `ToolFailed`, with its message |
+| is late | `ToolFailed`, and the session ends: its next response would belong to another call |
+| has reached its maximum of sessions | `reset` retries for `patience` seconds |
+| is unreachable, exits, or sends an invalid or too large response | `ToolUnavailable` or `ToolLost`: the sample fails |
 """
 
 import asyncio
@@ -32,23 +33,23 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_MESSAGE = 1 << 20
-"""Bytes of a message of the server."""
+"""Maximum size of a server's message in bytes."""
 PATIENCE = 120.0
-"""Seconds in which a session has to become free."""
+"""Seconds to wait for a free session."""
 _CONNECT = 10.0
 _BETWEEN_TRIES = 0.5
 _FULL = "CAPACITY_REACHED"
 _OF_THE_CALL = ("EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE")
-"""Codes of errors after which the session goes on."""
+"""Error codes after which the session stays open."""
 _LONGEST_ERROR = 500
 
 
 class _Full(Exception):
-    """The server has as many sessions as it may."""
+    """The server has reached its maximum of sessions."""
 
 
 class OpenEnv:
-    """A session, as a context; the server is reached when it is first reset."""
+    """A session, as a context manager. The first reset connects to the server."""
 
     def __init__(
         self,
@@ -61,15 +62,17 @@ class OpenEnv:
         max_message: int = MAX_MESSAGE,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """
+        """Store the settings of the session.
+
         Args:
-            url: of the server: `http://…`, `https://…` or `ws://…`, without the `/ws` at its end.
-            kind: `deterministic`: reset with the same seed and stepped alike, it answers alike. Else `effects`.
-            timeout: seconds that a call may take.
-            patience: seconds that `reset` waits for a session beside that.
-            max_output: characters that a call may return.
-            max_message: bytes of a message.
-            headers: of the request that opens the connection, such as an authorization.
+            url: URL of the server: `http://…`, `https://…` or `ws://…`, without the `/ws` at its end.
+            kind: `deterministic`: after a reset with the same seed and the same steps, its responses are the same.
+                Otherwise `effects`.
+            timeout: maximum seconds of a call.
+            patience: seconds that `reset` waits for a session in addition to `timeout`.
+            max_output: maximum characters of a result.
+            max_message: maximum bytes of a message.
+            headers: headers of the request that opens the connection, such as an authorization.
         """
         if kind == "pure":
             raise ValueError("cairn.openenv: an environment has a state: it is deterministic, or has effects")
@@ -100,7 +103,10 @@ class OpenEnv:
 
     @cached_property
     def reset(self) -> Tool:
-        """Begin an episode: `{"observation", "reward", "done"}`. Takes what the environment does, such as a `seed`."""
+        """The tool that begins an episode. Arguments: those of the environment, such as `seed`.
+
+        Returns `{"observation", "reward", "done"}`.
+        """
 
         async def reset(**options: Any) -> Any:
             """Begin anew."""
@@ -111,7 +117,7 @@ class OpenEnv:
 
     @cached_property
     def step(self) -> Tool:
-        """Act: the same. `action` is an object, as the environment takes it."""
+        """The tool that acts. `action`: an object in the environment's format. Returns the same as `reset`."""
 
         async def step(action: dict[str, Any]) -> Any:
             """Act in the environment."""
@@ -121,7 +127,7 @@ class OpenEnv:
 
     @cached_property
     def state(self) -> Tool:
-        """What the server says of the session, such as the steps taken."""
+        """The tool that returns the server's state of the session, such as the number of steps."""
 
         async def state() -> Any:
             """Look at the state of the environment."""
@@ -131,14 +137,14 @@ class OpenEnv:
 
     @property
     def tools(self) -> dict[str, Tool]:
-        """All of them, by name."""
+        """All three tools, by name."""
         return {tool.name: tool for tool in (self.reset, self.step, self.state)}
 
     def _tool(self, function: Any, timeout: float) -> Tool:
         return Tool(function, kind=self.kind, timeout=timeout, max_output=self._max_output)
 
     async def _connected(self) -> None:
-        """Have a session: a server that is full closes the new one, having said so."""
+        """Open a session. A full server accepts the connection, reports that it is full and closes it."""
         import aiohttp
 
         if self._socket is not None:
@@ -182,7 +188,7 @@ class OpenEnv:
             raise await self._end(ToolUnavailable, str(full)) from None
 
     async def _exchange(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """One message there and one back; calls of the same episode take turns."""
+        """Send one message and receive its response; concurrent calls of an episode run one after the other."""
         assert self._socket is not None
         message = {"type": kind} if kind == "state" else {"type": kind, "data": data}
         async with self._turn:

@@ -1,7 +1,7 @@
-"""Answers what `verifiers` asks of uv: the Python that runs one of its programs.
+"""A replacement for `uv` that gives `verifiers` the Python which runs one of its programs.
 
-A program names the packages that it needs. Where this Python has them all it is the one, so nothing is downloaded;
-otherwise uv is asked, if there is one.
+A program lists the packages that it needs. This Python is used where it has all of them, so that nothing is downloaded;
+otherwise the command goes to the real uv, if there is one.
 """
 
 import os
@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 
 _BLOCK = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")
-"""As in PEP 723."""
+"""The inline script metadata of PEP 723."""
 _NAME = "uv"
 
 
 def put_on_path() -> None:
-    """Have the processes that are started from here find it, before any uv."""
+    """Put this program on PATH as `uv`, in front of any other, for child processes."""
     folder = Path(tempfile.mkdtemp(prefix="cairn-uv-"))
     file = folder / _NAME
     here = Path(__file__).resolve()
@@ -29,7 +29,7 @@ def put_on_path() -> None:
 
 
 def main(folder: str, arguments: list[str]) -> None:
-    """`uv sync --script FILE` and `uv python find --script FILE`; all else is for uv."""
+    """Run `uv sync --script FILE` and `uv python find --script FILE`; pass all other commands to the real uv."""
     asked = next((words for words in (["sync"], ["python", "find"]) if arguments[: len(words)] == words), None)
     if asked is not None and "--help" in arguments:
         print("--script")

@@ -3,19 +3,19 @@
     async def generate(ctx, sample):
         return await cairn.verifiers(ctx, sample, {"taskset": {"id": "my_taskset"}}, index=sample.metadata["index"])
 
-Its taskset has the task, its harness plays it, its rewards judge it. What it asks of its model is asked of
-`ctx.sample`, by the endpoint of tokens that `cairn.capture` serves: `verifiers` makes the tokens of a prompt itself,
-so that a turn's prompt begins with the exact tokens of the turn before. The trajectory is made of those, and begins
-after the prompt that the environment gave, whatever the row has.
+Its taskset provides the task, its harness runs the episode, and its rewards grade it. Requests to the model go to
+`ctx.sample`, through the token endpoint of `cairn.capture`. `verifiers` tokenizes prompts itself, so that the prompt of
+a turn begins with the exact tokens of the turn before. The trajectory consists of these tokens, and begins after the
+environment's prompt, whatever prompt the data row has.
 
-| an episode of it | becomes |
+| its episode | result |
 |---|---|
 | ends | the trajectory, with the sum of the task's weighted rewards |
 | ends with an error, its own or its harness's | an error: the sample fails, and is not trained on as one of reward 0 |
-| is cut off with its process | is played again, and given the replies that are recorded |
+| is interrupted with its process | it runs again, and receives the recorded replies |
 
-Its runtime is a process of this machine unless the configuration says otherwise, and its harness `null`, which talks
-and calls the task's tools. No uv is needed, nor is anything downloaded, for programs whose packages are installed.
+Unless the configuration differs, its runtime is a process of this machine, and its harness is `null`, which converses
+and calls the task's tools. Programs whose packages are installed need neither uv nor downloads.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from cairn.engines.agents.episodes.context import Context
 from cairn.engines.types.trajectories import SampleRequest, Trajectory
 
 _NO_KEY = "CAIRN_NO_KEY"
-"""Variable that holds no key: the session is in the URL."""
+"""Name of an unset environment variable: the session is in the URL, so no key is needed."""
 _RUNTIME = {"type": "subprocess"}
 _HARNESS = "null"
 _THEIR_HARNESS = "bash"
-"""What they take where neither the taskset nor the configuration says."""
+"""The default harness of `verifiers`, where neither taskset nor configuration names one."""
 
 
 class EpisodeFailed(Exception):
-    """The environment has no reward for what was done in it."""
+    """The environment gave no reward for the episode."""
 
 
 async def verifiers(
@@ -53,16 +53,18 @@ async def verifiers(
     renderer: Mapping[str, Any] | None = None,
     replayable: bool = True,
 ) -> list[Trajectory]:
-    """Play an episode. Raises what `cairn.capture` raises, and EpisodeFailed where the environment says so.
+    """Run an episode; return its trajectories with their reward. Raises the errors of `cairn.capture`, and
+    EpisodeFailed.
 
     Args:
-        env: the environment's configuration, as verifiers' own `[env]` block has it.
-        index: of the task in the taskset, from 0.
-        renderer: what makes tokens of messages, as verifiers has it; by default the model's chat template, which cannot
-            read tool calls: name that of the model's family for these, as `{"name": "qwen3"}`.
-        replayable: what the environment does besides asking the policy may be done again.
+        env: the environment's configuration, as in the `[env]` block of `verifiers`.
+        index: index of the task in the taskset, from 0.
+        renderer: configuration of the renderer that converts messages to tokens, as in `verifiers`. The default is the
+            model's chat template, which cannot read tool calls: for these name the renderer of the model's family, such
+            as `{"name": "qwen3"}`.
+        replayable: whether the environment may repeat what it does besides its requests to the policy.
     """
-    # Importing it takes seconds, and others are at work meanwhile.
+    # Importing `verifiers` takes seconds: a thread keeps the loop free for other samples.
     environments, task = await asyncio.to_thread(_environment_and_task, json.dumps(dict(env), sort_keys=True), index)
     import verifiers.v1 as vf
     from verifiers.v1.clients import ModelContext
@@ -93,7 +95,7 @@ _reading = threading.Lock()
 
 
 class _Environments:
-    """Of one configuration."""
+    """The environments and tasks of one configuration."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         try:
@@ -108,7 +110,7 @@ class _Environments:
         self._read: list[Any] = []
 
     def _seats(self, kind: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Its agents, with what the configuration leaves open."""
+        """Return the settings of its agents, with defaults where the configuration has none."""
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.utils.loaders import default_harness_id
 
@@ -118,7 +120,7 @@ class _Environments:
         return {name: {"runtime": _RUNTIME, **harness, **given.get(name, {})} for name in names}
 
     def task(self, index: int) -> Any:
-        """Of the taskset. Raises EpisodeFailed."""
+        """Return a task of the taskset. Raises EpisodeFailed."""
         self._read.extend(itertools.islice(self._tasks, max(0, index + 1 - len(self._read))))
         if not 0 <= index < len(self._read):
             raise EpisodeFailed(f"{self.config.env_id} has {len(self._read)} tasks, and none of index {index}")
@@ -131,7 +133,7 @@ def _environments(given: str) -> _Environments:
 
 
 def _rewarded(episode: Any, found: list[Trajectory]) -> list[Trajectory]:
-    """The trajectories of an episode, with its reward. Raises EpisodeFailed."""
+    """Return the trajectories of an episode, with its reward. Raises EpisodeFailed."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not end"

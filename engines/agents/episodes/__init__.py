@@ -1,1 +1,1 @@
-"""Run `generate` for many samples at once, with record and replay."""
+"""Concurrent execution of `generate` for many samples, with record and replay."""

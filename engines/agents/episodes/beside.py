@@ -1,7 +1,8 @@
-"""Samples by a function of ours, in the thread that reads them and in the engine's own process.
+"""Execution of a built-in generate function, in the engine's own process and in the thread that reads the samples.
 
-It waits for nothing but the engine, one call after the other, and nothing of it is recorded. So its coroutines are
-stepped here: as tasks of an event loop, thousands of short samples would take a quarter of a small engine's time.
+Such a function waits only for the engine, one call after the other, and its calls are not recorded. Its coroutines are
+therefore stepped directly: as tasks of an event loop, thousands of short samples would take a quarter of a small
+engine's time.
 """
 
 import threading
@@ -17,26 +18,26 @@ from cairn.engines.types.errors import EngineError, RequestRefused
 from cairn.engines.types.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams, Stream
 
-# What samples ask of an engine: every request gets one answer, and those that come later join those before them.
+# Requests of samples to an engine: each gets one response, and later requests join the stream of earlier ones.
 
 
 Answers = list[tuple[RequestId, Completion | RequestRefused]]
 
 
 class Asking:
-    """The requests of one stream. One thread takes the answers; another one may ask meanwhile."""
+    """The requests of one stream. One thread takes the responses; another one may submit requests meanwhile."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._left: set[RequestId] = set()
-        """What has no answer yet."""
+        """Requests without a response."""
         self._asked = 0
-        """How often something was asked."""
+        """Number of calls of `submit`."""
         self._changed = threading.Condition()
         self._over = False
 
     def submit(self, requests: Sequence[GenerateRequest]) -> Answers:
-        """Ask. Returns why some are refused; the others come with `answers`."""
+        """Submit requests. Return the refusals; the other responses come from `answers`."""
         if not requests:
             return []
         with self._changed:
@@ -53,8 +54,10 @@ class Asking:
         return refusals
 
     def answers(self) -> Answers:
-        """The next ones; none where everything has its answer. Raises as streams do, and EngineError where one has
-        ended without."""
+        """Return the next responses; an empty list where no request is open.
+
+        Raises the errors of streams, and EngineError where the stream has ended without a response to each request.
+        """
         while True:
             asked, ended = self._asked, False
             try:
@@ -72,13 +75,13 @@ class Asking:
                     raise EngineError(f"the engine gave fewer samples than asked: without those of requests {lost}")
 
     def wait(self) -> bool:
-        """Until something is asked that has no answer, or nothing more will be: whether there is."""
+        """Wait until a request is open; return True then, and False once `end` was called."""
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._over)
             return not self._over
 
     def end(self) -> None:
-        """Nothing more will be asked, and nobody wants what is on its way."""
+        """Declare that there will be no more requests, and that open ones are abandoned."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -89,28 +92,30 @@ def _refusals(refused: RequestRefused) -> Answers:
 
 
 Code = Coroutine[GenerateRequest, Completion, GeneratedSample]
-"""That of a sample, as far as it came: it gives what it asks, and takes the answer."""
+"""The suspended code of a sample: it yields requests and receives completions."""
 
 
 class Beside:
-    """Generates samples, in one call of `generate`."""
+    """The samples of one `generate` call."""
 
     def __init__(self, stream: Stream, params: SamplingParams, function: Generate) -> None:
         self._params = params
         self._function = function
         self._asking = Asking(stream)
         self._waiting: dict[RequestId, tuple[Place, Code]] = {}
-        """Samples that wait for an answer, and where they run."""
+        """Samples that wait for a response, each with the context that it runs in."""
         self._asked: list[GenerateRequest] = []
-        """What the engine is still to be asked."""
+        """Requests that are not submitted yet."""
         self._ended: list[GeneratedSample] = []
         self._turn = threading.Lock()
-        """Held by the thread in which samples go on, or join."""
+        """Held by the thread that steps or adds samples."""
         self._aborted = self._over = False
 
     def generate(self, samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
-        """Generate samples, and those that join; yield each as it ends. Raises as streams do, but for requests that are
-        refused, whose samples fail; and BadTrajectory."""
+        """Generate samples, and those that join; yield each as it ends.
+
+        Raises BadTrajectory, and the errors of streams except RequestRefused: a refused request fails its sample.
+        """
         try:
             with self._turn:
                 self._begin(samples)
@@ -131,7 +136,7 @@ class Beside:
                     code.close()
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
-        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
+        """Add samples to the running call, see `cairn.engines.agents.episodes.samples.SampleEngine`."""
         with self._turn:
             if self._over or self._aborted:
                 return False
@@ -152,7 +157,7 @@ class Beside:
         self._go_on(place, code, answer)
 
     def _go_on(self, place: Place, code: Code, answer: Completion | RequestRefused | None) -> None:
-        """Let a sample go on until it asks the engine, or ends."""
+        """Run a sample's code until its next request or its end."""
         step: Any = code.throw if isinstance(answer, RequestRefused) else code.send
         try:
             request = place.run(step, answer)
@@ -175,7 +180,7 @@ class Beside:
                 self._answer(id, refused)
 
     def _take(self) -> list[GeneratedSample]:
-        """What has ended since; nothing, and all is over, when nobody waits."""
+        """Return the samples that have ended since; mark the call as over where there are none and no sample waits."""
         ended, self._ended = self._ended, []
         self._over = not ended and not self._waiting
         return ended
@@ -184,7 +189,7 @@ class Beside:
 def beside(
     stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams, function: Generate
 ) -> Iterator[list[GeneratedSample]]:
-    """Generate samples, where none are to join."""
+    """Generate samples, where none will join."""
     return Beside(stream, params, function).generate(samples)
 
 

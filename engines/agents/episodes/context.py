@@ -1,4 +1,4 @@
-"""What `async def generate(ctx, sample)` may ask for."""
+"""The context that `async def generate(ctx, sample)` receives."""
 
 import hashlib
 import math
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from cairn.configs.schema.rollout import RolloutConfig
 
 
-# What an episode is given of a run's configuration, besides how it samples. Plain values, for another process.
+# Settings of the run that episodes use, besides sampling. Plain values, since they go to another process.
 
 
 @dataclass(frozen=True)
 class EpisodeOptions:
-    """Of the section `rollout`, where each is described."""
+    """Options of the section `rollout`, which describes each of them."""
 
     tools: tuple[str, ...] = ()
     tool_options: ToolOptions = field(default_factory=ToolOptions)
@@ -59,7 +59,7 @@ class EpisodeOptions:
 
     @classmethod
     def of(cls, rollout: "RolloutConfig") -> "EpisodeOptions":
-        """Of a run."""
+        """Return the options of a run's configuration."""
         return cls(
             rollout.tools,
             rollout.tool_options,
@@ -70,11 +70,12 @@ class EpisodeOptions:
 
 
 _TIMES_LOST = 3
-"""How often a tool with effects may lose its process in a call."""
+"""Number of times that a tool with effects may lose its process in a call."""
 
 
 class Context:
-    """Of one sample. What its methods return is recorded; where the code runs again, it is given the same."""
+    """The context of one sample. Results of its methods are recorded; code that runs again receives the recorded
+    ones."""
 
     def __init__(
         self,
@@ -87,8 +88,14 @@ class Context:
         options: EpisodeOptions | None = None,
         waits: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`ask` gets an answer from the engine, `tokenizer` loads the model's, `tools` loads those of the run. `waits`
-        is entered while a tool has to wait until others have done."""
+        """Create the context of a sample.
+
+        Args:
+            ask: returns the engine's completion of a request.
+            tokenizer: loads the model's tokenizer.
+            tools: loads the run's tools.
+            waits: entered while a tool waits for a resource that others hold.
+        """
         self._sample = sample
         self._prompt = np.asarray(sample.prompt_ids, np.int32)
         self._params = params
@@ -98,15 +105,15 @@ class Context:
         self._tools = tools
         self._waits = waits
         self.options = options or EpisodeOptions()
-        """Of the run, for functions of ours."""
+        """Options of the run, for built-in generate functions."""
         self._calls: dict[str, Continuation] = {}
         self._count = 0
         self._first = sample.begun
-        """What the first call has sampled after the prompt, finished or not."""
+        """Segment that the first call has sampled after the prompt, complete or not."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, for the tokens that the world gives; those that were sampled are not to go through it."""
+        """The model's tokenizer, for text of the environment. Never re-tokenize what was sampled."""
         tokenizer = self._tokenizer()
         if self._sample.origin is not None:
             stop_clock(tokenizer, self._sample.origin.created_at)
@@ -114,46 +121,51 @@ class Context:
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """Those of `rollout.tools`, by their names, as this sample has them for itself."""
+        """The tools of `rollout.tools` by name, each with the state of this sample."""
         return {name: tool.for_episode() for name, tool in self._tools().items()}
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that a call may sample at most, unless it says less."""
+        """Maximum number of tokens that a call samples, unless the call sets a lower one."""
         return self._params.max_new_tokens
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are drawn, the same for all calls but for what these say."""
+        """The sampling parameters of all calls, apart from what a call itself sets."""
         return self._params
 
     @property
     def replaying(self) -> bool:
-        """Whether the code was given answers, here or in another process, that are still to be given again."""
+        """Whether recorded responses of an earlier run of the code, here or in another process, are still to be
+        replayed."""
         return self._recorder.replaying
 
     def is_recorded(self, call: str) -> bool:
-        """Whether the answer to a call, by its id, is recorded by an earlier attempt."""
+        """Return whether an earlier attempt recorded the response to a call, by its id."""
         return self._recorder.knows(call)
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return the time in seconds since the epoch."""
         asked = self._asked(next_call("n"), CallKind.NOW, "", "")
         return float(self._recorder.value(asked, lambda: repr(time.time())))
 
     def random(self) -> random.Random:
-        """Draws by chance that are the same wherever the sample is generated: each call gives other ones."""
+        """Return a random number generator. It is the same wherever the sample is generated; each call returns another
+        one."""
         return random.Random(call_seed(self._sample.seed, next_call("r")))
 
     async def sample(
         self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Segment:
-        """Ask the policy for one continuation of `ids`: the prompt, and all that came after it.
+        """Sample one continuation of `ids`: the prompt, and all tokens after it.
 
-        Its images are seen in all that begins with the prompt. May be called several times, one after the other or side
-        by side in tasks. `max_new_tokens` may only be less than the run's; the strings of `stop` end it besides those
-        of the run. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill its
-        context.
+        The model sees the sample's images in all `ids` that begin with the prompt. Several calls may run, one after the
+        other or in concurrent tasks. Raises RequestRefused where the engine cannot continue these tokens, for example
+        because they fill its context.
+
+        Args:
+            max_new_tokens: maximum number of tokens, at most the run's.
+            stop: strings that end the continuation, in addition to the run's.
         """
         call = next_call()
         before = self._prompt if ids is self._sample.prompt_ids else np.asarray(ids, np.int32)
@@ -193,10 +205,11 @@ class Context:
         return segment
 
     async def call(self, tool: Tool | str, arguments: Mapping[str, Any] | None = None) -> Any:
-        """Ask the world: the answer of a tool, of `cairn.tool` or one of `rollout.tools` by its name, a JSON value.
+        """Call a tool; return its result, a JSON value. `tool`: a `cairn.tool`, or the name of one of `rollout.tools`.
 
-        Of a tool with effects the intent to call it is durable before, and its answer before it is returned. Raises
-        ToolFailed, also where the same call did before; the code may catch it and tell the policy.
+        For a tool with effects, the intent to call it is durable before the call, and the result is durable before it
+        is returned. Raises ToolFailed, also where the same call failed before; the code may catch it and report it to
+        the policy.
         """
         if isinstance(tool, str):
             tool = _named(self.tools, tool)
@@ -242,11 +255,17 @@ class Context:
         label: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> float:
-        """Ask a grader for the reward of a response, once: one of ours by its name, or a function of yours, plain or
-        coroutine, of `(sample)` or `(response, label, metadata)`, that gives a number, or a mapping with it under
-        `reward`. `label` and `metadata` are the sample's unless they are given; of the `cairn.Sample` there are these,
-        the response and the prompt. Raises JudgeFailed where the grader raises, or gives no finite number, also where
-        the same call did before."""
+        """Return a grader's reward of a response; the grader runs once.
+
+        Raises JudgeFailed where the grader raises or returns no finite number, also where the same call failed before.
+
+        Args:
+            grader: name of a built-in grader, or a function, plain or coroutine, of `(sample)` or
+                `(response, label, metadata)`. It returns a number, or a mapping with the number under `reward`. A
+                function of `(sample)` receives a `cairn.Sample` with label, metadata, response and prompt.
+            label: by default the sample's.
+            metadata: by default the sample's.
+        """
         function = REWARD.load(grader) if isinstance(grader, str) else grader
         name = grader if isinstance(grader, str) else getattr(grader, "__name__", type(grader).__name__)
         words = {
@@ -277,7 +296,7 @@ class Context:
         return float(answer.result)
 
     def _as_taken(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a grader."""
+        """Return the positional arguments of a grader."""
         way = REWARD.ways(name, function)[0]
         if way == ("sample",):
             sample = load_callable("cairn.tasks.rewards.sample.Sample")
@@ -292,13 +311,14 @@ class Context:
         return CallRecord(*self._sample.key, call, kind, name, digest, turn=turn, given=tokens, started_at=now)
 
     def _key(self, call: str) -> str:
-        """Of a call with effects, the same wherever it is made again."""
+        """Return the idempotency key of a call with effects, the same in every attempt."""
         origin = self._sample.origin
         run = "" if origin is None else f"{origin.run}/{origin.scope}"
         return "/".join([run, *map(str, self._sample.key), call])
 
     async def _reconciled(self, tool: Tool, orphan: CallRecord) -> Any:
-        """The answer of a call with effects that nobody has recorded, or NOT_DONE. Raises UncertainEffect."""
+        """Return the result of a call with effects whose result is not recorded, or NOT_DONE. Raises
+        UncertainEffect."""
         origin = self._sample.origin
         if tool.reconcile is not None:
             intent = Intent(
@@ -347,7 +367,8 @@ class Context:
         self._count += 1
         cut_at = self._sample.cut_at if call == FIRST_CALL else None
         if cut_at is not None:
-            # One token more tells whether it ended there: of a last token that ends it engines may say LENGTH or STOP.
+            # One more token shows whether the response ended at the bound: for a last token that ends it, engines may
+            # report LENGTH or STOP.
             params = replace(params, max_new_tokens=min(params.max_new_tokens, cut_at + 1))
         images = self._sample.images
         if images and not np.array_equal(before[: len(self._prompt)], self._prompt):
@@ -361,17 +382,17 @@ class Context:
         return segment if cut_at is None or len(segment) <= cut_at else segment.until(cut_at)
 
     def aborted(self) -> GeneratedSample:
-        """The sample, given up: as far as its first call came."""
+        """Return the aborted sample, with the tokens of its first call."""
         first = () if self._first is None else (self._first,)
         return GeneratedSample(*self._sample.key, Trajectory(first), FinishReason.ABORT)
 
     def checked(self, returned: object) -> GeneratedSample:
-        """The sample that `generate` returned. Raises BadTrajectory."""
+        """Return the sample that `generate` returned, checked. Raises BadTrajectory."""
         return checked_sample(self._sample.key, self._prompt, self._calls, returned)
 
 
 def _as_json(value: Any) -> str:
-    """In which half a surrogate pair, which no store takes, is written as its escape."""
+    """Return a value as JSON. Lone surrogates, which no store accepts, are escaped."""
     return storable(canonical.to_json(value))
 
 
@@ -380,7 +401,7 @@ def _ended(asked: CallRecord, **answer: Any) -> CallRecord:
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns, plain or coroutine."""
+    """Return the result of a plain function or a coroutine function."""
     found = function(*arguments)
     return await found if isawaitable(found) else found
 

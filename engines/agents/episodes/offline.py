@@ -1,6 +1,6 @@
-"""A sample's code again, from what it was given then: no engine, and no tool, grader or clock, is asked anything.
+"""Offline replay of a sample's code from its recorded calls, without an engine, tools, graders or a clock.
 
-What the code does past its context, such as a request of its own, it does again.
+What the code does outside its context, such as an HTTP request of its own, it does again.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ from cairn.engines.types.types import Completion, GenerateRequest, SamplingParam
 
 _TICK = 0.2
 STUCK = 5.0
-"""Seconds without an answer after which code that waits for one, and has not asked for the one before it, is stopped;
-those in which it computes, or stands in a debugger, do not count."""
+"""Seconds without a response after which waiting code is stopped, where it waits for a later response than the next
+recorded one. Time in which the code computes, or is paused in a debugger, does not count."""
 BY_THE_CLOCK = 60.0
-"""The same where it waits for the clock as well, as in `asyncio.timeout`."""
+"""Like `STUCK`, for code that also waits for a timer, as in `asyncio.timeout`."""
 
 Given = Callable[[CallRecord], None]
-"""Is told each answer when the code has been given it."""
+"""Called with each record that the code has received."""
 
 
 class NotRecorded(BaseException):
-    """The code asks for what it was not given then. Not for user code to catch."""
+    """The code makes a call that is not in the record. User code must not catch it."""
 
 
 class _FromRecord(Recorder):
-    """Gives what is recorded and nothing else."""
+    """Returns recorded responses and no others."""
 
     def __init__(self, recorded: Iterable[CallRecord], tasks: "Collection[asyncio.Task[Any]]", given: Given) -> None:
         super().__init__(recorded, tasks, _nobody_hears, _nobody_hears)
         self._given = given
         self._not_recorded: dict[str, CallRecord] = {}
-        """Calls that the code waits for, and that nobody answered then."""
+        """Calls in flight that have no recorded response."""
         self._stuck = 0.0
-        """Seconds that the code has waited so."""
+        """Seconds for which the code has been stuck."""
 
     def value(self, record: CallRecord, make: Callable[[], str]) -> str:
         self._require(record)
@@ -54,8 +54,10 @@ class _FromRecord(Recorder):
         again: bool = False,
         durable: bool = False,
     ) -> CallRecord:
-        """A recorded answer is given as it is, also where the tool's state would be built up again by asking it. One
-        that is not recorded was broken off then: it waits until it is again."""
+        """Return the recorded response as it is, even where a normal replay repeats the call to rebuild a tool's state.
+
+        A call without a record was cancelled in the original run: it waits until it is cancelled again.
+        """
         if self._known_as(asked) is None:
             self._not_recorded[asked.call] = asked
             try:
@@ -67,8 +69,11 @@ class _FromRecord(Recorder):
         return record
 
     def require_moving(self, seconds: float) -> None:
-        """Raise EpisodeDiverged where the code waits for an answer that comes after one that it has not asked for, and
-        NotRecorded where it waits for one that is not recorded. `seconds`: since it was looked at last."""
+        """Raise where the code cannot make progress.
+
+        EpisodeDiverged: the code waits for a response that comes after one that it has not requested. NotRecorded: it
+        waits for a response that is not recorded. `seconds`: time since the last check.
+        """
         awaited = self.awaited
         if not (self._asked or self._not_recorded) or not self._is_quiet():
             self._stuck = 0.0
@@ -105,10 +110,10 @@ def again(
     options: EpisodeOptions,
     given: Given = lambda record: None,
 ) -> GeneratedSample:
-    """Run a sample's code from `sample.recorded`, on a loop of its own in this thread.
+    """Run a sample's code from `sample.recorded`, on an event loop of its own in this thread.
 
-    Raises NotRecorded, EpisodeDiverged where the code asks other things than it did, or ends without asking for all
-    that is recorded, and whatever the code raises.
+    Raises NotRecorded, EpisodeDiverged where the code makes other calls than before or ends without making all recorded
+    ones, and any error of the code. `given` is called with each record that the code has received.
     """
     loop = asyncio.new_event_loop()
     loop.set_task_factory(task_factory)

@@ -1,20 +1,21 @@
 r"""Record and replay of a sample's calls.
 
-Answers reach the code one at a time, each when the code has done all that it could with those before: so what it does
-depends on their order alone, which is recorded. Where the code runs again it is given what is recorded in that order,
-each answer when it has asked for it, and then goes on with new ones. `asyncio.gather`, queues and tasks of its own are
-right; what it waits for past its context, a clock or a socket, is not recorded.
+The code receives responses one at a time, each after it has done all that it could with the earlier ones. What it does
+therefore depends only on the order of responses, which is recorded. When the code runs again it receives the recorded
+responses in that order, each after it has made the call, and then continues with new ones. `asyncio.gather`, queues and
+tasks of its own are supported. What it waits for outside its context, such as a clock or a socket, is not recorded.
 
-| the code asks | recorded is | it is given |
+| the code makes | the record holds | the code receives |
 |---|---|---|
-| what it has asked before | the answer | that answer; a `deterministic` tool is asked again, and has to say it too |
-| the same by another name, or with other arguments | | EpisodeDiverged |
-| what it has not asked before | nothing | a new answer, after all that is recorded |
-| for an effect | the intent alone | what `reconcile` finds, or the effect again under its key, or UncertainEffect |
+| the same call as before | the response | that response; a `deterministic` tool runs again and must return the same |
+| a call of the same id with another name or other arguments | a response | EpisodeDiverged |
+| a new call | nothing | a new response, after all recorded ones |
+| a call with effects | only the intent | the result of `reconcile`, or of the same call with its key, or \
+UncertainEffect |
 
-What ends the sample, such as the last two, ends it whatever its code makes of it: `asyncio.gather` may be told to
-return errors as values. A call that is broken off has no answer, but for one with effects, which is recorded where it
-has come. What the code left running when it ended makes no calls any more.
+Errors that end the sample, such as EpisodeDiverged and UncertainEffect, end it even if its code catches them:
+`asyncio.gather` may return errors as values. A cancelled call gets no response. Only for a call with effects, a
+response that has arrived is recorded nevertheless. Tasks that the code leaves running at its end make no more calls.
 """
 
 import asyncio
@@ -30,37 +31,37 @@ from weakref import WeakKeyDictionary, WeakSet
 from cairn.engines.agents.tools.errors import ToolUnavailable
 from cairn.engines.types.trajectories import CallKind, CallRecord, SampleKey
 
-# Which call of a sample's code this is: the path of its asyncio task and a counter, so that calls that run side by
-# side have ids that do not depend on who comes first.
+# Ids of calls: the path of the asyncio task and a counter, so that ids of concurrent calls do not depend on their
+# order.
 #
-# Each kind of call counts for itself. A sample's first call of the policy is `0`, its next one `1`, of the first task
-# that it starts `t0.0`, of that task's second child `t0.t1.0`; its calls of tools are `c0`, `c1`, …, of graders `j0`,
-# of the clock `n0`, and what it draws by chance `r0`. Tasks are numbered as they are created, by the factory that the
-# loop is given.
+# Each kind of call has a counter. A sample's calls of the policy are `0`, `1`, …; those of the first task that it
+# starts `t0.0`, …; those of that task's second child `t0.t1.0`, …. Calls of tools are `c0`, `c1`, …, of graders `j0`,
+# of the clock `n0`, random generators `r0`. The loop's task factory numbers tasks as they are created.
 
 
 @dataclass
 class _Place:
-    """A task of a sample."""
+    """A task of a sample, and the counters of its calls."""
 
     sample: SampleKey
     tasks: "WeakSet[asyncio.Task[Any]]"
-    """All of the sample."""
+    """All tasks of the sample."""
     path: str = ""
     calls: Counter[str] = field(default_factory=Counter)
     children: int = 0
     aside: bool = False
-    """Whether it carries out a call: a replay, which is given the answer, counts none of it."""
+    """Whether the task carries out a call. Nothing in it is counted, since a replay, which has the response, skips
+    it."""
 
 
 _place: ContextVar[_Place] = ContextVar("place")
 _samples: "WeakKeyDictionary[asyncio.Task[Any], SampleKey]" = WeakKeyDictionary()
-"""Of their tasks, and of those that their calls started."""
+"""Samples by their tasks, including the tasks that their calls started."""
 
 
 def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
-    """In the task of a sample: count its calls from here on. Returns its tasks, this one and those that it will have
-    started."""
+    """Count the calls of the current task from now on. Return the sample's tasks: this one and all that it will
+    start."""
     task = asyncio.current_task()
     assert task is not None
     tasks = WeakSet([task])
@@ -70,26 +71,26 @@ def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
 
 
 def alone(key: SampleKey) -> Context:
-    """Where the code of a sample runs that starts no task: what it calls there counts as the sample's."""
+    """Return a context for the code of a sample that starts no tasks: calls within it count as the sample's."""
     context = copy_context()
     context.run(_place.set, _Place(key, WeakSet()))
     return context
 
 
 def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:
-    """The sample that a task is at work for."""
+    """Return the sample that a task belongs to."""
     return _samples.get(task)
 
 
 def sample_in(context: Context) -> SampleKey | None:
-    """The sample whose code runs in a context."""
+    """Return the sample whose code runs in a context."""
     place = context.get(_place)
     return None if place is None else place.sample
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """In a task of a sample: what is started meanwhile is the sample's, but no part of its code."""
+    """Mark what the current task starts meanwhile as the sample's, but not as part of its code."""
     own = _place.get()
     before = _place.set(_Place(own.sample, own.tasks, aside=True))
     try:
@@ -99,8 +100,11 @@ def aside() -> Iterator[None]:
 
 
 class Part:
-    """Of a sample's code one that tasks of others carry out, such as those of a server. Its calls are counted as those
-    of a task that the running one starts, and below it by names, so that their ids do not depend on who comes first."""
+    """A part of a sample's code that runs in other tasks, such as those of a server.
+
+    Its calls are counted like those of a child task of the current one. Below that they are counted by names, so that
+    their ids do not depend on their order.
+    """
 
     def __init__(self) -> None:
         self._place = _place.get()
@@ -110,8 +114,10 @@ class Part:
 
     @contextmanager
     def named(self, name: str) -> Iterator[str]:
-        """In whatever task: what it calls meanwhile is the sample's, the calls of a name one after the other. Yields
-        the id of the next one."""
+        """Count the calls of the current task as the sample's meanwhile, one after the other for each name.
+
+        Yields the id of the next call.
+        """
         task = asyncio.current_task()
         assert task is not None
         own = self._place
@@ -127,8 +133,10 @@ class Part:
 
 
 def next_call(kind: str = "") -> str:
-    """Id of the call that the running task makes now. `kind`: the letter of its kind. Raises RuntimeError within
-    another call."""
+    """Return the id of the current task's next call. `kind`: letter of the kind of call.
+
+    Raises RuntimeError within another call.
+    """
     place = _place.get()
     if place.aside:
         raise RuntimeError("a tool or a grader cannot ask the context: a replay, which has its answer, would not ask")
@@ -137,7 +145,7 @@ def next_call(kind: str = "") -> str:
 
 
 def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: Any) -> "asyncio.Task[Any]":
-    """Makes the tasks of a loop; a sample's own get a place below that of the task that creates them."""
+    """Create a task of a loop; a task that a sample's code creates is numbered below the creating one."""
     parent = _place.get(None)
     if parent is None or parent.aside:
         task = asyncio.Task(coroutine, loop=loop, **options)
@@ -154,32 +162,31 @@ def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: 
 
 
 _ROUNDS = 64
-"""Turns of the loop after which code that never waits is not waited for."""
+"""Maximum turns of the loop to wait for the code to become idle."""
 _QUIET = 3
-"""Turns of the loop without a task that could go on, after which none will by itself: what is done within
-`asyncio.gather` takes two to come through."""
+"""Turns of the loop without a runnable task after which the code is idle: results within `asyncio.gather` take two."""
 
 
 class SampleAborted(BaseException):
-    """The sample is given up: it may be continued later. No error of user code, which is not to catch it."""
+    """The sample is aborted, and may be resumed later. User code must not catch it."""
 
 
 class EpisodeDiverged(BaseException):
-    """The code does something else than it did when its calls were recorded. Not for user code to catch."""
+    """The code behaves differently than when its calls were recorded. User code must not catch it."""
 
 
 class UncertainEffect(BaseException):
-    """A call with effects was under way when its process was lost, and nobody can say whether it was done. Not for user
-    code to catch."""
+    """A call with effects was in flight when its process was lost, and its outcome is unknown. User code must not catch
+    it."""
 
 
 _ENDS = (SampleAborted, EpisodeDiverged, UncertainEffect, ToolUnavailable)
-"""What ends a sample."""
+"""Errors that end a sample."""
 
 
 @dataclass
 class _Answered:
-    """An answer on its way to the code."""
+    """A response that the code has not received yet."""
 
     record: CallRecord
     durable: bool
@@ -187,10 +194,10 @@ class _Answered:
 
 
 class Recorder:
-    """Of one sample. All of it is for the thread of its loop."""
+    """The recorder of one sample. All methods run in the thread of its loop."""
 
     records = True
-    """Whether the answers of the policy are kept, to be given again."""
+    """Whether responses of the policy are recorded for replay."""
 
     def __init__(
         self,
@@ -201,9 +208,15 @@ class Recorder:
         *,
         resampled: Collection[str] = (),
     ) -> None:
-        """`recorded`: by earlier attempts; `resampled`: calls of the policy among it that are made again. `tasks`: of
-        the sample. `say` takes a record of this attempt, `say_durably` one whose future is done when it and all before
-        it are durable."""
+        """Create the recorder of a sample.
+
+        Args:
+            recorded: records of earlier attempts.
+            tasks: tasks of the sample.
+            say: stores a record of this attempt.
+            say_durably: stores a record; its future is done when this record and all before it are durable.
+            resampled: recorded calls of the policy that are made again.
+        """
         self._tasks = tasks
         self._say, self._say_durably = say, say_durably
         self._resampled = resampled
@@ -212,39 +225,39 @@ class Recorder:
         self._intents = {record.call: record for record in recorded if record.order is None}
         in_order = sorted((one for one in answers if one.kind is not CallKind.NOW), key=lambda one: one.order or 0)
         self._pending = deque(in_order)
-        """Recorded answers that the code has not been given yet."""
+        """Recorded responses that the code has not received yet."""
         self._next = 1 + max((record.order for record in answers if record.order is not None), default=-1)
         self._asked: dict[str, tuple[CallRecord, asyncio.Future[CallRecord]]] = {}
-        """Recorded calls that the code has made, and waits for, with what it is given."""
+        """Recorded calls that the code waits for, with their responses."""
         self._answered: deque[_Answered] = deque()
         self._acting = 0
         self._ended = False
         self.failure: BaseException | None = None
-        """What ended the sample, whether its code has minded or not."""
+        """The error that ended the sample, even if its code caught it."""
         self._busy = False
-        """Whether the code is at work on an answer, or one is being made durable."""
+        """Whether the code is processing a response, or one is being made durable."""
 
     @property
     def replaying(self) -> bool:
-        """Whether something recorded is still to be given."""
+        """Whether recorded responses are still to be replayed."""
         return bool(self._pending)
 
     @property
     def acting(self) -> bool:
-        """Whether a call with effects is under way: breaking it off would leave its effect uncertain."""
+        """Whether a call with effects is in flight: cancelling it would leave its effect uncertain."""
         return self._acting > 0
 
     @property
     def awaited(self) -> CallRecord | None:
-        """The recorded call that the code would have to make next."""
+        """The recorded call that the code has to make next."""
         return next((record for record in self._pending if record.call not in self._asked), None)
 
     def knows(self, call: str) -> bool:
-        """Whether the answer to a call is recorded by an earlier attempt."""
+        """Return whether an earlier attempt recorded the response to a call."""
         return call in self._known
 
     def value(self, record: CallRecord, make: Callable[[], str]) -> str:
-        """What is had at once, such as the time."""
+        """Return the recorded value of a call that needs no waiting, such as the time, or a new one."""
         self._require_open()
         try:
             known = self._known_as(record)
@@ -265,8 +278,13 @@ class Recorder:
         again: bool = False,
         durable: bool = False,
     ) -> CallRecord:
-        """The answer to a call. `do` gets a new one. `again`: a recorded one is got again too, and must be the same.
-        `durable`: the code is given a new one when it is durable."""
+        """Return the response to a call.
+
+        Args:
+            do: makes the call.
+            again: make a recorded call again, too; its response must be the same.
+            durable: return a new response only when it is durable.
+        """
         self._require_open()
         try:
             return await self._answer(asked, do, again=again, durable=durable)
@@ -275,8 +293,10 @@ class Recorder:
             raise
 
     def end(self) -> None:
-        """The sample has ended. What its code left running is given no answer any more, and makes no call; that of an
-        effect under way is still recorded."""
+        """End the sample: tasks left running receive no responses and make no calls.
+
+        The response of a call with effects in flight is still recorded.
+        """
         self._ended = True
         for _, future in self._asked.values():
             future.cancel()
@@ -308,18 +328,18 @@ class Recorder:
         return await future
 
     def is_orphan(self, asked: CallRecord) -> bool:
-        """Whether the intent to make this call is all that is recorded of it."""
+        """Return whether only the intent of this call is recorded."""
         found = self._intents.get(asked.call)
         if found is not None:
             _require_same_call(found, asked)
         return found is not None
 
     async def intend(self, asked: CallRecord) -> None:
-        """Return when the intent to make a call is durable, with all that the code was given before."""
+        """Wait until the intent to make a call is durable, with all responses that the code received before."""
         await self._say_durably(asked)
 
     def _require_open(self) -> None:
-        """Raise what ended the sample."""
+        """Raise the error that ended the sample."""
         if self.failure is not None:
             raise self.failure
         if self._ended:
@@ -336,7 +356,7 @@ class Recorder:
         return known
 
     def _arrived(self) -> None:
-        """An answer is there, now or as it was recorded: what the code has begun besides comes first in either case."""
+        """Handle an arrived response, new or recorded. In either case, let the code's other tasks run first."""
         if self._busy:
             return
         if self._side_by_side:
@@ -347,11 +367,11 @@ class Recorder:
 
     @property
     def _side_by_side(self) -> bool:
-        """Whether the code is at several things."""
+        """Whether several tasks of the sample are running."""
         return len(self._tasks) > 1 and sum(not task.done() for task in self._tasks) > 1
 
     def _go_on(self) -> None:
-        """Give the code its next answer, if that is there and the code has done with the one before."""
+        """Deliver the next response, if it has arrived and the code has processed the one before."""
         if self._busy:
             return
         if self._pending and not self._ended:
@@ -394,7 +414,7 @@ class Recorder:
                 asyncio.get_running_loop().call_soon(self._go_on)
 
     def _settle(self, left: int, quiet: int) -> None:
-        """Let the code do all that it can."""
+        """Let the code run until it is idle."""
         quiet = quiet + 1 if self._is_quiet() else 0
         if quiet > _QUIET or not left:
             self._busy = False
@@ -403,7 +423,7 @@ class Recorder:
             asyncio.get_running_loop().call_soon(self._settle, left - 1, quiet)
 
     def _is_quiet(self) -> bool:
-        """Whether each task waits for something that has not come."""
+        """Return whether each task waits for a future that is not done."""
         for task in list(self._tasks):
             if not task.done():
                 waits_for = task._fut_waiter  # type: ignore[attr-defined]  # asyncio tells it nowhere else
@@ -413,7 +433,7 @@ class Recorder:
 
 
 class Unrecorded(Recorder):
-    """Of a sample of ours, whose code asks the policy and nobody else, and runs anew where it was lost."""
+    """The recorder of a built-in function, whose only calls are of the policy and which restarts where it was lost."""
 
     records = False
 

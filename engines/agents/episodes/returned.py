@@ -1,4 +1,4 @@
-"""What `generate` has returned, held to what the policy was asked for and has sampled."""
+"""Validation of what `generate` returns against the calls of the policy."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,15 @@ import numpy as np
 from cairn.engines.types.trajectories import BadTrajectory, GeneratedSample, Segment, Trajectory
 from cairn.engines.types.types import FinishReason
 
-# Rewards and roles that user code gives trajectories and their segments while it generates.
+# Rewards and roles that user code assigns to trajectories and segments.
 
 
 def checked_reward(reward: object, of: str) -> float | None:
-    """A reward of a segment or a trajectory. Raises BadTrajectory for what is no number; ValueError, with which the
-    sample fails, for one that is not finite: it may be the world's."""
+    """Return a reward of a segment or a trajectory.
+
+    Raises BadTrajectory for what is not a number. Raises ValueError, which fails the sample, for a number that is not
+    finite: it may come from the environment.
+    """
     if reward is None:
         return None
     if not isinstance(reward, np.bool_ | Real):
@@ -27,7 +30,10 @@ def checked_reward(reward: object, of: str) -> float | None:
 
 
 def reward_of(trajectory: Trajectory, segments: Sequence[Segment]) -> float | None:
-    """Of a trajectory, whose segments are checked: its own, or else the sum of theirs. Raises as `checked_reward`."""
+    """Return the reward of a trajectory: its own, or else the sum of its checked segments' rewards.
+
+    Raises the errors of `checked_reward`.
+    """
     turns = [segment.reward for segment in segments if segment.reward is not None]
     return (
         checked_reward(trajectory.reward, "a trajectory") if trajectory.reward is not None or not turns else sum(turns)
@@ -35,7 +41,7 @@ def reward_of(trajectory: Trajectory, segments: Sequence[Segment]) -> float | No
 
 
 def checked_role(role: object) -> str | None:
-    """Of a trajectory. Raises BadTrajectory for what is no word."""
+    """Return the role of a trajectory. Raises BadTrajectory for what is not one word."""
     if role is None or (isinstance(role, str) and re.fullmatch(r"[\w.-]+", role)):
         return role
     raise BadTrajectory(f"generate gave a trajectory the role {role!r}; it has to be a word, such as 'solver'")
@@ -43,7 +49,7 @@ def checked_role(role: object) -> str | None:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A finished call of `ctx.sample`: the tokens that it went on from, and what was sampled after them."""
+    """A finished call of `ctx.sample`: its input tokens and the sampled segment."""
 
     before: np.ndarray
     segment: Segment
@@ -52,9 +58,11 @@ class Continuation:
 def checked_sample(
     key: tuple[int, int], prompt: np.ndarray, calls: Mapping[str, Continuation], returned: object
 ) -> GeneratedSample:
-    """The sample `key` that `generate` returned after a prompt, as the policy gave it in its calls: user code says what
-    follows what, and what is trained on. Raises BadTrajectory where that is not what the policy was asked for and
-    sampled."""
+    """Return the sample `key` with the segments that the policy sampled in its calls.
+
+    User code decides the order of segments and what is trained on. Raises BadTrajectory where inputs or segments differ
+    from those of the calls.
+    """
     trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
     several = len(trajectories) > 1
     prompts, parts = list[np.ndarray | None](), list[list[Segment]]()
@@ -90,7 +98,7 @@ def checked_sample(
 
 
 def _own_prompt(trajectory: Trajectory, prompt: np.ndarray, where: str) -> np.ndarray | None:
-    """Of a trajectory that does not begin after the sample's; `where` names it among several."""
+    """Return the prompt of a trajectory, None where it is the sample's. `where` names the trajectory among several."""
     if trajectory.prompt_ids is None:
         return None
     own = np.asarray(trajectory.prompt_ids, np.int32)
@@ -102,7 +110,7 @@ def _own_prompt(trajectory: Trajectory, prompt: np.ndarray, where: str) -> np.nd
 def _segments(
     trajectory: Trajectory, before: np.ndarray, calls: Mapping[str, Continuation], where: str
 ) -> list[Segment]:
-    """Those of a trajectory, which begins after the tokens `before`."""
+    """Return the checked segments of a trajectory that begins after the tokens `before`."""
     segments = list[Segment]()
     for number, segment in enumerate(trajectory.segments, 1):
         if segments:
@@ -152,7 +160,7 @@ def _checked(segment: object, before: np.ndarray, calls: Mapping[str, Continuati
 
 
 def _check_trained_once(segments: Sequence[Segment]) -> None:
-    """Raise BadTrajectory where a token that was sampled once is trained on in two trajectories, which may share it."""
+    """Raise BadTrajectory where two trajectories train on the same sampled token; they may share it otherwise."""
     trained: dict[str, np.ndarray] = {}
     for segment in segments:
         if segment.call is None:

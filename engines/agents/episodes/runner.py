@@ -1,15 +1,15 @@
-"""Runs `generate` for many samples at once: each is a coroutine on one loop, and all that ask are answered together.
+"""Concurrent execution of `generate`: each sample is a coroutine on one loop, and the engine batches their requests.
 
-| what happens to a sample | what becomes of it |
+| event of a sample | result |
 |---|---|
-| `generate` returns | its trajectory, or its trajectories, checked |
-| `generate` raises, or the engine refuses what it asks and it does not mind | it fails, with the error |
-| it is aborted | it is given back as far as its first call came; what its code was given is recorded |
-| it does something else than is recorded, or an effect is uncertain | it fails, with what its recorder says |
-| what `generate` returned is no trajectory of the sample | BadTrajectory, for the whole call |
+| `generate` returns | its checked trajectories |
+| `generate` raises, or does not catch the engine's refusal of a request | it fails with the error |
+| it is aborted | its first call's tokens are returned; the record holds what its code received |
+| its code diverges from the record, or an effect is uncertain | it fails with its recorder's error |
+| `generate` returns no trajectory of the sample | BadTrajectory, for the whole call |
 
-Whoever holds the engine gives the answers: `cairn.engines.agents.episodes.samples` where the function is ours, and the
-process of the user's function (`user_process.py`) through it."""
+The holder of the engine supplies the responses: `cairn.engines.agents.episodes.samples`, through which the process of
+a user's function (`user_process.py`) reaches it."""
 
 import asyncio
 import time
@@ -43,21 +43,21 @@ from cairn.engines.types.trajectories import (
 )
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 
-# How long samples waited for what others had, such as a process for a tool: that is not their own time.
+# Time that samples wait for resources that others hold, such as a tool process: it does not count as their own.
 
 
 class Waits:
-    """Of the samples of a loop."""
+    """Waiting times of the samples of a loop."""
 
     def __init__(self) -> None:
         self._calls: Counter[SampleKey] = Counter()
-        """That wait."""
+        """Number of waiting calls of each sample."""
         self._since: dict[SampleKey, float] = {}
         self._seconds: defaultdict[SampleKey, float] = defaultdict(float)
 
     @contextmanager
     def of(self, key: SampleKey) -> Iterator[None]:
-        """A call of a sample waits meanwhile. Where several do at a time, that time counts once."""
+        """Count the time meanwhile as waiting time of a sample. Overlapping waits count once."""
         if not self._calls[key]:
             self._since[key] = time.monotonic()
         self._calls[key] += 1
@@ -69,23 +69,23 @@ class Waits:
                 self._seconds[key] += time.monotonic() - self._since.pop(key)
 
     def seconds(self, key: SampleKey) -> float:
-        """That a sample has waited in all."""
+        """Return the total waiting time of a sample in seconds."""
         since = self._since.get(key)
         return self._seconds[key] + (0.0 if since is None else time.monotonic() - since)
 
 
 _TO_END = 5.0
-"""Seconds in which what is cancelled has to end."""
+"""Seconds that cancelled tasks have to end."""
 _TOGETHER = 0.02
-"""Seconds for which what is recorded may wait for more, where nobody waits for it to be durable."""
+"""Maximum seconds that records are batched while no sample waits for their durability."""
 _LONGEST_ERROR = 4000
-"""Characters of what is told of a sample's error."""
+"""Maximum characters of a sample's error message."""
 
 Generate = Callable[[Context, SampleRequest], Awaitable[Trajectory | list[Trajectory]]]
 
 
 class Runner:
-    """The samples of one call. All of it is for the thread of its loop."""
+    """The samples of one call. All methods run in the thread of its loop."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class Runner:
         tools: Callable[[], Mapping[str, Tool]] = dict,
         options: EpisodeOptions | None = None,
     ) -> None:
-        """`tokenizer` loads the model's and `tools` those of the run, where a sample asks for them."""
+        """Create a runner. `tokenizer` and `tools` load the model's tokenizer and the run's tools when a sample needs
+        them."""
         loop.set_task_factory(task_factory)
         self._loop = loop
         self._generate = generate
@@ -110,46 +111,47 @@ class Runner:
         self._recorders: dict[SampleKey, Recorder] = {}
         self._recorded: list[CallRecord] = []
         self._due = False
-        """Whether the first of them has waited long enough."""
+        """Whether the oldest unsent record has waited long enough."""
         self._to_acknowledge: list[asyncio.Future[None]] = []
-        """Of the samples that wait until what is recorded is durable."""
+        """Futures of samples that wait for the durability of unsent records."""
         self._acknowledging: dict[int, list[asyncio.Future[None]]] = {}
         self._numbers = count(time.monotonic_ns())
-        """Above those of processes before this one: what is acknowledged to them late means nothing here."""
+        """Numbers of batches, above those of earlier processes, so that late acknowledgements of theirs have no
+        effect."""
         self._aborted = False
         self._failure: BadTrajectory | None = None
         self._stir = asyncio.Event()
         self.waits = Waits()
-        """Of samples whose tools have to wait."""
+        """Waiting times of samples whose tools have to wait."""
         self.asked: list[GenerateRequest] = []
-        """What samples ask the engine, for its holder to take away and to `answer`."""
+        """Requests to the engine, for its holder to take and to `answer`."""
         self.ended: list[GeneratedSample] = []
-        """Samples that have ended, for it to take away."""
+        """Samples that have ended, for the engine's holder to take."""
 
     def begin(self, samples: Sequence[SampleRequest]) -> None:
-        """Begin to generate samples."""
+        """Start samples."""
         self._tasks |= {sample.key: self._loop.create_task(self._run(sample)) for sample in samples}
 
     @property
     def left(self) -> int:
-        """Samples that have not ended. Raises BadTrajectory."""
+        """Number of samples that have not ended. Raises BadTrajectory."""
         if self._failure is not None:
             raise self._failure
         return len(self._tasks)
 
     async def stirred(self) -> None:
-        """Return when samples have asked or ended since, and all that could go on have."""
+        """Wait until samples have sent requests or ended, and all that can continue have continued."""
         await self._stir.wait()
         await asyncio.sleep(0)  # behind those that are about to
         self._stir.clear()
 
     @property
     def at_work(self) -> bool:
-        """Whether a sample has something else to do than to wait for the engine."""
+        """Whether a sample is doing something else than waiting for the engine."""
         return self._failure is None and len(self._tasks) > len(self._asking)
 
     def answer(self, id: RequestId, answer: Completion | RequestRefused) -> None:
-        """What the engine made of a request."""
+        """Deliver the engine's response to a request."""
         future = self._answers.pop(id)
         self._no_longer_asks(id)
         if future.done():
@@ -161,8 +163,10 @@ class Runner:
             future.set_result(answer)
 
     def recorded(self) -> Recorded | None:
-        """What samples were given, for its holder to take away and, where that is awaited, to `acknowledge`; before
-        what has `ended` with it. None where it waits for more."""
+        """Return new records for the engine's holder, which has to `acknowledge` them where they are awaited.
+
+        To be taken before `ended`. Returns None where it waits for more records.
+        """
         if not self._recorded or not (self._due or self._to_acknowledge or self.ended):
             return None
         self._due = False
@@ -174,15 +178,18 @@ class Runner:
         return Recorded(number, records, bool(awaited))
 
     def acknowledge(self, number: int) -> None:
-        """What came with this number, and all before it, is durable."""
+        """Mark the records with this number, and all before them, as durable."""
         for waiting in [one for one in self._acknowledging if one <= number]:
             for future in self._acknowledging.pop(waiting):
                 if not future.done():
                     future.set_result(None)
 
     def abort(self) -> None:
-        """Give all samples back: those that ask the engine when it answers, those in a call with effects when they ask
-        it next, the others at once."""
+        """Abort all samples.
+
+        Those with an open request end at its response, those in a call with effects at their next request, the others
+        at once.
+        """
         self._aborted = True
         for key, task in self._tasks.items():
             acting = key in self._recorders and self._recorders[key].acting
@@ -191,12 +198,12 @@ class Runner:
 
     @property
     def aborted(self) -> bool:
-        """Whether samples are given back."""
+        """Whether samples are aborted."""
         return self._aborted
 
     @property
     def working(self) -> list[SampleKey]:
-        """Samples that wait for something else than the engine, or are about to go on."""
+        """Samples that are not waiting for the engine."""
         return [key for key in self._tasks if key not in self._asking]
 
     @property
@@ -205,7 +212,7 @@ class Runner:
         return list(self._tasks)
 
     def give_up(self, key: SampleKey, why: str) -> None:
-        """Let a sample fail, whatever it is at."""
+        """Fail a sample, whatever its code is doing."""
         awaited = self._recorders[key].awaited if key in self._recorders else None
         if awaited is not None:
             why += f": its code has not asked for {awaited.told} again, which was recorded"
@@ -213,12 +220,12 @@ class Runner:
         self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
 
     def current(self) -> SampleKey | None:
-        """The sample whose code, or a tool of its, runs now, for other threads; it may have ended."""
+        """Return the sample whose code or tool is running now; thread-safe. The sample may have ended."""
         task = asyncio.current_task(self._loop)
         return None if task is None else sample_of(task)
 
     def close(self) -> bool:
-        """End everything. Whether all of it has."""
+        """Cancel everything. Return whether all tasks have ended."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -287,7 +294,7 @@ class Runner:
 async def outcome(
     generate: Generate, context: Context, sample: SampleRequest, recorder: Recorder, aborted: Callable[[], bool]
 ) -> GeneratedSample:
-    """What becomes of a sample. `aborted`: whether all are given back. Raises BadTrajectory."""
+    """Run a sample and return its result. `aborted`: whether all samples are aborted. Raises BadTrajectory."""
     try:
         returned = await generate(context, sample)
         if recorder.failure is not None:  # whatever the code made of it
@@ -303,7 +310,7 @@ async def outcome(
         return context.aborted() if aborted() else GeneratedSample.failed(sample, told_of(failure))
     except (BadTrajectory, KeyboardInterrupt):
         raise
-    # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
+    # User code may raise anything: it is the result of this sample and must not affect others.
     except BaseException as error:
         failure = recorder.failure or error
         if isinstance(failure, SampleAborted):
@@ -312,7 +319,7 @@ async def outcome(
 
 
 def told_of(error: BaseException) -> str:
-    """What is told of an error of a sample's code."""
+    """Return the message of an error of a sample's code."""
     if isinstance(error, RequestRefused):
         return "; ".join(error.refused.values())
     try:

@@ -1,11 +1,13 @@
-"""What makes an engine of requests one of samples: `generate` runs beside it, in its process where it is ours.
+"""Generation of samples with an engine that serves requests.
 
-| what happens to the process of the user's function | what becomes of it |
+Built-in generate functions run in the engine's process, a user's function in a process of its own:
+
+| event of the process | result |
 |---|---|
-| a sample keeps the others from their turn | it fails; the others go on from their records, in another process |
-| it is ended from outside | all that have not ended go on from their records, in another process |
-| the same, `LOSSES` times in a row without anything that was recorded or ended between | EngineDied |
-| it ends by itself | GenerationFailed |
+| a sample blocks the others | it fails; the others resume from their records, in another process |
+| it is killed from outside | all unfinished samples resume from their records, in another process |
+| the same, `LOSSES` times in a row without a record or a finished sample between | EngineDied |
+| it exits by itself | GenerationFailed |
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +21,14 @@ from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRe
 from cairn.engines.types.types import SamplingParams, Stream
 
 LOSSES = 4
-"""Processes that may be ended from outside in a row."""
+"""Processes in a row that are killed from outside until the engine counts as dead."""
 
 
 class SampleEngine:
-    """Generates samples with a rollout engine. For one caller of `generate` at a time."""
+    """Generates samples with a rollout engine, for one caller of `generate` at a time."""
 
     def __init__(self, open: Callable[[], Stream], abort: Callable[[], None]) -> None:
-        """`open` and `abort` are the engine's."""
+        """Store `open` and `abort`, the methods of the engine."""
         self._open = open
         self._abort = abort
         self._user_code: UserCode | None = None
@@ -36,11 +38,12 @@ class SampleEngine:
     def generate(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Generate samples; yield each as it ends. Whatever one of them asks joins what the engine is at work on. What
-        they are given is yielded too, where the function records it: see `acknowledge`.
+        """Generate samples; yield each as it ends. Requests of all samples join the engine's running batch.
 
-        Raises as streams do, but for requests that are refused: their samples fail. Raises BadTrajectory where what
-        the function returned is none.
+        Also yields the records of their calls, where the function records them: see `acknowledge`.
+
+        Raises BadTrajectory where the function returns none, and the errors of streams except RequestRefused: a refused
+        request fails its sample.
         """
         if function.records:
             yield from self._with_user_code(samples, params, function)
@@ -50,26 +53,31 @@ class SampleEngine:
             yield from running.generate(samples)
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
-        """Have the running `generate` generate these too, from any thread. False where it does not: there is none, it
-        is about to end or was aborted, or samples run in a process of user code."""
+        """Add samples to the running `generate`; thread-safe.
+
+        Returns False where that is impossible: none is running, it is ending or aborted, or samples run in a process of
+        user code.
+        """
         running = self._beside
         return running is not None and running.join(samples)
 
     def acknowledge(self, number: int) -> None:
-        """What the running `generate` yielded with this number is durable, and all before it. From any thread."""
+        """Confirm that the records with this number, and all before them, are durable; thread-safe."""
         if (user_code := self._user_code) is not None:
             user_code.acknowledge(number)
 
     def abort(self) -> None:
-        """End the running `generate` soon, from any thread: it yields each unfinished sample as far as it came. Without
-        a running one this does nothing."""
+        """End the running `generate` soon: it yields the partial result of each unfinished sample. Thread-safe.
+
+        Does nothing where none is running.
+        """
         self._aborted = True
         if (user_code := self._user_code) is not None:
             user_code.abort()
         self._abort()
 
     def give_up(self) -> None:
-        """End the running `generate` of user code at once, from any thread, and its process: it raises."""
+        """Kill the process of user code; the running `generate` raises. Thread-safe."""
         if (user_code := self._user_code) is not None:
             user_code.kill()
 
@@ -103,7 +111,7 @@ class SampleEngine:
                 return
 
     def _process(self, function: GenerateFunction) -> UserCode:
-        """That of the last call, where it is of use."""
+        """Return the process of the last call, where it can be reused, or a new one."""
         if self._user_code is None or not self._user_code.can_generate(function):
             if self._user_code is not None:
                 self._user_code.kill()

@@ -1,24 +1,24 @@
-"""The user's `generate`, in a process of its own beside the engine.
+"""The user's `generate`, in a process next to the engine.
 
-User code hangs, leaks and crashes, so the engine has a Python process for it, which runs all samples of a call on one
-loop (`runner.py`) and stays for the next call of the same function, unless one went wrong. Messages go over a pipe,
-pickled, each with all that came up since the last one:
+User code hangs, leaks and crashes, so a separate Python process runs it. It runs all samples of a call on one loop
+(`runner.py`), and stays for the next call of the same function, unless one failed. Messages go over a pipe, pickled,
+each with all that is new since the last one:
 
-| from | message | means |
+| from | message | content |
 |---|---|---|
-| here | `samples` | what to generate: a call begins |
-| there | `asked` | requests for the engine, which join what it is at work on |
-| here | `answered` | completions and refusals, by the requests' ids |
-| there | `recorded` | what samples were given, to be made durable |
-| here | `acknowledged` | that it is, up to a number |
-| there | `ended` | samples that have ended |
-| here | `abort` | give the others back as far as they came |
-| there | `hung` | a sample keeps the others from their turn: the process is of no more use. Where it keeps the \
-interpreter's lock, the process says nothing: then it is said here, by its heartbeat |
-| there | `failed`, `done` | the end of the call: an error that is nobody's sample's, or none |
+| engine | `samples` | the samples to generate: a call begins |
+| process | `asked` | requests for the engine, which join its running batch |
+| engine | `answered` | completions and refusals, by the requests' ids |
+| process | `recorded` | records of samples' calls, to be made durable |
+| engine | `acknowledged` | number up to which records are durable |
+| process | `ended` | samples that have ended |
+| engine | `abort` | end the others with their partial results |
+| process | `hung` | a sample blocks the others: the process is unusable. Where it holds the interpreter's lock, the \
+process cannot send this: the engine's side detects it from the heartbeat |
+| process | `failed`, `done` | end of the call: with an error that belongs to no sample, or without |
 
-A process that ends by itself is the doing of one of its samples: GenerationFailed, so that the suspects are found. One
-that is ended from outside, as by the OOM killer, is nobody's: ProcessLost.
+A process that exits by itself does so because of one of its samples: GenerationFailed, so that the suspects are found.
+A process that is killed from outside, as by the OOM killer, incriminates no sample: ProcessLost.
 """
 
 import queue
@@ -41,37 +41,37 @@ from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKe
 from cairn.engines.types.types import SamplingParams, Stream
 
 SINGLE_TURN = "single_turn"
-"""The function of ours that asks the policy once."""
+"""The built-in function that calls the policy once."""
 _TO_END = 10.0
-"""Seconds that a process which hung up may take to be gone."""
+"""Seconds that a process may take to exit after it closed the connection."""
 
 
 @dataclass(frozen=True)
 class GenerateFunction:
-    """A `generate`, by name, for another process."""
+    """A `generate` function by name, for use in another process."""
 
     name: str
-    """As `rollout.custom_generate_function_path` has it; a file's path is absolute."""
+    """Name in the format of `rollout.custom_generate_function_path`; the path of a file is absolute."""
     search: tuple[str, ...] = ()
-    """`sys.path` where yours is looked for."""
+    """`sys.path` for the import of a user's function."""
     tokenizer: str = ""
-    """Folder of the model whose tokenizer yours may ask for."""
+    """Folder of the model whose tokenizer a user's function may use."""
     timeout: float = 600.0
-    """Seconds that yours may spend on a sample at a time, besides waiting for the engine."""
+    """Seconds that a user's function may spend on a sample at a time; waiting for the engine does not count."""
     episode_timeout: float | None = None
-    """Seconds that yours may take for a sample in all, from where its code begins to run; None has no bound."""
+    """Seconds that a user's function may spend on a sample in total, from the start of its code; None is unlimited."""
     options: EpisodeOptions = field(default_factory=EpisodeOptions)
-    """What its samples are given besides."""
+    """Other options of its samples."""
 
     @property
     def records(self) -> bool:
-        """Whether it runs in a process of its own, and what its samples are given is recorded: all but one call of the
-        policy are."""
+        """Whether it runs in a process of its own and its calls are recorded: true for all functions but
+        `SINGLE_TURN`."""
         return self.name != SINGLE_TURN
 
 
 class SampleHung(Exception):
-    """A sample's code took too long, and the others with it."""
+    """A sample's code took too long and blocked the others."""
 
     def __init__(self, key: SampleKey, told: str) -> None:
         super().__init__(told)
@@ -79,11 +79,11 @@ class SampleHung(Exception):
 
 
 class ProcessLost(Exception):
-    """Something outside ended the process: what was in flight is lost."""
+    """The process was killed from outside: what was in flight is lost."""
 
 
 class UserCode:
-    """The process of one function, for one call after the other."""
+    """The process of one function, for consecutive calls."""
 
     def __init__(self, function: GenerateFunction) -> None:
         self._function = function
@@ -93,17 +93,17 @@ class UserCode:
         self._sending = threading.Lock()
 
     def can_generate(self, function: GenerateFunction) -> bool:
-        """Whether it has this function, and nothing else to do."""
+        """Return whether the process is idle and runs this function."""
         return self._idle and self._function == function and not has_ended(self._process)
 
     def generate(
         self, stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Generate samples; yield them as they end, and what is recorded of them before. The process is gone where this
-        is not read to its end.
+        """Generate samples; yield them as they end, their records first. Unless the iterator is exhausted, the process
+        ends.
 
-        Raises what the stream raises, BadTrajectory, BadPlugin, SampleHung, GenerationFailed where the process has
-        ended by itself, and ProcessLost.
+        Raises the errors of the stream, BadTrajectory, BadPlugin, SampleHung, GenerationFailed where the process has
+        exited by itself, and ProcessLost.
         """
         self._idle = False
         asking = Asking(stream)
@@ -129,16 +129,16 @@ class UserCode:
                 thread.join()
 
     def abort(self) -> None:
-        """From any thread: have all samples back soon, as far as they came."""
+        """Request the partial results of all samples; thread-safe."""
         if not self._idle:
             self._send("abort", None)
 
     def acknowledge(self, number: int) -> None:
-        """From any thread: what came with this number, and all before it, is durable."""
+        """Confirm that the records with this number, and all before them, are durable; thread-safe."""
         self._send("acknowledged", number)
 
     def kill(self) -> int:
-        """End the process, whatever it is at. Returns its exit code."""
+        """Kill the process. Return its exit code."""
         self._killed = True
         kill_group(self._process)
         return self._process.wait()
@@ -180,7 +180,7 @@ class UserCode:
         return Watch(self._heartbeat, self._process.pid, seconds, hung)
 
     def _hear(self, asking: Asking, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
-        """In a thread: whatever the process says until the call has ended. What it asks joins the stream at once."""
+        """Receive the process's messages until the call ends; runs in a thread. Requests join the stream at once."""
         kind = ""
         try:
             while kind not in ("done", "failed", "hung"):
@@ -195,7 +195,7 @@ class UserCode:
             events.put(("failed", error))
 
     def _answer(self, asking: Asking, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
-        """In a thread: tell the process what becomes of what it asked."""
+        """Send the engine's responses to the process; runs in a thread."""
         try:
             while asking.wait():
                 if answers := asking.answers():

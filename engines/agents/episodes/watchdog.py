@@ -1,8 +1,7 @@
-"""Ends samples whose code takes too long: one that waits without end alone, one that keeps the others from their turn
-with the whole process.
+"""Timeouts of user code: a sample that waits too long fails alone; one that blocks the others ends the process.
 
-A thread of the process does, which has no turn itself where code keeps the interpreter's lock: that the parent sees
-from its heartbeat."""
+A thread of the process checks this. Code that holds the interpreter's lock stops that thread too; the parent detects it
+from the heartbeat."""
 
 import asyncio
 import mmap
@@ -24,16 +23,16 @@ from cairn.engines.agents.episodes.runner import Runner
 from cairn.engines.types.trajectories import SampleKey, SampleRequest
 from cairn.storage.store.errors import naming_full
 
-# Whose turn it is in the process of user code, in memory that its parent reads: code that keeps the interpreter's lock
-# stops every thread of its process, and so whatever in it might notice.
+# Heartbeat of the process of user code, in memory that its parent reads. Code that holds the interpreter's lock stops
+# every thread of its process, so only another process can notice it.
 #
-# | memory | says |
+# | memory | content |
 # |---|---|
-# | the beat | when a thread of the process last had a turn; 0 while no call is under way |
-# | a slot | the thread that carries out a sample's code now, the sample, and since when; free slots are 0 |
+# | the beat | when a thread of the process last ran; 0 while no call is running |
+# | a slot | the thread that is running a sample's code, the sample, and the start time; free slots are 0 |
 #
-# The loop of the samples has the first slot (`TurnLoop`), and each thread that calls a tool, or a function for a
-# sample, takes another.
+# The samples' loop has the first slot (`TurnLoop`). Each thread that runs a tool or a function for a sample takes
+# another one.
 
 
 Arguments = TypeVarTuple("Arguments")
@@ -45,14 +44,14 @@ _SLOTS = 128
 _SIZE = _BEAT.size + _SLOTS * _SLOT.size
 _LOOP = 0
 _COMPUTES = 0.3
-"""Seconds over which it is seen which thread computes."""
+"""Seconds over which the CPU time of threads is measured."""
 
 
 class Heartbeat:
-    """The memory, in either process."""
+    """The shared memory, in either process."""
 
     def __init__(self, fd: int) -> None:
-        """`fd`: a file of it, which may be closed then."""
+        """Map the memory of the file descriptor `fd`, which may be closed afterwards."""
         self._memory = mmap.mmap(fd, _SIZE)
         self._lock = threading.Lock()
         self._free = list(range(_SLOTS - 1, _LOOP, -1))
@@ -60,8 +59,11 @@ class Heartbeat:
     @classmethod
     @contextmanager
     def shared(cls) -> Iterator[tuple["Heartbeat", int]]:
-        """In the parent: one, and the descriptor for the process. Raises NoSpace where temporary files have none: a
-        hole that is filled later would end either process by a signal."""
+        """Create the memory in the parent; yield it and its descriptor for the child.
+
+        Raises NoSpace where temporary files have no space: with a sparse file, writing to it later would kill either
+        process by a signal.
+        """
         with tempfile.TemporaryFile() as file:
             with naming_full(tempfile.gettempdir()):
                 file.write(bytes(_SIZE))
@@ -69,28 +71,28 @@ class Heartbeat:
             yield cls(file.fileno()), file.fileno()
 
     def beat(self) -> None:
-        """A thread has a turn."""
+        """Record that a thread is running."""
         _BEAT.pack_into(self._memory, 0, time.monotonic())
 
     def rest(self) -> None:
-        """No call is under way."""
+        """Record that no call is running."""
         _BEAT.pack_into(self._memory, 0, 0.0)
 
     @property
     def last(self) -> float:
-        """The beat."""
+        """Time of the last beat."""
         return float(_BEAT.unpack_from(self._memory)[0])
 
     def take_turn(self, key: SampleKey, slot: int = _LOOP) -> None:
-        """This thread carries out code of a sample."""
+        """Record that this thread runs code of a sample."""
         _SLOT.pack_into(self._memory, _offset(slot), threading.get_native_id(), *key, time.monotonic())
 
     def end_turn(self, slot: int = _LOOP) -> None:
-        """Until here."""
+        """Free this thread's slot."""
         _SLOT.pack_into(self._memory, _offset(slot), 0, 0, 0, 0.0)
 
     def of_a_thread(self) -> AbstractContextManager[None]:
-        """Entered by a thread that carries out code for the sample whose code asks for this."""
+        """Return a context manager for a thread that runs code for the current sample."""
         return self._turn_of(sample_in(copy_context()))
 
     @contextmanager
@@ -109,8 +111,11 @@ class Heartbeat:
                 self._free.append(slot)
 
     def holder(self, pid: int) -> SampleKey | None:
-        """In the parent: the sample whose code keeps all threads of the process from their turns; None where that
-        cannot be known. A thread that waits for its turn does not compute."""
+        """Return the sample whose code blocks all threads of the process; None where it is unknown. Called in the
+        parent.
+
+        A thread that waits for the lock uses no CPU time.
+        """
         slots = (_SLOT.unpack_from(self._memory, _offset(slot)) for slot in range(_SLOTS))
         turns = {thread: (group, index) for thread, group, index, _ in slots if thread}
         computing = _computing(pid)
@@ -120,7 +125,7 @@ class Heartbeat:
 
 
 class TurnLoop(asyncio.SelectorEventLoop):
-    """An event loop that says whose code it carries out, as contexts have it."""
+    """An event loop that records whose code it runs, according to the contexts of callbacks."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__()
@@ -129,21 +134,21 @@ class TurnLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """See the base class."""
+        """Schedule a callback like the base class; the heartbeat shows its sample while it runs."""
         context = copy_context() if context is None else context  # an empty one is false
         return super().call_soon(self._in_turn(partial(callback, *args), context), context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See the base class."""
+        """Schedule a callback like the base class; the heartbeat shows its sample while it runs."""
         context = copy_context() if context is None else context  # an empty one is false
         return super().call_at(when, self._in_turn(partial(callback, *args), context), context=context)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
     ) -> "asyncio.Future[Result]":
-        """See the base class."""
+        """Run a function like the base class; in a thread, the heartbeat shows its sample while it runs."""
         if executor is not None and not isinstance(executor, ThreadPoolExecutor):  # processes keep no lock of this one
             return super().run_in_executor(executor, func, *args)
         turn = self._heartbeat.of_a_thread()
@@ -167,10 +172,15 @@ class TurnLoop(asyncio.SelectorEventLoop):
 
 
 class Watch:
-    """In the parent: a thread that looks whether the process still has turns, while a call is under way."""
+    """A thread of the parent that checks the heartbeat while a call is running."""
 
     def __init__(self, heartbeat: Heartbeat, pid: int, seconds: float, blocked: Callable[[SampleKey | None], None]):
-        """`blocked`: told once, after so many seconds without one, the sample whose code keeps them."""
+        """Create the thread.
+
+        Args:
+            seconds: time without a beat after which the process counts as blocked.
+            blocked: called once, with the sample that blocks the process.
+        """
         self._heartbeat, self._pid, self._seconds, self._blocked = heartbeat, pid, seconds, blocked
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="user-code-watch", daemon=True)
@@ -201,14 +211,14 @@ def _offset(slot: int) -> int:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger keeps a process from its turns, and no code of its own."""
+    """Return whether a signal or a debugger has stopped a process."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
 
 
 def _computing(pid: int) -> int | None:
-    """The thread of a process that computes most; None where none does, or that cannot be seen."""
+    """Return the thread of a process that uses most CPU time; None where none uses any, or it is unknown."""
     try:
         process = psutil.Process(pid)
         before = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
@@ -221,18 +231,18 @@ def _computing(pid: int) -> int | None:
 
 
 TICK = 1.0
-"""Seconds between two looks, at most."""
+"""Maximum seconds between two checks."""
 
 
 class Watchdog:
-    """Of the samples of a call, while it runs; a context of the thread that runs their loop.
+    """The timeouts of the samples of a call, while it runs; a context manager in the thread of their loop.
 
     Args:
-        seconds: that a sample may take from its begin, or an answer of the engine, until it asks the engine or ends;
-            what it waits for while others have it is not counted.
-        in_all: that it may take from its begin to its end; None has no bound.
-        hung: told the sample whose code does not give the loop back, None where that cannot be known, and a sentence.
-        heartbeat: beats while it runs.
+        seconds: maximum time of a sample from its start, or the engine's last response, to its next request or its end.
+            Time that it waits for resources that others hold is not counted.
+        in_all: maximum time of a sample from start to end; None is unlimited.
+        hung: called with the sample whose code blocks the loop, None where it is unknown, and a message.
+        heartbeat: beats while the context is open.
     """
 
     def __init__(
@@ -254,7 +264,7 @@ class Watchdog:
         self._heartbeat = heartbeat
         self._since = {sample.key: self._now(sample.key) for sample in samples}
         self._turned = time.monotonic()
-        """When the loop last came round."""
+        """Time of the loop's last turn."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._tick = min(TICK, seconds / 4, (in_all or seconds) / 4)
@@ -273,11 +283,11 @@ class Watchdog:
             self._heartbeat.rest()
 
     def goes_on(self, key: SampleKey) -> None:
-        """A sample has an answer."""
+        """Restart the timeout of a sample that received a response."""
         self._since[key] = self._now(key)
 
     def _look(self) -> None:
-        """On the loop."""
+        """Check the timeouts, on the loop."""
         self._turned = now = time.monotonic()
         for key in self._runner.working:
             if self._now(key) - self._since[key] > self._seconds:
@@ -290,11 +300,11 @@ class Watchdog:
         self._next = self._loop.call_later(self._tick, self._look)
 
     def _now(self, key: SampleKey) -> float:
-        """By the clock of a sample, which stands while it waits for what others have."""
+        """Return the time of a sample's clock, which stops while the sample waits for resources that others hold."""
         return time.monotonic() - self._runner.waits.seconds(key)
 
     def _watch(self) -> None:
-        """In a thread, since the loop does not come round where a sample keeps it."""
+        """Check in a thread whether a sample blocks the loop."""
         while not self._over.wait(self._tick):
             self._beat()
             if time.monotonic() - self._turned > self._seconds + self._tick:
@@ -307,6 +317,6 @@ class Watchdog:
 
 
 def blocked(seconds: float) -> str:
-    """The error of a sample that kept all others waiting."""
+    """Return the error of a sample that blocked all others."""
     told = f"it kept all others waiting for longer than {seconds:g} s: let it await what it does"
     return f"generate: LoopBlocked: {told}"

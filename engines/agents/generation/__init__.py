@@ -1,1 +1,1 @@
-"""Generate functions, one a file, found by name."""
+"""Built-in generate functions, one per file, selected by name."""

@@ -1,11 +1,12 @@
-"""How a model asks for calls of tools, and how it is told what they returned: from tokens to calls, and from results to
-tokens. What was sampled is read and never tokenised again.
+"""Formats of tool calls: parsing of calls from sampled tokens, and encoding of results into tokens.
+
+Sampled tokens are decoded, but never tokenized again.
 
 | `rollout.tool_call_format` | a call | its result |
 |---|---|---|
-| `template` | as the tokenizer has it, see `cairn.engines.agents.replies` | a message of the role `tool`, as the chat \
-template writes it |
-| `tags` | `<name>text</name>`, the text being the tool's one required argument, or a JSON object of several | \
+| `template` | in the tokenizer's format, see `cairn.engines.agents.replies` | a message of the role `tool`, rendered \
+by the chat template |
+| `tags` | `<name>text</name>`, where the text is the tool's one required argument, or a JSON object of several | \
 `<result>text</result>` |
 """
 
@@ -23,46 +24,48 @@ from cairn.engines.models.tokenizers import after_reply, special_ids
 from cairn.storage.store.canonical import from_json
 
 _MARK = "cairn-7f3a9c51-answer"
-"""Stands for an answer of the policy where the template is looked at."""
+"""Placeholder for a reply of the policy when the template is analysed."""
 
 
 WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template has tools"
 
 
 class BadTemplate(Exception):
-    """The chat template does not say how results of tools are told."""
+    """The chat template cannot render results of tools."""
 
 
 class CallFormat(Protocol):
-    """One of them."""
+    """A format of tool calls."""
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
-        """What an answer of the policy asks for, in order."""
+        """Return the calls in a reply of the policy, in order."""
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
-        """The tokens that follow an answer of the policy: names of the tools that it asked for, with their results,
-        and what the next answer begins after."""
+        """Return the tokens that follow a reply of the policy: the results, and the begin of the next reply.
+
+        `results`: name of the tool and result of each call.
+        """
 
 
 class TemplateFormat:
-    """That of the model's chat template."""
+    """The format of the model's chat template."""
 
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool], prompt: str) -> None:
-        """`prompt`: as the episode's data have it, with what the template begins answers with."""
+        """Store the arguments. `prompt`: the episode's prompt, with the text that the template begins replies with."""
         self._tokenizer = tokenizer
         self._special = special_ids(tokenizer)
         self._schemas = [tool.schema for tool in tools.values()]
         self._prompt = prompt
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
-        """See `CallFormat`."""
+        """Return the calls in a reply of the policy, in order."""
         ended = len(ids) and int(ids[-1]) in self._special
         text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         thinking = self._prompt.rstrip().endswith("<think>")
         return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).asked)
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
-        """See `CallFormat`. Raises BadTemplate."""
+        """Return the tokens of the results and the begin of the next reply. Raises BadTemplate."""
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _MARK},
@@ -86,7 +89,7 @@ class TemplateFormat:
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _begin(self, plain: str) -> str:
-        """What answers begin after: of the prompt, since the data may give the template arguments."""
+        """Return the text that begins replies, as in the prompt: data rows may have other template arguments."""
         place = self._prompt.rfind(plain) if plain else -1
         return self._prompt[place:] if place >= 0 else plain
 
@@ -99,7 +102,7 @@ class TemplateFormat:
 
 
 class TagFormat:
-    """Tags with the names of the tools."""
+    """The format of tags named after the tools."""
 
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool]) -> None:
         self._tokenizer = tokenizer
@@ -107,19 +110,19 @@ class TagFormat:
         self._begin = re.compile(rf"<({'|'.join(map(re.escape, tools))})>")
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
-        """See `CallFormat`."""
+        """Return the calls in a reply of the policy, in order."""
         if not self._tools:
             return []
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return [self._call(name, inner.strip()) for name, inner in self._found(text)]
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
-        """See `CallFormat`."""
+        """Return the tokens of the results."""
         text = "".join(f"\n<result>\n{result}\n</result>\n" for _, result in results)
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _found(self, text: str) -> Iterator[tuple[str, str]]:
-        """Names, and what stands between their tags."""
+        """Yield each tool's name and the text between its tags."""
         last = {name: text.rfind(f"</{name}>") for name in self._tools}
         position = 0
         while begin := self._begin.search(text, position):
@@ -146,7 +149,7 @@ def _as_message(call: ToolCall) -> dict[str, Any]:
 
 
 def _json(text: str) -> str:
-    """A text as templates write it that write results as JSON."""
+    """Return a text as templates write it that write results as JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -154,13 +157,13 @@ def _cannot(why: str) -> str:
     return f"the chat template cannot tell the model what tools returned ({why}): {WAY_OUT}"
 
 
-# Whether calls of tools can be read as a chat template writes them: a call is rendered and read again.
+# Check whether a chat template's tool calls can be parsed: a call is rendered and parsed again.
 
 
 _QUESTION = {"role": "user", "content": "2+2?"}
 _CALL = ToolCall("cairn_add", {"a": 2})
 _IDS = ("functions.cairn_add:0", "abcdefghi")
-"""Ids of the rendered call: with the tool's name in it, as Kimi K2 has it, and the nine letters that Mistral wants."""
+"""Ids of the rendered call: with the tool's name in it for Kimi K2, and of nine letters for Mistral."""
 
 
 def _add(a: int) -> int:
@@ -172,8 +175,10 @@ _TOOL = Tool(_add, kind="pure", name=_CALL.name)
 
 
 def unreadable_calls(tokenizer: Any) -> str | None:
-    """Why calls that a model makes as its chat template writes them are not read, or their results not told, and what
-    to do; None where both are. A template that only says that a call is a `<tool_call>` is believed."""
+    """Return why calls in the chat template's format cannot be parsed, or their results not rendered, and what to do.
+
+    Returns None where both work. A template that renders no calls, but contains `<tool_call>`, is assumed to work.
+    """
     written = list(_written(tokenizer))
     if not written:
         if "<tool_call>" in str(tokenizer.chat_template) or getattr(tokenizer, "response_schema", None):
@@ -195,7 +200,7 @@ def unreadable_calls(tokenizer: Any) -> str | None:
 
 
 def _written(tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Prompts, and the call that the template writes behind each."""
+    """Yield prompts, and the call that the template renders after each."""
     for id, arguments in product(_IDS, (_CALL.arguments, '{"a": 2}')):
         call = {"id": id, "type": "function", "function": {"name": _CALL.name, "arguments": arguments}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -214,7 +219,7 @@ def _written(tokenizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _parting(prompt: str, whole: str) -> int:
-    """Where two texts part, or where the tag begins within which they do."""
+    """Return the index of the first difference between two texts, or of the begin of the tag that it is in."""
     place = next((place for place, both in enumerate(zip(prompt, whole, strict=False)) if both[0] != both[1]), 0)
     opened = whole.rfind("<", 0, place)
     return opened if opened > whole.rfind(">", 0, place) else place

@@ -1,15 +1,15 @@
-"""The policy calls tools and goes on with what they return, until it calls none.
+"""The policy calls tools and continues with their results, until it calls none.
 
-| what the policy does | what follows |
+| reply of the policy | what follows |
 |---|---|
-| calls tools of `rollout.tools` | their results, several calls of an answer side by side; a failure in its words |
-| asks for what cannot be read, or for a tool that is not there | it is told; recorded as the call `unreadable_call` |
+| calls tools of `rollout.tools` | their results; several calls of a reply run concurrently; a failure as its message |
+| has an invalid call, or one of an unknown tool | an error message; recorded as the call `unreadable_call` |
 | calls none | the end |
-| calls some in its last of `rollout.max_turns` answers | the end, truncated |
-| comes to the end of an answer's length, or of the context's budget | the end, truncated |
+| calls some in the last of `rollout.max_turns` replies | the end, truncated |
+| reaches the maximum length of a reply, or the context's budget | the end, truncated |
 
-A tool that cannot be called here (`ToolUnavailable`) fails the sample: that is not the policy's doing. What tools
-return is no tokens of the policy, and not trained on.
+A tool that cannot be called on this machine (`ToolUnavailable`) fails the sample: the policy did not cause it. Results
+of tools are not tokens of the policy, and are not trained on.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
 from cairn.engines.types.types import FinishReason
 
 MOST_CALLS = 16
-"""That are made of one answer."""
+"""Maximum number of calls that one reply makes."""
 
 
 async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
-    """As many answers of the policy as it takes."""
+    """Sample replies and call their tools until the episode ends."""
     options, form = ctx.options, _format(ctx, sample)
     ids = list(sample.prompt_ids)
     most = options.max_context_len
@@ -68,7 +68,7 @@ def _format(ctx: Context, sample: SampleRequest) -> CallFormat:
 
 
 async def _results(ctx: Context, calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
-    """Name and result of each."""
+    """Make the calls; return name and result of each."""
     texts: list[str]
     made = calls[:MOST_CALLS]
     if len(made) == 1 or any(call.name in ctx.tools and ctx.tools[call.name].kind == "deterministic" for call in made):
@@ -100,4 +100,4 @@ async def _unreadable(why: str) -> Any:
 
 
 _UNREADABLE = Tool(_unreadable, kind="pure", name="unreadable_call")
-"""Fails: so what the policy got wrong is recorded and counted as a call."""
+"""A tool that always fails: mistakes of the policy are thereby recorded and counted as calls."""

@@ -1,1 +1,1 @@
-"""Tools: what an episode asks of the world with `ctx.call`, one a file."""
+"""Tools, which an episode calls with `ctx.call`; one built-in tool per file."""

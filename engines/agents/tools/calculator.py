@@ -1,4 +1,4 @@
-"""`calculator`: the value of an arithmetic expression. What it may cost is bounded, so it needs no process."""
+"""The tool `calculator`: the value of an arithmetic expression. Its cost is bounded, so it needs no process."""
 
 import math
 import operator
@@ -10,11 +10,11 @@ from cairn.configs.schema.rollout import ToolOptions
 from cairn.engines.agents.tools.tool import Tool
 
 _LONGEST = 1000
-"""Characters of an expression."""
+"""Maximum characters of an expression."""
 _MOST_BITS = 4096
-"""Largest whole number, in bits."""
+"""Maximum size of an integer in bits."""
 _MOST_DIGITS = 1000
-"""Most digits that a number is rounded to, before or behind the point."""
+"""Maximum number of digits, before or after the decimal point, that a number is rounded to."""
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
 
@@ -37,13 +37,13 @@ async def calculator(expression: str) -> str:
 
 
 def tool(options: ToolOptions) -> Tool:
-    """The tool of a run."""
+    """Return the tool of a run."""
     return Tool(calculator, kind="pure")
 
 
 @cache
 def _nodes() -> frozenset[type]:
-    """What an expression is made of; others, such as formatted text, may take any amount of memory."""
+    """Return the node types of an expression; others, such as f-strings, may use any amount of memory."""
     import ast
 
     return frozenset({ast.Expr, ast.Constant, ast.UnaryOp, ast.BinOp, ast.Call, ast.Name})

@@ -1,41 +1,41 @@
-"""How a call of a tool ends without a result, told apart by who is to hear of it.
+"""Errors of tool calls, by who receives them.
 
-| error | what happened | who hears of it |
+| error | meaning | receiver |
 |---|---|---|
-| `ToolFailed` | the tool has answered, by failing: it is the result of the call, and recorded like one | the model |
-| `ToolUnavailable` | the machine kept it from being called, and nothing was done | the run: the sample fails |
-| `ToolLost` | its process was ended from outside while it was at work: what it has done is unknown | the run |
+| `ToolFailed` | the tool's response is a failure: it is the result of the call, and recorded | the model |
+| `ToolUnavailable` | the machine could not make the call, and nothing was done | the run: the sample fails |
+| `ToolLost` | its process was killed from outside during the call: the effect is unknown | the run |
 """
 
 from enum import StrEnum
 
 
 def storable(text: str) -> str:
-    """Half a surrogate pair is no text that can be stored."""
+    """Escape lone surrogates, which cannot be stored."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class Reason(StrEnum):
-    """Why a call failed, for counting."""
+    """Reasons of failed calls, for metrics."""
 
     ARGUMENTS = "arguments"
-    """They do not fit the tool's parameters; it was not called."""
+    """The arguments do not match the tool's parameters; the tool was not called."""
     RAISED = "raised"
-    """It raised an error."""
+    """The tool raised an error."""
     DEADLINE = "deadline"
-    """It was not done in time."""
+    """The call exceeded its timeout."""
     DIED = "died"
-    """It ended its process."""
+    """The call ended its process."""
     MEMORY = "memory"
-    """It wanted more than it may have."""
+    """The call exceeded its memory limit."""
     TYPE = "type"
-    """It returned something that is no JSON value, such as bytes."""
+    """The result is not a JSON value, for example bytes."""
     SIZE = "size"
-    """It returned more than it may."""
+    """The result exceeds its maximum size."""
 
 
 class ToolFailed(Exception):
-    """A call of a tool failed. The message names the tool and says why, in words that a model may be told."""
+    """A call of a tool failed. The message names the tool and the reason, in words for the model."""
 
     def __init__(self, told: str, reason: Reason = Reason.RAISED) -> None:
         super().__init__(storable(told))
@@ -46,15 +46,15 @@ class ToolFailed(Exception):
 
 
 class JudgeFailed(Exception):
-    """A grader that `ctx.judge` asked failed. The message names it and says why."""
+    """A grader that `ctx.judge` called failed. The message names it and the reason."""
 
     def __init__(self, told: str) -> None:
         super().__init__(storable(told))
 
 
 class ToolUnavailable(Exception):
-    """What a tool needs is missing here, such as a sandbox: no answer of the tool, and nothing to train on."""
+    """This machine lacks what a tool needs, such as a sandbox: not a result of the tool, and nothing to train on."""
 
 
 class ToolLost(ToolUnavailable):
-    """Something outside ended the tool's process: it may have done its work, a part of it, or nothing."""
+    """The tool's process was killed from outside: the call may be done, partly done or not done."""

@@ -1,24 +1,24 @@
-"""Tool processes: a few, which call plain functions, one call at a time each.
+"""Tool processes: a small pool that runs plain functions, one call at a time per process.
 
-| what happens to a call | what becomes of it |
+| event of a call | result |
 |---|---|
-| it returns or raises | that is its answer |
-| it is not done at its deadline | `ToolFailed`; the process and all that it started are killed |
-| it wants more memory than it may have | `ToolFailed`; the process is replaced |
+| it returns or raises | that is its result |
+| it exceeds its timeout | `ToolFailed`; the process and all its descendants are killed |
+| it exceeds its memory limit | `ToolFailed`; the process is replaced |
 | it ends its process: an exit code, a signal such as SIGSEGV | `ToolFailed`; the process is replaced |
-| it leaves processes behind | its answer; they are killed, with the process |
-| its process is ended from outside: SIGKILL as by the OOM killer, SIGTERM | a pure tool is called again, up to `LOST` \
-times in all, then it is `ToolUnavailable`; another is `ToolLost` |
-| its module cannot be loaded in the process, or the process cannot be kept from the network | `ToolUnavailable` |
+| it leaves child processes | its result; they are killed, with the process |
+| its process is killed from outside: SIGKILL as by the OOM killer, SIGTERM | a pure tool is called again, up to \
+`LOST` times in total, then `ToolUnavailable`; another is `ToolLost` |
+| its module cannot be loaded in the process, or the process cannot be isolated from the network | `ToolUnavailable` |
 
-The time of a call begins when its process has the tool loaded, and is not counted while it waits for a free one; nor is
-that the time of its episode (`held`). Processes are started when they are needed, each fresh from Python, and stay for
-the calls of all tools.
+The timeout of a call begins when its process has loaded the tool. Waiting for a free process does not count, neither
+for the call nor for its episode (`held`). Processes start on demand, each as a fresh Python, and are reused for the
+calls of all tools.
 
-As many calls are at work at a time as there are cores for, not counting those that wait for something or hang: for each
-of these another process is started when it is needed, as far as there is memory, up to `MOST`. Those that compute for
-long are not counted either, up to as many again: more would miss their deadlines for each other's sake. Who waits takes
-turns (`turns.py`). An episode has as many processes as there are cores for at most, and a tool leaves some to others.
+As many quick calls run at a time as there are cores, at most `PROCESSES`. For each call that waits for something or
+hangs, another process is started on demand, up to `MOST`, while memory is available. Calls that compute for long allow
+another process, too, up to the same number again: more would slow each other beyond their timeouts. Waiting calls take
+turns (`Turns`). An episode uses at most as many processes as quick calls may, and a tool leaves some to other tools.
 """
 
 import asyncio
@@ -46,25 +46,25 @@ from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, Tool
 from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
 from cairn.storage.store.canonical import from_json
 
-# Who is next, where calls wait: tools take turns, of a tool its episodes, and an episode's oldest call is first.
+# Order of waiting calls: round robin over tools, then over a tool's episodes; an episode's oldest call is first.
 
 
 One = TypeVar("One")
 
 
 class Turns(Generic[One]):
-    """What waits, each of a tool and an episode."""
+    """Waiting items, each of a tool and an episode."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[str, deque[One]]] = {}
-        """By tools and episodes, both in the order of their turns."""
+        """Items by tool and episode, both in the order of their turns."""
 
     def add(self, tool: str, episode: str, one: One) -> None:
-        """Behind all others of the episode."""
+        """Add an item behind all others of the episode."""
         self._waiting.setdefault(tool, {}).setdefault(episode, deque()).append(one)
 
     def take(self, may: Callable[[str, str], bool]) -> One | None:
-        """The next one of a tool and an episode that may; None where there is none."""
+        """Remove and return the next item of a tool and an episode that `may` allows; None where there is none."""
         for tool, episodes in self._waiting.items():
             for episode, calls in episodes.items():
                 if may(tool, episode):
@@ -78,24 +78,24 @@ class Turns(Generic[One]):
         return None
 
 
-# Plain functions that cannot leave the process of their episode, such as a bound method: each call in a thread.
+# Plain functions that cannot leave the process of their episode, such as bound methods: each call runs in a thread.
 #
-# A thread cannot be ended: one that is late goes on, and nobody waits for it. So many may be late at a time and no
-# more: then nothing is called until one of them has ended.
+# A thread cannot be killed: a late one keeps running, and its result is discarded. At `MOST_LATE` late threads no call
+# is made until one of them has ended.
 
 
 MOST_LATE = 64
-"""Threads that may go on after their deadline."""
+"""Maximum number of threads that run past their timeout."""
 
 in_turn: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("in_turn", default=nullcontext)
-"""Called where a call begins; what it returns is entered by the thread of the call."""
+"""Called at the start of a call; the call's thread enters the context manager that it returns."""
 
 _late: set[threading.Thread] = set()
 
 
 async def in_a_thread(function: Callable[[], Any], timeout: float) -> Any:
-    """What `function` returns or raises. Raises TimeoutError where it is late, and ToolUnavailable where too many
-    are."""
+    """Run `function` in a thread. Raises its errors, TimeoutError, and ToolUnavailable where too many threads are
+    late."""
     _late.difference_update([thread for thread in _late if not thread.is_alive()])
     if len(_late) >= MOST_LATE:
         raise ToolUnavailable(
@@ -135,85 +135,85 @@ async def in_a_thread(function: Callable[[], Any], timeout: float) -> Any:
 
 
 MEMORY = 2 * 1024**3
-"""Bytes of data that a call may hold where its tool does not say."""
+"""Default limit of a call's data in bytes."""
 PROCESSES = 4
-"""For calls that are quick, at most."""
+"""Maximum number of processes for quick calls."""
 MOST = 32
-"""In all."""
+"""Maximum number of processes in total."""
 SLOW = 0.1
-"""Seconds after which a call is, where it waits for something."""
+"""Seconds after which a call that waits for something is not quick."""
 SLOW_COMPUTING = 0.8
-"""The same, where it computes."""
+"""Seconds after which a call that computes is not quick."""
 SLOW_TO_LOAD = 10.0
-"""The same, while its process starts or loads the tool."""
+"""Seconds after which a call whose process starts or loads the tool is not quick."""
 SPARE_MEMORY = 2**30
-"""Bytes that have to be available where a process more is started."""
+"""Bytes of memory that must be available to start another process."""
 IDLE = 30.0
-"""Seconds after which a process that is one of more than `PROCESSES` and has nothing to do ends."""
+"""Seconds without a call after which a process ends, where there are more than `PROCESSES`."""
 LOST = 3
-"""Processes that may be ended from outside over a call of a pure tool."""
+"""Number of processes that may be killed from outside during a call of a pure tool."""
 START_TIMEOUT = 120.0
 """Seconds that a process may take to start and to load a tool."""
 
 _network = threading.Event()
-"""Set where tools may reach one."""
+"""Set if tools may use the network."""
 
 _TICK = 0.25
 _TO_END = 10.0
 
 
 held: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("held", default=nullcontext)
-"""Entered while a call waits for a process."""
+"""Context manager that is entered while a call waits for a process."""
 
 
 class Pace(enum.Enum):
-    """Of a call that is at work."""
+    """Pace of a running call."""
 
     QUICK = "quick"
-    """So far."""
+    """Quick so far."""
     WAITS = "waits"
-    """For something else than the machine's cores."""
+    """The call waits for something else than the machine's cores."""
     COMPUTES = "computes"
-    """For long."""
+    """The call has been computing for long."""
 
 
 SetPace = Callable[[Pace], None]
 
 
 class Callee(Protocol):
-    """What tool processes need of a tool: `cairn.engines.agents.tools.tool.Tool`."""
+    """The interface of a tool that tool processes use: `cairn.engines.agents.tools.tool.Tool`."""
 
     name: str
     timeout: float
-    """Seconds that a call may take."""
+    """Maximum seconds of a call."""
     memory: int | None
-    """Bytes of data that the process may hold during a call."""
+    """Maximum bytes of data of the process during a call."""
     max_output: int
-    """Characters that a call may return."""
+    """Maximum characters of a result."""
 
     @property
     def kind(self) -> str:
-        """What a lost call means: `pure`, …"""
+        """Kind of the tool, which decides what a lost call means: `pure`, …"""
 
     def late(self) -> ToolFailed:
-        """The failure of a call that is not done in time."""
+        """Return the failure of a call that exceeded its timeout."""
 
 
 class _Asked:
-    """A call, on its way to a process."""
+    """A call that is waiting or running."""
 
     def __init__(self, tool: Callee, path: str, message: bytes, episode: str) -> None:
         self.tool, self.path, self.message, self.episode = tool, path, message, episode
         self.pace = Pace.QUICK
         self.given_up = threading.Event()
         self.begun: Future[None] = Future()
-        """Done when a process is at it, or nobody will be."""
+        """Done when a process has started the call, or the call was given up."""
         self.answer: Future[Any] = Future()
         for future in (self.begun, self.answer):
             future.set_running_or_notify_cancel()
 
     def make(self, process: "_Process", pace: SetPace) -> Callable[[], None]:
-        """Call the tool, in the process; returns what tells the caller. `pace` is told how that goes."""
+        """Make the call in the process. Return a function that delivers the result. `pace` receives the call's pace."""
         if self.given_up.is_set():
             return self._begin
         try:
@@ -242,10 +242,10 @@ class _Asked:
 
 
 class ToolProcesses:
-    """Thread-safe, and of no loop."""
+    """The pool of processes; thread-safe, and bound to no loop."""
 
     def __init__(self, count: int, most: int = MOST) -> None:
-        """`count`: for calls that are quick; `most`: in all."""
+        """Create a pool of `count` processes for quick calls, and `most` in total."""
         self._count, self._most = count, max(count, most)
         self._most_computing = max(2 * count, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
@@ -254,8 +254,12 @@ class ToolProcesses:
         self._idle: list[_Slot] = []
 
     async def call(self, tool: Callee, path: str, arguments: Mapping[str, Any], key: str) -> Any:
-        """The result of a call, see the module. `path`: where the tool's function is, for `load_callable`; `key`: the
-        call's, whose last word tells it from the others of its episode."""
+        """Call a tool; return its result. Raises ToolFailed, ToolUnavailable and ToolLost, see the module.
+
+        Args:
+            path: path of the tool's function, for `load_callable`.
+            key: key of the call; without its last component it names the episode.
+        """
         message = {
             "name": tool.name,
             "arguments": dict(arguments),
@@ -275,20 +279,20 @@ class ToolProcesses:
             asked.given_up.set()
 
     def done(self, slot: "_Slot") -> None:
-        """It is for another call."""
+        """Mark a slot as free for another call."""
         with self._lock:
             del self._at_work[slot]
             self._idle.append(slot)
             self._hand_out()
 
     def pace(self, slot: "_Slot", pace: Pace) -> None:
-        """How its call goes."""
+        """Set the pace of a slot's call."""
         with self._lock:
             self._at_work[slot].pace = pace
             self._hand_out()
 
     def may_end(self, slot: "_Slot") -> bool:
-        """Whether one that has had nothing to do is one too many. Then it is given nothing more."""
+        """Return whether an idle slot is surplus; it is then removed from the pool."""
         with self._lock:
             if slot not in self._idle or len(self._idle) + len(self._at_work) <= self._count:
                 return False
@@ -296,7 +300,7 @@ class ToolProcesses:
             return True
 
     def _hand_out(self) -> None:
-        """Give calls that wait to processes that are free, or may be started."""
+        """Assign waiting calls to free processes, or to new ones where these are allowed."""
         while self._has_room():
             asked = self._waiting.take(self._may)
             if asked is None:
@@ -325,7 +329,7 @@ class ToolProcesses:
 
 
 class _Slot:
-    """A process, and the thread that has started it and reads it: the kernel ends it with that thread."""
+    """A process, and the thread that starts and reads it: the kernel kills the process when that thread ends."""
 
     def __init__(self, pool: ToolProcesses) -> None:
         self.given: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
@@ -349,18 +353,18 @@ class _Slot:
 
 
 def grant_network(granted: bool) -> None:
-    """Whether processes that are started from now on may reach a network; none may before."""
+    """Set whether processes that start from now on may use the network; the default is no."""
     _network.set() if granted else _network.clear()
 
 
 @cache
 def processes() -> ToolProcesses:
-    """Those of this process."""
+    """Return the pool of this process."""
     return ToolProcesses(min(PROCESSES, os.cpu_count() or 1))
 
 
 class _Process:
-    """Started when it is first needed, and again after it ended."""
+    """A child process that starts on first use, and again after it has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -375,8 +379,10 @@ class _Process:
         given_up: threading.Event,
         pace: SetPace,
     ) -> Any:
-        """The result of a call, over the connection of `ready`. `pace` is told how that goes. Raises
-        ToolFailed, ToolUnavailable and ToolLost."""
+        """Return the result of a call, over the connection of `ready`. `pace` receives the call's pace.
+
+        Raises ToolFailed, ToolUnavailable and ToolLost.
+        """
         try:
             connection.send_bytes(message)
             if not self._wait(connection, tool.timeout, given_up, pace):
@@ -394,7 +400,7 @@ class _Process:
         return answer["result"]
 
     def kill(self) -> int:
-        """End the process and what it started; returns its exit code, 0 if there is none."""
+        """Kill the process and its descendants. Return its exit code, 0 where there is no process."""
         if self._process is None or self._connection is None:
             return 0
         self._connection.close()
@@ -404,8 +410,10 @@ class _Process:
         return code
 
     def ready(self, tool: Callee, path: str, pace: SetPace) -> Connection:
-        """The connection of a process that has the tool. `pace` is told how that goes. Raises
-        ToolUnavailable."""
+        """Return the connection of a process that has loaded the tool. `pace` receives the call's pace.
+
+        Raises ToolUnavailable.
+        """
         if self._process is not None and has_ended(self._process):
             self.kill()  # it was ended while it had nothing to do
         for _ in range(LOST):
@@ -435,7 +443,7 @@ class _Process:
         return here
 
     def _wait(self, connection: Connection, seconds: float, given_up: threading.Event, pace: SetPace) -> bool:
-        """Whether there is something to be received in time."""
+        """Return whether a message arrives in time."""
         began, look = time.monotonic(), SLOW
         end = began + seconds
         pace(Pace.QUICK)
@@ -452,7 +460,7 @@ class _Process:
         return True
 
     def _computes(self) -> bool:
-        """Whether it, or what it started, has use for a core now."""
+        """Return whether the process or a descendant is running on, or waiting for, a core."""
         assert self._process is not None
         with suppress(psutil.NoSuchProcess):
             head = psutil.Process(self._process.pid)
@@ -465,7 +473,7 @@ class _Process:
         return False
 
     def _ended(self, tool: Callee) -> Exception:
-        """Why it did, or closed the connection."""
+        """Return the error for a process that ended or closed its connection."""
         assert self._process is not None
         hung_up = not ends_within(_TO_END, self._process)
         code = self.kill()
@@ -481,5 +489,5 @@ class _Process:
 
 
 def _longest(max_output: int) -> int:
-    """Bytes of an answer: JSON writes a character in twelve at most."""
+    """Return the maximum size of a response in bytes: JSON writes a character in at most twelve."""
     return 12 * max_output + 2**16

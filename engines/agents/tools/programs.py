@@ -1,11 +1,11 @@
-"""Programs of the policy, for the tools that run some: so many at a time, each in a sandbox.
+"""Execution of the policy's programs for tools: a bounded number at a time, each in a sandbox.
 
-| how a program ends | what the tool's call ends in |
+| how a program ends | result of the tool's call |
 |---|---|
-| by itself, whatever its exit code | what it printed is told |
-| at its deadline, or at the bound of its output or memory | `ToolFailed` |
-| its sandbox is ended from outside, or does not start, `LOST` times | `ToolUnavailable` |
-| there are no sandboxes here | `ToolUnavailable`; a call of `generate` does not begin then: `require_sandboxes` |
+| by itself, whatever its exit code | its output |
+| at its timeout, or at the limit of its output or memory | `ToolFailed` |
+| its sandbox is killed from outside, or does not start, `LOST` times | `ToolUnavailable` |
+| this machine has no sandboxes | `ToolUnavailable`; a `generate` call does not start then: `require_sandboxes` |
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from cairn.engines.processes.bubblewrap import Confined
 from cairn.engines.processes.sandbox import LOST, Ran, Sandbox, SandboxFailed
 
 QUEUE = 3600.0
-"""Seconds that a program may wait for its turn."""
+"""Maximum seconds that a program waits for its turn."""
 
 
 class Programs:
-    """Those of a tool."""
+    """The programs of one tool."""
 
     def __init__(self, name: str, options: SandboxedTool) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class Programs:
         return await self._run(None, program)
 
     async def execute(self, command: Sequence[str], stdin: bytes) -> Ran:
-        """Run a command, likewise."""
+        """Run a command. Raises ToolFailed and ToolUnavailable."""
         return await self._run(command, stdin)
 
     async def _run(self, command: Sequence[str] | None, given: bytes) -> Ran:
@@ -65,7 +65,7 @@ _sandbox = cache(Sandbox)
 
 
 def require_sandboxes(tools: Sequence[str], options: ToolOptions) -> None:
-    """Raise BadPlugin where tools of these names run programs, and this machine has no sandboxes for them."""
+    """Raise BadPlugin where one of the named tools runs programs, and this machine has no sandboxes."""
     for name, own in (("python", options.python), ("shell", options.shell)):
         if name in tools:
             _sandbox(_confined(name, own))
@@ -86,8 +86,10 @@ def _confined(name: str, options: SandboxedTool) -> Confined:
 
 
 def told(output: bytes, errors: bytes, code: int, length: int) -> str:
-    """What a model is told of a program: what it printed, and how it ended where it did not end well; `longest(length)`
-    characters at most."""
+    """Return the report of a program for the model: its output, and how it ended where it failed.
+
+    At most `longest(length)` characters.
+    """
     parts = [shortened(output.decode(errors="replace").rstrip("\n"), length)]
     if code:
         text = errors.decode(errors="replace").rstrip("\n")
@@ -98,5 +100,5 @@ def told(output: bytes, errors: bytes, code: int, length: int) -> str:
 
 
 def longest(length: int) -> int:
-    """See `told`."""
+    """Return the maximum characters of a report by `told`."""
     return 2 * length + 200

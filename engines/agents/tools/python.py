@@ -1,4 +1,4 @@
-"""`python`: a program of the policy, in a sandbox without network and files, and what it prints."""
+"""The tool `python`: runs a program of the policy in a sandbox without network and files, and returns its output."""
 
 from cairn.configs.schema.rollout import PythonTool, ToolOptions
 from cairn.engines.agents.tools.errors import Reason, ToolFailed
@@ -7,7 +7,7 @@ from cairn.engines.agents.tools.tool import Tool
 
 
 class Python:
-    """Runs programs, each by itself: nothing is left of one for the next."""
+    """Runs programs independently: no state remains between them."""
 
     def __init__(self, options: PythonTool) -> None:
         self._options = options
@@ -26,8 +26,8 @@ class Python:
 
 
 def tool(options: ToolOptions) -> Tool:
-    """The tool of a run."""
-    # The program has a deadline of its own, which its turn in the queue does not count for.
+    """Return the tool of a run."""
+    # The program has a timeout of its own, which excludes the time in the queue.
     timeout = options.python.timeout + QUEUE
     return Tool(
         Python(options.python).python, kind="pure", timeout=timeout, max_output=longest(options.python.max_output)

@@ -1,10 +1,10 @@
-"""What a tool may return: a JSON value of bounded size. It is looked at where it is, before it is copied anywhere.
+"""Validation of tool results: JSON values of bounded size, checked before they are copied.
 
-| what it returns | becomes |
+| result of the tool | becomes |
 |---|---|
-| text | itself; what is longer than the tool's `max_output` is cut, and told |
-| None, booleans, finite numbers; lists, tuples and objects of these, with texts as keys | itself, tuples as lists |
-| the same, of more than `max_output` characters in all | `ToolFailed`, `size`: half of an object is none |
+| text | itself; beyond the tool's `max_output` it is cut, with a note |
+| None, booleans, finite numbers; lists, tuples and objects of these, with strings as keys | itself, tuples as lists |
+| the same, with more than `max_output` characters in total | `ToolFailed`, `size`: half an object is useless |
 | bytes and everything else | `ToolFailed`, `type` |
 """
 
@@ -15,18 +15,18 @@ from cairn.engines.agents.tools.errors import Reason, ToolFailed, storable
 
 _DEEPEST = 64
 _MOST_BITS = 4096
-"""Largest whole number, in bits: Python prints none of more than 4,300 digits."""
+"""Maximum size of an integer in bits: Python prints at most 4,300 digits."""
 
 
 def json_value(tool: str, value: Any, max_output: int) -> Any:
-    """`value` as the result of a tool. Raises ToolFailed where it is none."""
+    """Return `value` as the result of a tool. Raises ToolFailed where it is not a valid one."""
     if isinstance(value, str):
         return shortened(value, max_output)
     return _Bounded(tool, max_output).value(value, 0)
 
 
 def shortened(text: str, length: int) -> str:
-    """`text` if it has no more characters, or its beginning and how much was left out."""
+    """Return `text` cut to `length` characters, with a note of how many were left out."""
     left_out = len(text) - length
     if left_out > 0:
         text = f"{text[:length]}\n[{left_out:,} more characters left out]"
@@ -34,7 +34,7 @@ def shortened(text: str, length: int) -> str:
 
 
 class _Bounded:
-    """Copies a value, as far as it may go."""
+    """Copies a value up to a maximum size."""
 
     def __init__(self, tool: str, length: int) -> None:
         self._tool = tool

@@ -1,7 +1,7 @@
-"""`search`: the passages of a corpus that go best with a query, by BM25 (Lucene's variant, as `bm25s` computes it).
+"""The tool `search`: passages of a corpus ranked by BM25 (Lucene's variant, as `bm25s` computes it).
 
-The corpus is a JSONL or Parquet file with a passage a row. Its index is made when the tool is first called, and kept
-beside the file, in a folder `<file>.bm25-<digest>`, where that can be written; else it is made again by each process.
+The corpus is a JSONL or Parquet file with one passage per row. The first call builds the index and stores it next to
+the file, in a folder `<file>.bm25-<digest>`. Where that is not writable, each process builds its own.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from cairn.engines.agents.tools.errors import ToolUnavailable
 from cairn.engines.agents.tools.tool import Tool
 
 _ANALYSIS = "1 lower-case words, English stop words"
-"""What an index was made with besides: it counts in its name."""
+"""Text analysis of the index, part of its digest."""
 
 
 class Search:
-    """Over one corpus."""
+    """Search in one corpus."""
 
     def __init__(self, options: SearchTool) -> None:
         self._options = options
@@ -47,13 +47,13 @@ class Search:
         return "\n\n".join(f"[{place}] {passages[row].as_py()}" for place, row in enumerate(best, 1)) or "nothing found"
 
     def prepare(self) -> None:
-        """Make the index, or read it. Raises ToolUnavailable."""
+        """Build the index, or load it. Raises ToolUnavailable."""
         with self._opening:
             _ = self._opened
 
     @cached_property
     def _opened(self) -> tuple[Any, Any]:
-        """The index, and the passages."""
+        """The index and the passages."""
         try:
             import bm25s
         except ImportError:
@@ -78,7 +78,7 @@ class Search:
 
 
 def tool(options: ToolOptions) -> Tool:
-    """The tool of a run. Raises BadPlugin where there is nothing to search."""
+    """Return the tool of a run. Raises BadPlugin where no corpus is configured."""
     from cairn.configs.plugins import BadPlugin
 
     if options.search.corpus is None:
@@ -94,7 +94,7 @@ def tool(options: ToolOptions) -> Tool:
 
 
 def _passages(file: Path, options: SearchTool) -> Any:
-    """A text a row, title first. Raises what the library does."""
+    """Return one text per row, title first. Raises the library's errors."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -119,7 +119,7 @@ def _passages(file: Path, options: SearchTool) -> Any:
 
 
 def _save(index: Any, folder: Path) -> None:
-    """Whole or not at all: several processes may."""
+    """Store the index atomically: several processes may store it at the same time."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         index.save(str(made), show_progress=False)

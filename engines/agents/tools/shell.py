@@ -1,12 +1,12 @@
-"""`shell`: commands in a directory that an episode has for itself, in a sandbox without network and other files.
+"""The tool `shell`: commands in a directory of the episode, in a sandbox without network and other files.
 
-The directory lies in the episode's memory, as an archive: each command is given it, unpacked, in a sandbox of its own,
-and what it leaves is kept. So there is nothing to clear away, and its size is bounded. A command that is late, or
-leaves more than it may, has not happened: the directory is as it was.
+The episode's memory holds the directory as an archive. Each command runs in a sandbox of its own, with the archive
+unpacked, and the result becomes the new archive. So nothing needs cleanup, and the size is bounded. A command that
+exceeds a limit has no effect: the directory stays unchanged.
 
-A command can change nothing else, so the tool is `deterministic`: after a crash the directory is built up by the
-recorded commands, whose results are compared with the record. One that prints the time, or draws at random, then ends
-its episode.
+A command can change nothing else, so the tool is `deterministic`: after a crash the recorded commands rebuild the
+directory, and their results are compared with the record. A command that prints the time, or uses random numbers, then
+ends its episode.
 """
 
 from cairn.configs.schema.rollout import SandboxedTool, ToolOptions
@@ -22,10 +22,10 @@ code=$?
 tar --create --file - --sort name . || exit 2
 printf %4d $code
 """
-"""The archive comes by stdin and goes by stdout, with the command's exit code behind it; what the command prints goes
-to stderr."""
+"""The archive arrives on stdin and leaves on stdout, followed by the command's exit code; the command's output goes to
+stderr."""
 _CODE = 4
-"""Bytes of the exit code."""
+"""Size of the exit code in bytes."""
 
 
 class Shell:
@@ -59,11 +59,11 @@ class Shell:
 
 
 def tool(options: ToolOptions) -> Tool:
-    """The tool of a run; each episode has its own."""
+    """Return the tool of a run; each episode has its own state."""
     programs = Programs("shell", options.shell)
 
     def fresh() -> Tool:
-        # The command has a deadline of its own, which its turn in the queue does not count for.
+        # The command has a timeout of its own, which excludes the time in the queue.
         return Tool(
             Shell(programs, options.shell).shell,
             kind="deterministic",

@@ -1,22 +1,21 @@
-"""A tool: a function that an episode calls with `ctx.call`, and what a model and a record of the episode have to know
-of it.
+"""Tools: functions that an episode calls with `ctx.call`, with the metadata for models and records.
 
     @cairn.tool(kind="pure")
     def multiply(a: float, b: float) -> float:
         \"\"\"The product of two numbers.\"\"\"
         return a * b
 
-Where a tool runs:
+Execution of a tool:
 
-| the function | runs | at its deadline |
+| the function | runs | at its timeout |
 |---|---|---|
-| `async def` | on the loop of the episodes | is cancelled, and not waited for |
-| `def`, found by the name of its module and its own | in a tool process, see `processes.py` | its process is killed |
+| `async def` | on the loop of the episodes | is cancelled; its end is not awaited |
+| `def` that can be imported by module and name | in a tool process, see `processes.py` | its process is killed |
 | any other `def`: bound methods, closures, and all with a state (`deterministic`) | in a thread of the episode's \
-process | goes on, and nobody waits for it: a thread cannot be ended |
+process | keeps running, since a thread cannot be killed; its result is discarded |
 
-What it returns is bounded (`results.py`), and whatever it raises is a `ToolFailed`: the model is told, and no other
-episode suffers.
+Results are bounded (`results.py`). Every error of a tool becomes a `ToolFailed`: the model receives it, and other
+episodes are not affected.
 """
 
 import asyncio
@@ -38,21 +37,21 @@ from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, Tool
 from cairn.engines.agents.tools.processes import in_a_thread, processes
 from cairn.engines.agents.tools.results import json_value, shortened
 
-# What a tool takes: read off the signature and the docstring of its function, told to models as JSON schema, and held
-# against what they ask for.
+# Parameters of a tool: read from the function's signature and docstring, published to models as JSON schema, and
+# used to validate their arguments.
 
 
 KEY = "idempotency_key"
-"""Name of the parameter that is no business of the model: the call's own key, the same in every attempt."""
+"""Name of the parameter that models do not see: the call's own key, the same in every attempt."""
 _MOST_ERRORS = 5
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Parameters:
-    """Of a function. Types and docstring are looked at when they are first asked for."""
+    """The parameters of a function. Types and docstring are read on first use."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises TypeError where the function takes arguments that have no name."""
+        """Read the signature. Raises TypeError where the function takes positional-only or `*args` arguments."""
         self._function = function
         self._signature = inspect.signature(function)
         for parameter in self._signature.parameters.values():
@@ -64,7 +63,7 @@ class Parameters:
 
     @property
     def takes_key(self) -> bool:
-        """Whether it is given the call's idempotency key."""
+        """Whether the function receives the call's idempotency key."""
         return KEY in self._signature.parameters
 
     @cached_property
@@ -80,11 +79,11 @@ class Parameters:
 
     @property
     def description(self) -> str:
-        """What the docstring says of the function, without what it says of its arguments."""
+        """The docstring of the function, without the part about its arguments."""
         return self._docstring[0]
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function's types have them. Raises ValueError, which says what does not fit."""
+        """Return the arguments converted to the function's types. Raises ValueError with the mismatches."""
         from pydantic import ValidationError
         from pydantic_core import ArgsKwargs
 
@@ -121,7 +120,7 @@ class Parameters:
 
     @cached_property
     def _adapter(self) -> Any:
-        """Checks arguments by a function of the same signature, which returns what it is given."""
+        """A pydantic adapter with a function of the same signature, which returns its arguments."""
         from pydantic import TypeAdapter
 
         hints = typing.get_type_hints(_plain(self._function), include_extras=True)
@@ -144,7 +143,7 @@ class Parameters:
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the annotations are: of an object that is called, its class has them."""
+    """Return the callable that has the annotations: for a callable object, the method of its class."""
     while hasattr(function, "func"):  # partial
         function = function.func
     if inspect.isroutine(function):
@@ -154,7 +153,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_titles(schema: Any, names: bool = False) -> Any:
-    """`names`: the keys are names of properties, and one may be called `title`."""
+    """Return a schema without titles. `names`: its keys are names of properties, where `title` may be one."""
     if isinstance(schema, list):
         return [_without_titles(one) for one in schema]
     if not isinstance(schema, dict):
@@ -169,13 +168,13 @@ def _without_titles(schema: Any, names: bool = False) -> Any:
 __all__ = ["NOT_DONE", "Intent", "Kind", "Tool", "ToolFailed", "ToolLost", "ToolUnavailable", "tool"]
 
 Kind = Literal["pure", "deterministic", "effects"]
-"""What a call does besides returning: `pure` nothing, so that it may be made again; `deterministic` changes a state
-that lives with the episode, and is built up again by the same calls; `effects` changes the world."""
+"""Side effects of a call. `pure`: none, so that it may be repeated. `deterministic`: it changes a state of the episode,
+which the same calls rebuild. `effects`: it changes the outside world."""
 
 TIMEOUT = 30.0
-"""Seconds that a call may take."""
+"""Maximum seconds of a call."""
 MAX_OUTPUT = 16_384
-"""Characters that a call may return."""
+"""Maximum characters of a result."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_ERROR = 1000
 _TO_PREPARE = 24 * 3600.0
@@ -189,12 +188,13 @@ class _NotDone(enum.Enum):
 
 
 NOT_DONE = _NotDone.NOT_DONE
-"""What `reconcile` returns where the call has not happened: it is made again."""
+"""Result of `reconcile` for a call that has not happened; the call is then made again."""
 
 
 @dataclass(frozen=True)
 class Intent:
-    """A call with effects that was about to be made when its episode was cut off: it has happened, or it has not."""
+    """A call with effects that was about to be made when its episode was interrupted; whether it happened is
+    unknown."""
 
     run: str
     iteration: int
@@ -202,17 +202,17 @@ class Intent:
     sample: int
     attempt: str
     turn: int
-    """Answers of the policy before it."""
+    """Number of replies of the policy before the call."""
     call: str
-    """Its id in the episode."""
+    """Id of the call within the episode."""
     tool: str
     arguments: Mapping[str, Any]
     key: str
-    """The same in every attempt: what the tool was given as its `idempotency_key`, if it takes one."""
+    """Key of the call, the same in every attempt; the tool's `idempotency_key`, if it takes one."""
 
 
 class Tool:
-    """A function with what has to be known of it."""
+    """A function with its metadata."""
 
     def __init__(
         self,
@@ -229,23 +229,24 @@ class Tool:
         fresh: "Callable[[], Tool] | None" = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Raises TypeError or ValueError for what is no tool.
+        """Create a tool. Raises TypeError or ValueError for invalid arguments.
 
         Args:
-            function: plain or a coroutine function; its arguments are told to the model by their names and types.
-            kind: see `Kind`.
-            timeout: seconds that a call may take.
-            memory: bytes of data that the tool process may hold during a call, beside what it holds anyway; of a
-                function that runs elsewhere nothing is limited.
-            max_output: characters that a call may return.
-            reconcile: of one with effects, plain or a coroutine function: given an `Intent`, what the call returned,
-                or `NOT_DONE`.
+            function: plain or coroutine function; the model sees its arguments by name and type.
+            kind: side effects of a call, see `Kind`.
+            timeout: maximum seconds of a call.
+            memory: bytes of data that a call may allocate in a tool process; not enforced for functions that run
+                elsewhere.
+            max_output: maximum characters of a result.
+            reconcile: for a tool with effects, plain or coroutine function: it receives an `Intent`, and returns the
+                result of the call or `NOT_DONE`.
             name: by default the function's.
-            description: what the model is told, by default the docstring.
-            parameters: JSON schema of the arguments, where it is known from elsewhere: the function is then called
-                with all of them as they are, and checks them itself.
-            fresh: makes such a tool with a state of its own, for each episode; by default all share this one.
-            prepare: called before the first call, in a thread, without a deadline.
+            description: description for the model, by default the docstring.
+            parameters: JSON schema of the arguments, where it comes from elsewhere: the function then receives all
+                arguments unchanged, and validates them itself.
+            fresh: creates such a tool with a state of its own, for each episode; by default all episodes share this
+                one.
+            prepare: called before the first call, in a thread, without a timeout.
         """
         self.function = self.__wrapped__ = function
         self.kind: Kind = kind
@@ -279,7 +280,7 @@ class Tool:
             raise ValueError(f"tool {self.name}: reconcile is for tools with effects, and it is {self.kind}")
 
     def __get__(self, instance: Any, owner: type | None = None) -> "Tool":
-        """As a method: the tool of this instance. Its `reconcile` may be a method, too."""
+        """Return the tool of an instance, where the function is a method. Its `reconcile` may be a method, too."""
         if instance is None:
             return self
         bound = copy(self)
@@ -292,7 +293,7 @@ class Tool:
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself: what it returns, unbounded and unchecked, in the place of a call."""
+        """Call the function itself, without validation and limits, in the caller's thread."""
         return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -300,7 +301,7 @@ class Tool:
 
     @cached_property
     def description(self) -> str:
-        """What a model is told that it does."""
+        """Description of the tool for the model."""
         return self._parameters.description if self._description is None else self._description
 
     @cached_property
@@ -310,26 +311,26 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """The tool in the format of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     @property
     def takes_key(self) -> bool:
-        """Whether calls are given their idempotency key: then one may be made again without being done twice."""
+        """Whether calls receive their idempotency key: a repeated call then takes effect only once."""
         return self._parameters.takes_key
 
     def for_episode(self) -> "Tool":
-        """The tool as one episode has it: with a state of its own, where it has one."""
+        """Return the tool for one episode, with a state of its own where it has one."""
         return self if self._fresh is None else self._fresh()
 
     async def run(self, arguments: Mapping[str, Any], key: str) -> Any:
-        """Call it. `key`: the call's, the same in every attempt. Returns a JSON value.
+        """Call the tool; return a JSON value. `key`: key of the call, the same in every attempt.
 
         Raises:
-            ToolFailed: that is the answer.
-            ToolUnavailable: it could not be called.
-            ToolLost: its process was ended from outside, and it is not pure.
+            ToolFailed: the call failed; this is its result.
+            ToolUnavailable: the tool could not be called.
+            ToolLost: its process was killed from outside, and it is not pure.
         """
         if self._prepare is not None:
             await in_a_thread(self._prepare_once, _TO_PREPARE)
@@ -346,7 +347,7 @@ class Tool:
         return json_value(self.name, await self._on_the_loop(coroutine), self.max_output)
 
     def call(self, arguments: Mapping[str, Any], key: str) -> Any:
-        """Call a plain function here and now: its result as a JSON value. Raises ToolFailed."""
+        """Call a plain function in this thread; return its result as a JSON value. Raises ToolFailed."""
         given = self._arguments(arguments, key)
         try:
             return json_value(self.name, self.function(**given), self.max_output)
@@ -362,7 +363,7 @@ class Tool:
                 self._prepare = None
 
     def renamed(self, name: str, max_output: int) -> "Tool":
-        """The same function as a tool of another name and bound."""
+        """Return a copy of the tool with another name and output limit."""
         other = copy(self)
         other.name, other.max_output = name, max_output
         return other
@@ -390,7 +391,7 @@ class Tool:
         return answer
 
     async def _answer(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What it returns, or the error that the call ends in, as a value: some errors would end the loop."""
+        """Return the result of a coroutine, or its error as a value: some errors would end the loop if raised."""
         try:
             return await coroutine
         except (ToolFailed, ToolUnavailable) as error:
@@ -399,16 +400,16 @@ class Tool:
             return self.raised(error)
 
     def late(self) -> ToolFailed:
-        """The failure of a call that is not done in time."""
+        """Return the failure of a call that exceeded its timeout."""
         return ToolFailed(f"{self.name}: it took longer than {self.timeout:g} s", Reason.DEADLINE)
 
     def raised(self, error: BaseException) -> ToolFailed:
-        """The failure of a call that raised an error."""
+        """Return the failure of a call that raised an error."""
         return raised(self.name, error)
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether it is a method's: of a class that is not made yet."""
+    """Return whether a function takes two arguments, as a method of a class that does not exist yet."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -417,7 +418,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def raised(tool: str, error: BaseException) -> ToolFailed:
-    """The failure of a call of `tool` that raised an error."""
+    """Return the failure of a call of `tool` that raised an error."""
     try:
         said = str(error)
     except Exception:
@@ -437,7 +438,7 @@ def tool(
     name: str | None = None,
     description: str | None = None,
 ) -> Callable[[Callable[..., Any] | Callable[..., Awaitable[Any]]], Tool]:
-    """Make a tool of a function: see `Tool` for what is said of it."""
+    """Decorate a function to make it a tool; for the arguments see `Tool`."""
     return partial(
         Tool,
         kind=kind,
@@ -450,11 +451,11 @@ def tool(
     )
 
 
-# The tools of a run, by the names that `rollout.tools` has for them.
+# The tools of a run, by their names in `rollout.tools`.
 
 
 def load_tools(names: Sequence[str], options: ToolOptions) -> dict[str, Tool]:
-    """By the names that models call them by, in order. Raises BadPlugin."""
+    """Load tools; return them in order, by the names that models use. Raises BadPlugin."""
     found: dict[str, Tool] = {}
     for name in names:
         loaded: Any = TOOL.load(name)

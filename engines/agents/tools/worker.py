@@ -1,8 +1,9 @@
-"""What runs in a tool process: one call after the other, until nobody has a use for it.
+"""Main loop of a tool process: it makes one call after the other until the connection is closed.
 
-Messages are JSON. It is told the tool (`path`), its `name`, and says `loaded` or why it cannot be; then `arguments`,
-`key`, `memory` and `max_output` of the call; it answers with `result`, with `failed` and `reason`, or `unavailable`,
-and whether the call has `spoilt` the process, which is then better ended: it left processes, or is out of memory.
+Messages are JSON. The parent first sends `path` of the tool's function; the response is `loaded`, with a reason `why`
+where that failed. For a call it sends `name`, `arguments`, `key`, `memory` and `max_output`. The response has `result`,
+or `failed` and `reason`, or `unavailable`. It also has `spoilt`, whether the process should be replaced: it has child
+processes left, or is out of memory.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ from cairn.engines.processes.child import adopt_orphans, die_with
 
 
 def main(connection_fd: int, parent: int, network: bool) -> None:
-    """Answer the process `parent` over an inherited connection. `network`: whether tools may reach one."""
+    """Serve the process `parent` over an inherited connection. `network`: whether tools may use the network."""
     die_with(parent)
     adopt_orphans()
     unsafe = None if network else leave_network()
@@ -43,14 +44,15 @@ def main(connection_fd: int, parent: int, network: bool) -> None:
 
 
 _loaded: list[Tool] = []
-"""The tool that is called next."""
+"""The tool of the next call."""
 
 
 _NEW_USERS, _NEW_NETWORK = 0x10000000, 0x40000000
 
 
 def leave_network() -> str | None:
-    """Have this process, and what it starts, in a network of its own, with no way out; returns why that cannot be."""
+    """Move this process, and its future children, to an isolated network namespace. Return why that fails, else
+    None."""
     if sys.platform != "linux":
         return None  # docs/security.md says so
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
@@ -94,7 +96,7 @@ def _call(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _memory(limit: int) -> Iterator[None]:
-    """So many bytes of data beside what the process has."""
+    """Allow `limit` more bytes of data than the process holds."""
     if sys.platform != "linux":
         yield
         return
@@ -109,13 +111,13 @@ def _memory(limit: int) -> Iterator[None]:
 
 
 def _data() -> int:
-    """Bytes that the process holds."""
+    """Return the bytes of data that the process holds."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmData"))
 
 
 def _has_children() -> bool:
-    """Whether processes are left that the call has started; those that have ended are cleared away."""
+    """Return whether the call left child processes running; reap those that have exited."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

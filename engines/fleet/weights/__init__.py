@@ -1,1 +1,1 @@
-"""How weights reach rollout engines."""
+"""Delivery of weights to rollout engines."""

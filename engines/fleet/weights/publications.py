@@ -1,7 +1,7 @@
-"""Publications: weight versions laid where rollout engines fetch them, each with the digest that it must have there.
+"""Publications: weight versions that rollout engines can fetch, each with the digest that it must have there.
 
-The trainer goes on to other versions while engines fetch; what they fetch from, and for how long it lasts, is the
-transport's: see `cairn.engines.fleet.weights.transports`.
+The trainer continues with other versions while engines fetch. The transport determines what engines fetch from, and how
+long that lasts: see `cairn.engines.fleet.weights.transports`.
 """
 
 import contextlib
@@ -20,22 +20,24 @@ from cairn.storage.store.errors import NoSpace
 
 
 class Publications:
-    """The last publications of a fleet. Threads may share it, but for `publish`, which needs the trainer to itself."""
+    """The last publications of a fleet. Threads may share it, except for `publish`, which needs the trainer to
+    itself."""
 
     def __init__(self, training: TrainingHandle, transport: Transport, dtype: Literal["float32", "bfloat16"]) -> None:
         self._training = training
         self._transport = transport
         self._dtype: Literal["float32", "bfloat16"] = dtype
         self._laid: dict[int, tuple[Publication, Any]] = {}
-        """In the order in which they were published."""
+        """Publications by version, in the order of publication, each with what its transport's `lay` returned."""
         self._lock = threading.Lock()
 
     def publish(self, version: int, keep: int) -> Publication:
-        """Lay the trainer's weights; of earlier publications those stay that are among the last `keep`.
+        """Publish the trainer's weights. Earlier publications stay if they are among the last `keep`, the new one
+        included.
 
         Raises:
-            WrongVersion: the trainer does not stand at `version`.
-            EngineError, NoSpace: they could not be laid.
+            WrongVersion: the trainer is not at `version`.
+            EngineError, NoSpace: the weights could not be published.
         """
         publication = Publication(version, self._training.checksum_at(version, self._dtype))
         with self._lock:
@@ -58,20 +60,21 @@ class Publications:
         return publication
 
     def get(self, version: int) -> Publication:
-        """Raises PublicationGone."""
+        """Return a publication. Raises PublicationGone."""
         return self._find(version)[0]
 
     def versions(self) -> set[int]:
-        """Those that an engine can be brought to now."""
+        """Return the versions that an engine can be updated to now."""
         with self._lock:
             laid = set(self._laid)
         return {version for version in laid if self._transport.holds(version)}
 
     def send(self, version: int, target: RolloutHandle) -> None:
-        """Give an engine that has begun an update the weights of a publication. Several may be given some at a time.
+        """Send the weights of a publication to an engine that has begun an update. Weights may be sent to several
+        engines at a time.
 
         Raises:
-            PublicationGone: it was removed or lost.
+            PublicationGone: the publication was removed or lost.
             EngineError: an engine died, hung or refused.
         """
         _, laid = self._find(version)
@@ -91,7 +94,7 @@ class Publications:
             self._laid.pop(version, None)
 
     def close(self) -> None:
-        """Remove all of them."""
+        """Remove all publications."""
         with self._lock:
             self._laid.clear()
         self._transport.close()

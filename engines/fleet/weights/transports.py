@@ -1,11 +1,11 @@
-"""How weights come to a rollout engine: from a copy that is kept, or from the trainer while it stands at them.
+"""Transports of weights to a rollout engine: from a stored copy, or from the trainer while it is at that version.
 
 | transport | a publication is | it lasts |
 |---|---|---|
 | `tensor` | buckets in Ray's object store | until it is dropped, or the machine of the trainer's first rank is lost |
 | `disk` | the folder `<update_weight_disk_dir>/<trainer>/weight_v<version>` | until it is removed |
 | `distributed` with a lag | the same buckets, which the trainer's first rank broadcasts | as long |
-| `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer stands there |
+| `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at the version |
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from cairn.engines.weights.layout import Layout, Meeting, Receiver
 
 # Weights by broadcast: the trainer's first rank and all processes of one engine are a process group.
 #
-# The group is kept from one update to the next while both live; whoever comes back from the dead is in none, and a new
-# one is formed. Nobody waits for ever: whatever fails at one end, both leave the group, and what still waits for one
-# who left ends with an error.
+# The group persists between updates while both live. A restarted process belongs to no group, and a new group is
+# formed. Every wait ends: if anything fails at one end, both leave the group, and what still waits for the other end
+# fails.
 
 
 Call = tuple[RolloutHandle | TrainingHandle, Any, str]
-"""An engine, what its `submit` returned, and the method."""
+"""An engine, the reference that its `submit` returned, and the method."""
 
 Lane = Mapping[str, str]
 """Options of the trainer's calls: the concurrency group in which they wait for one another."""
@@ -46,7 +46,7 @@ def broadcast_live(
     """Broadcast the weights of `version` to a target that has begun an update, each bucket within `timeout` seconds.
 
     Raises:
-        WrongVersion: the source does not stand at `version`.
+        WrongVersion: the source is not at `version`.
         EngineError: an engine died, hung or refused.
     """
     receiver: Receiver = target.call("receiver")
@@ -56,7 +56,8 @@ def broadcast_live(
 
 
 def broadcast_copies(source: TrainingHandle, target: RolloutHandle, copies: Sequence[Any], timeout: float) -> None:
-    """The same of buckets in the object store, while the trainer goes on with what it does. Raises EngineError."""
+    """Broadcast buckets of the object store to a target that has begun an update, while the trainer continues its work.
+    Raises EngineError."""
     receiver: Receiver = target.call("receiver")
     backend = _backend(source, receiver)
     with closing(source.broadcast_copies(copies, backend, target.name)) as buckets:
@@ -76,7 +77,8 @@ def _send(
     timeout: float,
     lane: Lane,
 ) -> None:
-    # Whoever fails leaves the group before the buckets are closed, or the trainer would not come to end its export.
+    # After a failure both leave the group before the buckets are closed. Otherwise the trainer could not end its
+    # export.
     with _leaving_on_failure(source, target, timeout, lane):
         whole = (receiver.group, 1 + receiver.ranks)
         if source.finish(source.submit("group", target.name, **lane), "group") != whole:
@@ -88,8 +90,8 @@ def _send(
 
 @contextmanager
 def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> Iterator[None]:
-    """Have both leave the group if what is done in it fails; where one of them died, its death is the error, even if
-    the other was the first to miss it."""
+    """Have both engines leave the group if the body fails. If one of them died, raise its death, even if the other one
+    failed first."""
     try:
         yield
     except BaseException as failure:
@@ -117,8 +119,8 @@ def _meet(
 
 
 def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> None:
-    """Both leave the group, each as soon as its call under way has ended; one that does not is found out and replaced
-    later, as any engine that hangs."""
+    """Have both engines leave the group, each as soon as its current call has ended. An engine that does not leave is
+    detected and replaced later, as any hung engine is."""
     deadline = Deadline(timeout)
     with suppress(EngineError):
         released = source.submit("release_group", target.name, concurrency_group=CONTROL)
@@ -134,7 +136,7 @@ def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: 
 
 
 def _both(calls: Sequence[Call], timeout: float) -> None:
-    """Wait for both calls; as soon as one of them fails, raise its error."""
+    """Wait for both calls. As soon as one of them fails, raise its error."""
     deadline = Deadline(timeout)
     left = list(calls)
     while left:
@@ -146,33 +148,34 @@ def _both(calls: Sequence[Call], timeout: float) -> None:
 
 
 class Transport(Protocol):
-    """One way of laying weights and fetching them."""
+    """A way to store weights for engines and to send them."""
 
     def lay(self, version: int) -> Any:
-        """Lay the trainer's weights; returns what `send` needs. Raises WrongVersion if it stands elsewhere."""
+        """Store the trainer's weights; return what `send` needs. Raises WrongVersion if the trainer is at another
+        version."""
 
     def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        """Give all weights of a version to a target that has begun an update. Raises EngineError."""
+        """Send all weights of a version to a target that has begun an update. Raises EngineError."""
 
     def holds(self, version: int) -> bool:
-        """Whether a version that was laid, and not removed, can be fetched now."""
+        """Return whether a version that was stored, and not removed, can be fetched now."""
 
     def keep(self, versions: Collection[int]) -> None:
-        """Remove what was laid of any other version."""
+        """Remove all that is stored of other versions."""
 
     def close(self) -> None:
-        """Remove everything; nothing is laid any more."""
+        """Remove everything. Nothing is stored afterwards."""
 
 
 def transport_of(
     fleet: FleetConfig, source: TrainingHandle, *, load_timeout: float, maps_gpu_memory: bool, lag: int = 0
 ) -> Transport:
-    """What `fleet.update_weight_transport` names.
+    """Return the transport that `fleet.update_weight_transport` names.
 
     Args:
         load_timeout: seconds that an engine may take to load a model folder.
         maps_gpu_memory: whether the engines map the memory of the trainer's GPUs.
-        lag: of the run: with one, engines fetch weights that the trainer does not hold any more.
+        lag: lag of the run. With a lag, engines fetch weights that the trainer does not hold any more.
     """
     match fleet.update_weight_transport:
         case "disk":
@@ -188,7 +191,7 @@ def transport_of(
 
 
 class Buckets:
-    """In Ray's object store, from which every engine reads."""
+    """Transport in Ray's object store, from which every engine reads."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
         self._source, self._bucket_bytes = source, bucket_bytes
@@ -198,7 +201,7 @@ class Buckets:
             return list(buckets)
 
     def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        """The next bucket travels to the engine's machine while the last one is loaded."""
+        """Send all buckets. The next bucket travels to the engine's machine while the last one is loaded."""
         calls: list[Any] = []
         for bucket in laid:
             calls.append(target.submit("update_weights", bucket))
@@ -218,8 +221,8 @@ class Buckets:
 
 
 class CopiedBroadcasts(Buckets):
-    """In Ray's object store, and from there in a process group of the trainer's first rank and the engine, while the
-    trainer works on."""
+    """Transport in Ray's object store, and from there in a process group of the trainer's first rank and the engine,
+    while the trainer continues its work."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
         super().__init__(source, bucket_bytes)
@@ -233,7 +236,7 @@ class CopiedBroadcasts(Buckets):
 
 
 class Folders:
-    """As model folders, on a disk that the machines of the fleet share."""
+    """Transport as model folders, on a disk that the machines of the fleet share."""
 
     def __init__(self, source: TrainingHandle, fleet: FleetConfig, load_timeout: float) -> None:
         assert fleet.update_weight_disk_dir is not None
@@ -255,7 +258,7 @@ class Folders:
         return True
 
     def keep(self, versions: Collection[int]) -> None:
-        """Of drivers that were killed too."""
+        """Remove all other folders, those of killed drivers included."""
         if not self._keep_files:
             names = [_folder_name(version) for version in versions]
             removed = self._source.submit("keep_folders", self._parent, names, concurrency_group=CONTROL)
@@ -267,7 +270,7 @@ class Folders:
 
 
 class _FromTrainer:
-    """The trainer gives its own weights, to one engine at a time."""
+    """Transport in which the trainer sends its own weights, to one engine at a time."""
 
     def __init__(self, source: TrainingHandle) -> None:
         self._source = source
@@ -290,7 +293,7 @@ class _FromTrainer:
 
 
 class Broadcasts(_FromTrainer):
-    """In a process group of the trainer and the engine."""
+    """Transport in a process group of the trainer and the engine."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
         super().__init__(source)
@@ -302,8 +305,8 @@ class Broadcasts(_FromTrainer):
 
 
 class Handles(_FromTrainer):
-    """In the memory of GPUs that training and rollout share: a server's tensor-parallel rank maps the copy of the
-    training rank on its GPU."""
+    """Transport in the memory of GPUs that training and rollout share: each tensor-parallel rank of a server maps the
+    copy of the training rank on its GPU."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
         super().__init__(source)

@@ -1,8 +1,8 @@
-"""How the losses of tokens become that of a batch. One aggregation a file, `weigh(counts, config)`: the batch's loss is
-the sum over its tokens, each with the weight of its sample.
+"""Aggregation of token losses into the loss of a batch.
 
-The weights are known before anything is cut into micro-batches or spread over ranks, so the sum is the same however
-that is done.
+Each file holds one aggregation, `weigh(counts, config)`. The batch's loss is the sum over its tokens, each weighted by
+the weight of its sample. The weights are known before the batch is cut into micro-batches or spread over ranks, so the
+sum does not depend on how that is done.
 """
 
 import math
@@ -16,29 +16,32 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 
 
 class Weight(NamedTuple):
-    """Of each trained token of a sample."""
+    """Weights of each trained token of a sample."""
 
     loss: float
-    """In the loss of the policy."""
+    """Weight in the policy's loss."""
     value: float
-    """In the critic's loss, which is a mean whatever the policy's is divided by."""
+    """Weight in the critic's loss, which is always a mean, whatever divides the policy's loss."""
     share: float
-    """In metrics, which are means over the trained tokens."""
+    """Weight in metrics, which are means over the trained tokens."""
 
 
 NO_WEIGHT = Weight(0.0, 0.0, 0.0)
-"""Of what does not count."""
+"""Weight of samples that do not count."""
 
 
 def token_weights(
     trained: Sequence[int], algorithm: AlgorithmConfig, divisors: Sequence[int] | None = None
 ) -> list[Weight]:
-    """The weight of each trained token of each sample, in the loss by `custom_pg_loss_reducer_function_path`. Raises
-    BadPlugin where that returns anything else.
+    """Return the weight of each trained token of each sample.
+
+    The loss weight comes from `custom_pg_loss_reducer_function_path`. Raises BadPlugin where that function does not
+    return one finite number per sample.
 
     Args:
         trained: trained tokens of every sample of the optimizer step, over all ranks; at least one is positive.
-        divisors: tokens that count in what the losses are divided by, as many or more; None: the trained ones.
+        divisors: tokens per sample that count in the divisor of the losses, at least as many as the trained ones; None:
+            the trained ones.
     """
     name, samples = algorithm.custom_pg_loss_reducer_function_path, len(trained)
     counts = list(trained if divisors is None else divisors)
@@ -68,13 +71,14 @@ def sequence_weights(
     algorithm: AlgorithmConfig,
     divisors: Sequence[int] | None = None,
 ) -> list[Weight]:
-    """The weight of each trained token of each sequence: its sample's, which counts once and has the tokens of all its
-    sequences.
+    """Return the weight of each trained token of each sequence.
+
+    The weight is that of the sequence's sample. A sample counts once, with the tokens of all its sequences.
 
     Args:
         trained: trained tokens of every sequence of the optimizer step, over all ranks; at least one is positive.
-        samples: which sample each is of.
-        divisors: see `token_weights`.
+        samples: the sample that each sequence belongs to.
+        divisors: as in `token_weights`, per sequence.
     """
     counts, held = Counter[int](), Counter[int]()
     for sample, own, divisor in zip(samples, trained, trained if divisors is None else divisors, strict=True):

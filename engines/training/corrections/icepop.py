@@ -1,7 +1,7 @@
-"""IcePop: tokens over which trainer and rollout engine differ too much do not count.
+"""IcePop: mask tokens for which trainer and rollout engine differ too much.
 
 Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model" (2025), section 3.1:
-with r = exp(old - rollout), its logarithm held within `limits`, the weight is r where tis_clip_low ≤ r ≤ tis_clip, and
+with r = exp(old - rollout), its logarithm clamped by `bounded`, the weight is r where tis_clip_low ≤ r ≤ tis_clip, and
 0 elsewhere. The paper's bounds are 0.5 and 5.
 """
 
@@ -15,7 +15,7 @@ from cairn.engines.training.protocol import bounded
 
 @plugin(reads={"tis_clip", "tis_clip_low", "tis_batch_normalize"})
 def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[T]; of the metrics, `tis` is the ratio and `tis_clipfrac` the share of tokens that do not count."""
+    """Return [T] weights and metrics: `tis` is the ratio, `tis_clipfrac` the share of masked tokens."""
     ratio = torch.exp(bounded(given(tokens.old_log_probs) - given(tokens.rollout_log_probs)))
     outside = (ratio < config.tis_clip_low) | (ratio > config.tis_clip)
     return ratio.masked_fill(outside, 0), {"tis": ratio, "tis_clipfrac": outside.float()}

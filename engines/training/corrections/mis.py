@@ -1,4 +1,4 @@
-"""Importance sampling between the trainer and the rollout engine, of tokens or responses, and rejection.
+"""Importance sampling and rejection of tokens or responses, between the trainer and the rollout engine.
 
 Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (2025), and the
 mismatch helpers of slime and verl. With d_t = old_t - rollout_t over the T trained tokens of a response, the ratio of
@@ -6,14 +6,15 @@ each of its tokens is, by `tis_level`,
 
     token: exp(d_t)        sequence: exp(Σ_t d_t)        geometric: exp(1/T Σ_t d_t)
 
-with exponents held within `limits`. The weight is the ratio: below tis_clip (`truncate`), between tis_clip_low and
-tis_clip (`clip`), or 0 outside of the two (`mask`). Beside that, tokens are rejected, which is a weight of 0,
+with exponents clamped by `bounded`. The weight is the ratio, limited by `tis_mode`: at most tis_clip (`truncate`),
+clipped to between tis_clip_low and tis_clip (`clip`), or 0 outside of these two (`mask`). In addition, tokens are
+rejected, which means a weight of 0,
 
 - by `use_rs`, where the ratio by `rs_level` is outside of rs_lower_bound and rs_upper_bound;
 - by `rs_veto_threshold`, in a response that has a token with exp(d_t) below it.
 
-What is rejected leaves the sum of the policy's losses; what that sum is divided by stays, and so do the entropy bonus
-and the KL loss, which has weights of its own (`cairn.engines.training.losses.objective`).
+Rejected tokens leave the sum of the policy's losses. The divisor of that sum does not change. The entropy bonus and the
+KL loss do not change either; the KL loss has its own weights (`cairn.engines.training.losses.objective`).
 """
 
 import math
@@ -41,8 +42,11 @@ from cairn.engines.training.protocol import bounded
     }
 )
 def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[T]; of the metrics, `tis` is the ratio before it is bounded, `tis_clipfrac` the share of tokens whose ratio is
-    outside of the bounds, and `rs_rejected` and `rs_vetoed` are the shares of tokens that are rejected by either."""
+    """Return [T] weights and metrics.
+
+    `tis` is the ratio before it is limited, and `tis_clipfrac` the share of tokens whose ratio is outside of the
+    limits. `rs_rejected` and `rs_vetoed` are the shares of tokens that `use_rs` and `rs_veto_threshold` reject.
+    """
     log_ratios = given(tokens.old_log_probs) - given(tokens.rollout_log_probs)
     low, high = config.tis_clip_low, config.tis_clip
     ratio = _ratio(log_ratios, tokens, config.tis_level)
@@ -65,7 +69,7 @@ def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict
 
 
 def _ratio(log_ratios: torch.Tensor, tokens: Tokens, level: RatioLevel) -> torch.Tensor:
-    """[T]."""
+    """Return the [T] ratios at a level."""
     if level == "sequence":
         log_ratios = tokens.of_tokens(tokens.sums(log_ratios))
     if level == "geometric":

@@ -10,7 +10,7 @@ from cairn.engines.training.protocol import bounded
 
 @plugin(reads={"tis_clip", "tis_clip_low", "tis_batch_normalize"})
 def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[T] `importance_weights`; of the metrics, `tis` is the ratio before it is clipped."""
+    """Return [T] `importance_weights` and metrics; `tis` is the ratio before it is clipped."""
     weights, ratio = importance_weights(
         given(tokens.old_log_probs), given(tokens.rollout_log_probs), low=config.tis_clip_low, high=config.tis_clip
     )
@@ -20,11 +20,11 @@ def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict
 def importance_weights(
     old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, *, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] weights clip(exp(old - rollout), low, high), which multiply the policy loss, and the ratios before, their
-    logarithms held within `limits`.
+    """Return [T] weights clip(exp(old - rollout), low, high), which multiply the policy loss, and the unclipped ratios.
 
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). Both log-probs are of
-    the policy that generated the tokens, as the trainer and as the rollout engine computed them; no gradient flows.
+    The logarithms of the ratios are clamped by `bounded`. Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training" (2025). Both log-probs are of the policy that generated the tokens, as computed by the
+    trainer and by the rollout engine. No gradient flows through the weights.
     """
     ratio = torch.exp(bounded(old_log_probs - rollout_log_probs)).detach()
     return ratio.clamp(low, high), ratio

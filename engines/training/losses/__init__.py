@@ -1,1 +1,1 @@
-"""Losses, one a file, found by name."""
+"""Losses, one per file, selected by name."""

@@ -1,14 +1,14 @@
 """Clipped importance sampling policy optimization (MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently
 with Lightning Attention", equations 4 and 5).
 
-With r_t = π(y_t) / π_old(y_t), whose logarithm is held within `limits`, and sg what is not differentiated:
+With r_t = π(y_t) / π_old(y_t), whose logarithm is clamped by `bounded`, and sg the stop-gradient:
 
     L_t = -sg(clip(r_t, 1 - eps_clip, 1 + eps_clip_high)) A_t log π(y_t)
 
-No token loses its gradient by being clipped, as the rare ones that turn a chain of thought would in PPO. The paper sets
-no lower bound, which is `eps_clip` = 1, and a wide upper one, of which it gives no number; Khatri et al. 2025, "The Art
-of Scaling Reinforcement Learning Compute for LLMs", hold the ratio below 5, which is `eps_clip_high` = 4. These two are
-the defaults. The paper averages over all tokens, which is `calculate_per_token_loss`.
+No token loses its gradient through clipping. In PPO the rare tokens that redirect a chain of thought would. The paper
+sets no lower bound, which is `eps_clip` = 1, and a wide upper bound, without stating its value. Khatri et al. 2025,
+"The Art of Scaling Reinforcement Learning Compute for LLMs", limit the ratio to 5, which is `eps_clip_high` = 4. These
+two are the defaults. The paper averages over all tokens, which is `calculate_per_token_loss`.
 """
 
 import torch
@@ -25,7 +25,7 @@ from cairn.engines.training.protocol import TokenLosses, bounded
     defaults={"eps_clip": 1.0, "eps_clip_high": 4.0},
 )
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]; of the metrics, `ppo_kl` is how far the policy has moved."""
+    """Return [T] losses and metrics; `ppo_kl` measures how far the policy has moved."""
     ppo_kl = (given(tokens.old_log_probs) - log_probs).detach()
     ratio = torch.exp(bounded(-ppo_kl))
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high

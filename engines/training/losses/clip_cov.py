@@ -1,14 +1,14 @@
 """Clip-Cov (Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", equations
-10 to 12; `clip_cov` in verl): the clipped surrogate of PPO, of which a few tokens of high covariance have no gradient.
+10 to 12; `clip_cov` in verl): PPO's clipped surrogate, without the gradient of a few tokens of high covariance.
 
 Entropy falls where probable tokens have high advantages. Over the M trained tokens of an optimizer step,
 
     Cov_t = (log π_old(y_t) - mean log π_old) (A_t - mean A)
 
-and of the tokens with clip_cov_lb < Cov_t < clip_cov_ub, max(1, ⌊clip_cov_ratio M⌋) are drawn at random, whose loss is
-0. Paper and verl take the covariance with the current policy over a micro-batch; here it is that of the policy before
-the update over the whole step, the same in the first step, so that who is drawn does not depend on how the step is cut.
-What is drawn follows from the step's numbers alone.
+and of the tokens with clip_cov_lb < Cov_t < clip_cov_ub, max(1, ⌊clip_cov_ratio M⌋) are drawn at random. Their loss is
+0. Paper and verl compute the covariance with the current policy over a micro-batch. Here it uses the policy before the
+update, over the whole step; in the first step both policies are the same. So the drawn tokens do not depend on how the
+step is cut. The random draw depends on the step's numbers alone.
 """
 
 import hashlib
@@ -25,7 +25,12 @@ from cairn.engines.training.protocol import TokenLosses
 
 
 def drawn(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """[M] bool: the tokens that have no gradient. `log_probs`: [M], as `advantages`, before the update."""
+    """Return [M] bool: the tokens without gradient.
+
+    Args:
+        advantages: [M].
+        log_probs: [M], before the update.
+    """
     found = covariances(advantages, log_probs)
     candidates = np.flatnonzero((found > config.clip_cov_lb) & (found < config.clip_cov_ub))
     count = min(max(1, int(config.clip_cov_ratio * len(found))), len(candidates))
@@ -40,7 +45,7 @@ def drawn(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig
     picks=drawn,
 )
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]; metrics as those of `policy_loss`, `cov_picked` the share of tokens that were drawn."""
+    """Return [T] losses and the metrics of `policy_loss`; `cov_picked` is the share of drawn tokens."""
     losses, metrics = policy_loss.loss(log_probs, tokens, config)
     picked = given(tokens.picked)
     left = 1 - picked * (1 - metrics["pg_clipfrac"])  # one that is clipped has no gradient anyway

@@ -1,12 +1,13 @@
-"""Direct preference optimization, of which the estimator of that name has made advantages and returns
+"""Direct preference optimization. The estimator of that name provides advantages and returns
 (`cairn.tasks.advantages.dpo`).
 
 With A the advantage and L the return of a sample's c trained tokens, every token's loss is
 
     l_t = L - 2 c A (log π(y_t) - sg(log π(y_t)))
 
-so that the mean over samples of the mean over their tokens is that of L over pairs, and its gradient that of the mean
-of -A Σ_t log π(y_t) over pairs: both those of the loss of the paper at the policy that A and L were made from.
+so that the mean over samples of the mean over their tokens is the mean of L over pairs. Its gradient is that of the
+mean of -A Σ_t log π(y_t) over pairs. Both equal those of the paper's loss at the policy that A and L were computed
+from.
 """
 
 import torch
@@ -19,6 +20,6 @@ from cairn.engines.training.protocol import TokenLosses
 
 @plugin(needs={"advantages", "returns"})
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]."""
+    """Return [T] losses."""
     weights = 2 * tokens.of_tokens(tokens.counts) * given(tokens.advantages)
     return given(tokens.returns) - weights * (log_probs - log_probs.detach()), {}

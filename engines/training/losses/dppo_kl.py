@@ -1,4 +1,4 @@
-"""Divergence proximal policy optimization as `dppo_tv`, held by the KL divergence KL(μ ‖ π) of the two-valued
+"""Divergence proximal policy optimization like `dppo_tv`, limited by the KL divergence KL(μ ‖ π) of the two-valued
 distributions of "this token" and "another one" (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement
 Learning"; `dppo_kl` in verl):
 
@@ -18,13 +18,16 @@ from cairn.engines.training.protocol import TokenLosses
 
 @plugin(needs={"advantages", "rollout_log_probs"}, reads={"eps_clip", "eps_clip_high"}, defaults={"eps_clip": 0.05})
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]; metrics as those of `dppo_tv`."""
+    """Return [T] losses and the metrics of `dppo_tv`."""
     return within_a_divergence(log_probs, tokens, config, binary_kl)
 
 
 def binary_kl(log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-    """[T] in nats, of log-probs. A log-prob of 0 may be of any probability that its number format rounds to 1, so the
-    other tokens are taken to have no less than is rounded off."""
+    """Return [T] divergences in nats, from log-probs.
+
+    A log-prob of 0 may be of any probability that its number format rounds to 1. The probability of the other tokens is
+    therefore taken to be at least the rounding error.
+    """
     rounded_off = torch.finfo(log_probs.dtype).eps / 2
     others, others_before = (-torch.expm1(values) for values in (log_probs, behaviour))
     of_others = torch.special.xlogy(others_before, others_before.clamp(min=rounded_off) / others.clamp(min=rounded_off))

@@ -1,17 +1,17 @@
-"""Divergence proximal policy optimization, held by total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM
-Reinforcement Learning", its binary approximation; `dppo_tv` in verl).
+"""Divergence proximal policy optimization, limited by total variation (Qi et al. 2026, "Rethinking the Trust Region in
+LLM Reinforcement Learning", its binary approximation; `dppo_tv` in verl).
 
-With μ the behaviour policy, which sampled the tokens, r_t = π(y_t) / μ(y_t), and sg what is not differentiated:
+With μ the behaviour policy, which sampled the tokens, r_t = π(y_t) / μ(y_t), and sg the stop-gradient:
 
     L_t = -M_t sg(min(r_t, 20)) A_t log π(y_t)
 
-M_t is 0, and the token teaches nothing, where the update would lead away from μ and π is already further from it than a
+M_t is 0, and the token has no gradient, where the update would lead away from μ and π is already further from it than a
 threshold: |π(y_t) - μ(y_t)| > eps_clip_high where A_t > 0 and r_t > 1, > eps_clip where A_t < 0 and r_t < 1. The
 distance is that of the two-valued distributions of "this token" and "another one". A clipped ratio lets a probable
-token move far and a rare one hardly at all; here it is the other way round.
+token move far and a rare one hardly at all; this mask does the opposite.
 
-The paper's threshold, 0.15, is the default, and 20 its bound of the weight. The ratio to μ corrects for a lag of the
-weights and for what the two engines differ by, so that nothing else need.
+The paper's threshold, 0.15, is the default, and 20 is the paper's bound of the weight. The ratio to μ corrects both for
+the lag of the weights and for the differences between the two engines, so no other correction is needed.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,17 @@ Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @plugin(needs={"advantages", "rollout_log_probs"}, reads={"eps_clip", "eps_clip_high"}, defaults={"eps_clip": 0.15})
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]; of the metrics, `pg_clipfrac` is the share of tokens that are left out, and `ppo_kl` how far the policy is
-    from the behaviour policy."""
+    """Return [T] losses and metrics.
+
+    `pg_clipfrac` is the share of masked tokens, and `ppo_kl` measures how far the policy is from the behaviour policy.
+    """
     return within_a_divergence(log_probs, tokens, config, total_variation)
 
 
 def within_a_divergence(
     log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig, divergence: Divergence
 ) -> TokenLosses:
-    """[T] the loss above with another divergence in the place of |π - μ|, and its metrics."""
+    """Return the [T] losses above, with another divergence in place of |π - μ|, and their metrics."""
     advantages, current = given(tokens.advantages), log_probs.detach()
     moved = current - tokens.behaviour
     apart = divergence(current, tokens.behaviour)
@@ -52,5 +54,5 @@ def within_a_divergence(
 
 
 def total_variation(log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-    """[T] |π(y_t) - μ(y_t)|, of log-probs."""
+    """Return [T] |π(y_t) - μ(y_t)|, from log-probs."""
     return (log_probs.exp() - behaviour.exp()).abs()

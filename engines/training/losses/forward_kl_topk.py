@@ -6,10 +6,10 @@ With p the teacher's distribution of the next token, and S its k most probable t
 
     L_t = Σ_{v in S} p(v) (log p(v) - log π(v))
 
-Neither p nor π is normalised over S, and what they hold outside of it adds nothing. With k the whole vocabulary it is
-KL(p ‖ π). With fewer its gradient by the logit of v is m π(v) - p(v) 1[v in S], with m the teacher's mass in S: it is
-least, m log m, where π is p / m in S and 0 outside. So it may be below 0; verl sets it and its gradient to 0 there,
-which is left out, since there is still something to learn.
+Neither p nor π is normalised over S, and their mass outside of S adds nothing. With k the whole vocabulary, L_t is
+KL(p ‖ π). With a smaller k, its gradient with respect to the logit of v is m π(v) - p(v) 1[v in S], with m the
+teacher's mass in S. Its minimum is m log m, where π is p / m in S and 0 outside. So L_t may be below 0. verl sets the
+loss and its gradient to 0 there; this implementation does not, since there is still something to learn.
 """
 
 import torch
@@ -22,12 +22,12 @@ from cairn.engines.training.protocol import TokenLosses
 
 @plugin(needs={"teacher_top_log_probs"})
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T] in nats."""
+    """Return [T] losses in nats."""
     return forward_kl(tokens)
 
 
 def forward_kl(tokens: Tokens) -> TokenLosses:
-    """[T] in nats; of the metrics, the mass of the policy and that of the teacher in S."""
+    """Return [T] divergences in nats; the metrics are the mass of the policy and of the teacher in S."""
     teacher, student = given(tokens.teacher_top_log_probs), given(tokens.top_log_probs)
     probabilities = teacher.exp()
     student_mass = torch.where(probabilities > 0, student.detach().exp(), 0).sum(-1)

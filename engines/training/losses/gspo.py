@@ -5,10 +5,10 @@ With y_i a response, all of whose tokens have the advantage A_i:
     s_i = exp(1/|y_i| Σ_t (log π(y_it) - log π_old(y_it)))
     L_i = -min(s_i A_i, clip(s_i, 1 - eps_clip, 1 + eps_clip_high) A_i)
 
-Every token of the response has the loss L_i, so that the mean over samples is the paper's. Each is differentiated
-through its own log-prob alone, as GSPO-token is (equations 13 and 14: s_it = sg(s_i) π(y_it) / sg(π(y_it))): with equal
-advantages within a response the sum is the same gradient, s_i A_i 1/|y_i| Σ_t ∇ log π(y_it), and with others, as where
-tokens pay for a divergence, every token follows its own.
+Every token of the response has the loss L_i, so the mean over samples is the paper's. Each token is differentiated
+through its own log-prob alone, like GSPO-token (equations 13 and 14: s_it = sg(s_i) π(y_it) / sg(π(y_it))). With equal
+advantages within a response, the sum has the same gradient, s_i A_i 1/|y_i| Σ_t ∇ log π(y_it). With different
+advantages, for example where tokens are charged for a divergence, every token follows its own.
 
 The ratios of whole responses stay near 1: the paper's clip ranges, 3e-4 and 4e-4, are the defaults.
 """
@@ -28,7 +28,7 @@ from cairn.engines.training.protocol import TokenLosses
     defaults={"eps_clip": 3e-4, "eps_clip_high": 4e-4},
 )
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]; of the metrics, `ppo_kl` is how far the policy has moved, the mean over the response."""
+    """Return [T] losses and metrics; `ppo_kl` measures how far the policy has moved, as the mean over the response."""
     current = log_probs.detach()
     moved = tokens.of_tokens(tokens.means(given(tokens.old_log_probs) - current))
     ppo_kl = moved - (log_probs - current)  # the response's value, the token's gradient

@@ -1,13 +1,12 @@
 """KL-Cov (Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", equations
-10 and 13; `kl_cov` in verl): the policy gradient, of which the tokens of the highest covariance pay for how far they
-move.
+10 and 13; `kl_cov` in verl): the policy gradient with a KL penalty on the tokens of the highest covariance.
 
 With r_t = π(y_t) / π_old(y_t), and Cov_t the covariance of `clip_cov` over the M trained tokens of an optimizer step,
 
     L_t = -r_t A_t + ppo_kl_coef |log r_t|    for the max(1, ⌊kl_cov_ratio M⌋) tokens of the highest Cov_t
     L_t = -r_t A_t                            for the others
 
-No ratio is clipped; its logarithm is held within `limits`.
+No ratio is clipped; its logarithm is clamped by `bounded`.
 """
 
 import numpy as np
@@ -20,14 +19,20 @@ from cairn.engines.training.protocol import TokenLosses, bounded
 
 
 def covariances(advantages: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """[M] float64: of each token, the product of what its advantage and its log-prob have above their means."""
+    """Return [M] float64: for each token, the product of the deviations of its advantage and its log-prob from their
+    means."""
     advantages, log_probs = advantages.astype(np.float64), log_probs.astype(np.float64)
     found: np.ndarray = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
     return found
 
 
 def highest(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """[M] bool: the tokens that pay. `log_probs`: [M], as `advantages`, before the update."""
+    """Return [M] bool: the penalised tokens.
+
+    Args:
+        advantages: [M].
+        log_probs: [M], before the update.
+    """
     found = covariances(advantages, log_probs)
     count = max(1, int(config.kl_cov_ratio * len(found)))
     order = np.argsort(-found, kind="stable")
@@ -36,7 +41,10 @@ def highest(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConf
 
 @plugin(needs={"advantages", "old_log_probs"}, reads={"kl_cov_ratio", "ppo_kl_coef"}, picks=highest)
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T]; of the metrics, `ppo_kl` is how far the policy has moved, and `cov_picked` the share of tokens that pay."""
+    """Return [T] losses and metrics.
+
+    `ppo_kl` measures how far the policy has moved, and `cov_picked` is the share of penalised tokens.
+    """
     moved = log_probs - given(tokens.old_log_probs)
     picked = given(tokens.picked)
     losses = -torch.exp(bounded(moved)) * given(tokens.advantages)

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch and its metrics, under slime's names."""
+"""Loss of a micro-batch and its metrics, under slime's names."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,29 +17,30 @@ from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import is_policy_gradient
 from cairn.engines.training.protocol import LARGEST, Loss, bounded
 
-# Off-policy sequence masking.
-#
-# DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models" (2025), section 3.1: a token does not
-# count if its advantage is negative and its response has become less probable by more than δ a token,
-#
-#     1/|y| Σ_t (log π_old(y_t) - log π(y_t)) > opsm_delta
-#
-# where π_old is the behaviour policy: its log-probs are those that the rollout engine returned, so that the lag of the
-# weights and what the two engines differ by count too.
-
 
 def masked(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """[T]: 1 at the tokens that do not count, 0 at the others. `log_probs`: [T], detached."""
+    """Return [T]: 1 at the tokens that off-policy sequence masking excludes, 0 at the others.
+
+    DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models" (2025), section 3.1: a token does
+    not count if its advantage is negative and its response has become less probable by more than δ per token,
+
+        1/|y| Σ_t (log π_old(y_t) - log π(y_t)) > opsm_delta
+
+    where π_old is the behaviour policy, with the log-probs that the rollout engine returned. So the lag of the weights
+    and the differences between the two engines count too.
+
+    Args:
+        log_probs: [T], detached.
+    """
     moved = tokens.of_tokens(tokens.means(tokens.behaviour - log_probs))
     return ((given(tokens.advantages) < 0) & (moved > algorithm.opsm_delta)).float()
 
 
-# How far trainer and rollout engine are apart, under the names of slime's mismatch helper.
-
-
 def mismatch(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """[T] each, of which the means are recorded. With ρ_t = exp(trainer - rollout), of a token, and means over the T
-    trained tokens of a response y:
+    """Return metrics of the mismatch between trainer and rollout engine, [T] each, under slime's names.
+
+    Their means are recorded. With ρ_t = exp(trainer - rollout) of a token, and means over the T trained tokens of a
+    response y:
 
     | metric | |
     |---|---|
@@ -51,7 +52,7 @@ def mismatch(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     | mis_chi2_token, mis_chi2_seq | ρ_t² - 1 and (Π_t ρ_t)² - 1: estimates of χ²(trainer ‖ rollout) |
     | mis_outside | 1 where ρ_t is outside of tis_clip_low and tis_clip |
 
-    Exponents are held within `limits`.
+    Exponents are clamped by `bounded`.
 
     Args:
         log_probs: [T] of the trainer, detached.
@@ -88,12 +89,12 @@ Metrics = dict[str, torch.Tensor]
 def objective(
     logits: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig, temperature: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """This micro-batch's share of the loss (a scalar to be differentiated) and of every metric (detached scalars).
+    """Return this micro-batch's share of the loss (a differentiable scalar) and of every metric (detached scalars).
 
     Args:
-        logits: [T, V], of the positions that predict the trained tokens.
+        logits: [T, V], at the positions that predict the trained tokens.
         tokens: the T trained tokens.
-        temperature: divides the logits, as it did in the rollout.
+        temperature: divisor of the logits, as in the rollout.
     """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     logits = within(logits, tokens.kept)
@@ -111,12 +112,13 @@ def objective(
 def loss_and_metrics(
     log_probs: torch.Tensor, entropies: torch.Tensor | None, tokens: Tokens, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, Metrics]:
-    """As `objective`, for an engine that computes these from its own logits.
+    """Return the same as `objective`, for an engine that computes log-probs and entropies from its own logits.
 
     Args:
         log_probs: [T], of the trained tokens.
         tokens: with `top_log_probs` where the teacher's most probable tokens are known.
-        entropies: [T], of the distributions they were drawn from; None for a loss that is no policy gradient.
+        entropies: [T], of the distributions that the tokens were sampled from; None for a loss that is no policy
+            gradient.
     """
     current = log_probs.detach()
     tokens = tokens if tokens.old_log_probs is not None else replace(tokens, old_log_probs=current)
@@ -167,13 +169,19 @@ def loss_and_metrics(
 
 
 def _token_losses(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
-    """[T] by `algorithm.loss`, and the metrics of each token. Raises BadPlugin where it returns anything else."""
+    """Return the [T] losses by `algorithm.loss` and the metrics of each token.
+
+    Raises BadPlugin where the loss returns anything else.
+    """
     function: Loss = LOSS.load(algorithm.loss)
     return _per_token(function(log_probs, tokens, algorithm), len(log_probs), f"the loss {algorithm.loss!r}", "losses")
 
 
 def correction_weights(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
-    """[T] by `algorithm.custom_tis_function_path`, and metrics. Raises BadPlugin as `_token_losses` does."""
+    """Return the [T] weights by `algorithm.custom_tis_function_path` and metrics.
+
+    Raises BadPlugin where the correction returns anything else.
+    """
     name = algorithm.custom_tis_function_path
     function: Correction = CORRECTION.load(name)
     return _per_token(

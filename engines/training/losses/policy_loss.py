@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO."""
+"""PPO's clipped surrogate."""
 
 import torch
 
@@ -10,7 +10,7 @@ from cairn.engines.training.protocol import TokenLosses, bounded
 
 @plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high", "eps_clip_c"})
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T] `policy_loss` of each token; of the metrics, `ppo_kl` is how far the policy has moved."""
+    """Return [T] `policy_loss` of each token and metrics; `ppo_kl` measures how far the policy has moved."""
     assert tokens.old_log_probs is not None
     assert tokens.advantages is not None
     ppo_kl = tokens.old_log_probs - log_probs
@@ -32,9 +32,9 @@ def policy_loss(
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each token and whether its ratio was clipped (1) or not (0).
+    """Return the loss of each token and whether its ratio was clipped (1) or not (0).
 
-    With ratio r = exp(-ppo_kl), its logarithm held within `limits`: L = max(-r A, -clip(r, 1 - eps_clip,
+    With ratio r = exp(-ppo_kl), its logarithm clamped by `bounded`: L = max(-r A, -clip(r, 1 - eps_clip,
     1 + eps_clip_high) A), equation 7 of Schulman et al., "Proximal Policy Optimization Algorithms" (2017), with the
     separate upper range of DAPO (Yu et al., 2025).
     With `eps_clip_c` = c > 1, L is at most -c A where A < 0: equation 5 of Ye et al., "Mastering Complex Control in

@@ -8,5 +8,5 @@ from cairn.engines.training.protocol import TokenLosses
 
 
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
-    """[T] in nats."""
+    """Return [T] losses in nats."""
     return -log_probs, {}

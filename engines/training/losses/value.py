@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Loss of the critic."""
 
 import torch
 
@@ -8,7 +8,7 @@ from cairn.engines.training.collate import Tokens
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each token and whether its value was clipped (1) or not (0).
+    """Return the loss of each token and whether its value was clipped (1) or not (0).
 
     L = max((clip(V, V_old - value_clip, V_old + value_clip) - R)², (V - R)²), as in the code of Schulman et al. (2017),
     "Proximal Policy Optimization Algorithms" (openai/baselines, ppo2), without its factor 1/2.
@@ -20,7 +20,7 @@ def value_loss(
     """
     held = old_values + (values - old_values).clamp(-value_clip, value_clip)
     clipped, unclipped = (held - returns).square(), (values - returns).square()
-    # Where nothing is clipped the two differ by rounding alone.
+    # Without clipping the two differ only by rounding.
     was_clipped = ((values - old_values).abs() > value_clip) & (clipped > unclipped)
     return torch.maximum(clipped, unclipped), was_clipped.float()
 
@@ -28,7 +28,7 @@ def value_loss(
 def value_objective(
     outputs: torch.Tensor, tokens: Tokens, value_clip: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """This micro-batch's share of the critic's loss (a scalar to be differentiated) and of its metrics (detached).
+    """Return this micro-batch's share of the critic's loss (a differentiable scalar) and of its metrics (detached).
 
     Args:
         outputs: [T, 1] of the value head, at the positions that predict the trained tokens.

@@ -1,1 +1,1 @@
-"""The production training engine, on megatron-core."""
+"""Production training engine, on megatron-core."""

@@ -1,4 +1,4 @@
-"""What differs between a GPU and the CPU; everything else of the engine is the same on both."""
+"""Differences between GPU and CPU; everything else of the engine is the same on both."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,25 +13,25 @@ from cairn.engines.types.errors import EngineError
 
 @dataclass(frozen=True)
 class Backend:
-    """Where Megatron runs, and from which modules it builds a layer."""
+    """Device that Megatron runs on, and the modules that it builds a layer from."""
 
     device: torch.device
     process_group: str
-    """torch.distributed's backend."""
+    """Backend of torch.distributed."""
     layer_spec: Callable[..., Any]
     """Megatron's specification of a layer: (TransformerConfig, whether its feed-forward part has experts) → spec.
-    Parameters have Transformer Engine's names everywhere, so checkpoints, conversion and sync do not differ."""
+    Parameters have Transformer Engine's names on every device, so checkpoints, conversion and sync do not differ."""
     norm: type
-    """The module of a norm that stands by itself."""
+    """Module of a norm that is not merged into a linear layer."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of TransformerConfig that this place needs."""
+    """Fields of TransformerConfig that this device needs."""
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend of a device; on the CPU, megatron-core is prepared for it first.
+    """Return the backend of a device; on the CPU, prepare megatron-core first.
 
     Raises:
-        EngineError: megatron-core is of another version than the tested one, or see
+        EngineError: megatron-core has another version than the tested one, or see
             `cairn.engines.training.megatron.cpu.install`.
     """
     if (found := version("megatron-core")) != TESTED_VERSION:

@@ -1,15 +1,15 @@
-"""A training state in a store, in the format of Megatron's dist_checkpointing.
+"""Storage of a training state in the format of Megatron's dist_checkpointing.
 
 <folder>/__<rank>_<n>.distcp, .metadata, common.pt, metadata.json   as Megatron writes them: every rank its own part,
-                                                                    read again by any layout of ranks. Of these only
-                                                                    tensors are ever read: see metadata.py
-<folder>/critic/…               the same of the critic, where there is one
-<folder>/reference/…            the weights of the reference, where it becomes the policy at an interval
+                                                                    readable with any layout of ranks. Only tensors are
+                                                                    ever read from these files: see metadata.py
+<folder>/critic/…               the same for the critic, where there is one
+<folder>/reference/…            weights of the reference, where the actor's are copied to it at an interval
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
                                 its own digest; written last
 
-Every rank writes its part in files of about `FILE_BYTES` to a folder of its own machine, and copies each into the store
-while it writes the next. A file is hashed on its way and not read back.
+Every rank writes its part in files of about `FILE_BYTES` to a folder of its own machine. It copies each file into the
+store while it writes the next. A file is hashed before the copy and not read back.
 """
 
 import hashlib
@@ -51,14 +51,14 @@ from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
 from cairn.storage.store.store import Store, StoredFile
 
-# Files of a checkpoint on their way between this machine and a store, hashed where they lie on this machine.
+# Transfer of checkpoint files between this machine and a store; files are hashed on this machine.
 
 
 UPLOADS_AT_A_TIME = 4
 
 
 class CheckpointFile(BaseModel):
-    """One file."""
+    """One file of a checkpoint."""
 
     name: str = Field(pattern=r"^((critic|reference)/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
     bytes: int
@@ -66,7 +66,7 @@ class CheckpointFile(BaseModel):
 
 
 class Uploads:
-    """Files on their way from a folder of this machine into the store, several at a time."""
+    """Transfer of files from a folder of this machine into the store, several at a time."""
 
     def __init__(self, store: Store, folder: str, role: str) -> None:
         self._store, self._folder, self._below = store, folder, "" if role == "actor" else f"{role}/"
@@ -80,11 +80,14 @@ class Uploads:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, local: Path) -> None:
-        """Copy a file into the store, and remove it here."""
+        """Start to copy a file into the store; the local file is deleted afterwards."""
         self._pending.append(self._pool.submit(self._upload, local))
 
     def end(self, local: Path) -> list[CheckpointFile]:
-        """Copy what else is in a folder; returns all files once they are in the store. Raises what the store raises."""
+        """Copy the remaining files of a folder. Return all files once they are in the store.
+
+        Raises the store's errors.
+        """
         sent = [pending.result() for pending in self._pending]
         rest = self._pool.map(self._upload, sorted(local.iterdir()))
         return sorted([*sent, *rest], key=lambda file: file.name)
@@ -99,8 +102,10 @@ class Uploads:
 
 @contextmanager
 def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: torch.device) -> Iterator[Path]:
-    """A folder of each machine that Megatron may read: the files of tensors, fetched and checked by the machine's ranks
-    together, and what one of these makes of the others; see metadata.py.
+    """Yield a folder, one per machine, that Megatron may read.
+
+    The machine's ranks together fetch and verify the files of tensors. One of these ranks writes the other files anew; see
+    metadata.py.
 
     Raises:
         Damaged: a file is missing, altered, or not what Megatron writes.
@@ -131,7 +136,7 @@ def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: 
 
 
 def _described(store: Store, folder: str, files: Sequence[CheckpointFile], local: Path) -> Metadata:
-    """What the checkpoint says of its tensors. Raises Damaged."""
+    """Return the checkpoint's description of its tensors. Raises Damaged."""
     for file in files:
         if Path(file.name).name == METADATA:
             path = f"{folder}/{file.name}"
@@ -177,20 +182,21 @@ _METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-"""How the optimizer's state is written: by parameter, whatever the layout of ranks."""
+"""Format of the optimizer's state: by parameter, whatever the layout of ranks."""
 
 
 class MegatronState(Described):
-    """What `megatron_state.json` holds."""
+    """Content of `megatron_state.json`."""
 
     use_distributed_optimizer: bool
-    """Which writes master weights apart, also in float32; a state is read with the same setting."""
+    """Whether the distributed optimizer wrote the state. It stores master weights separately, also in float32, so a state
+    must be read with the same setting."""
     files: list[CheckpointFile]
     frozen: tuple[str, ...] = ()
-    """Hugging Face tensors of the actor that have no moments."""
+    """Hugging Face tensors of the actor without moments."""
 
     def files_of(self, role: str) -> list[CheckpointFile]:
-        """Those of the actor, of the critic or of the reference."""
+        """Return the files of the actor, of the critic or of the reference."""
         return [file for file in self.files if (file.name.rpartition("/")[0] or "actor") == role]
 
 
@@ -203,8 +209,10 @@ def save(
     weight_version: int,
     state_digest: str,
 ) -> list[StoredFile]:
-    """Write the state of actor and critic, and a reference that changes; all ranks take part. Returns all files on rank
-    0, none elsewhere. Raises what the store raises."""
+    """Write the state of actor and critic, and of a reference that changes; all ranks take part.
+
+    Returns all files on rank 0 and none elsewhere. Raises the store's errors.
+    """
     device = next(learners["actor"].chunks[0].parameters()).device
     error: Exception | None = None
     mine: list[CheckpointFile] = []
@@ -247,12 +255,12 @@ def save(
 def read_description(
     store: Store, folder: str, learners: Mapping[str, MegatronLearner], reference: Reference | None = None
 ) -> MegatronState:
-    """What a folder says it holds, if these learners can take it.
+    """Return the description in a folder, if these learners can load it.
 
     Raises:
         Damaged: the description is missing or altered.
-        EngineError: it was written with another setting of `use_distributed_optimizer`, or only one of the two has a
-            critic, or a reference that changes, or a parameter frozen.
+        EngineError: it was written with another setting of `use_distributed_optimizer`, or only one of checkpoint and
+            learners has a critic, a reference that changes, or a certain parameter frozen.
     """
     state = _read(store, folder)
     own = learners["actor"].optimizer.config.use_distributed_optimizer
@@ -280,8 +288,9 @@ def load(
     reference: Reference | None,
     device: torch.device,
 ) -> None:
-    """Replace weights and moments by saved ones, of any layout of ranks; all ranks take part. Options of the optimizer
-    stay those of the configuration, and its count of steps is to be set.
+    """Replace weights and moments by saved ones, of any layout of ranks; all ranks take part.
+
+    The optimizer keeps the options of the configuration. The caller must set its step count afterwards.
 
     Raises:
         Damaged: a file is missing or altered.
@@ -289,9 +298,9 @@ def load(
     for role, learner in learners.items():
         learner.set_steps(1)  # Megatron leaves a count of 0 out, and torch's Adam does not load without one
         wanted = _sharded_state(learner, loading=True)
-        # How many optimizers a model has depends on the layout, so everything but tensors is this rank's own, and
-        # stays here: of what it is given Megatron drops what is empty. The name keeps the tensors apart from the saved
-        # options, which Megatron would merge with them.
+        # The number of optimizers of a model depends on the layout, so everything except tensors is this rank's own. It is
+        # not passed to Megatron, which drops empty values. The key separates the tensors from the saved options, with which
+        # Megatron would merge them.
         optimizer, wanted["tensors"] = _apart(wanted.pop("optimizer"))
         loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
         fill(learner.chunks, loaded)
@@ -302,8 +311,9 @@ def load(
 
 
 def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch.device) -> None:
-    """Replace the weights of a model, rounded to its own number format, by those of the saved actor, whatever its
-    optimizer and layout were; all ranks take part.
+    """Replace a model's weights by those of the saved actor, rounded to the model's number format.
+
+    The optimizer and layout of the saved state do not matter. All ranks take part.
 
     Raises:
         Damaged: a file is missing or altered.
@@ -315,14 +325,19 @@ def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch
 def _tensors_of(
     store: Store, folder: str, files: Sequence[CheckpointFile], wanted: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """`wanted` with its tensors read from a checkpoint; everything else in it stays this rank's own. All ranks take
-    part. Raises Damaged."""
+    """Return `wanted` with its tensors read from a checkpoint; everything else in it stays this rank's own.
+
+    All ranks take part. Raises Damaged.
+    """
     with fetched(store, folder, files, device) as local:
         return read_tensors(local, wanted, folder)
 
 
 def read_tensors(local: Path, wanted: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The same of a folder of this machine that Megatron may read, which errors call by its name. Raises Damaged."""
+    """Return `wanted` with its tensors read from `local`, a folder of this machine that Megatron may read.
+
+    `folder` is the checkpoint's name in errors. Raises Damaged.
+    """
     try:
         return dist_checkpointing.load(dict_list_map_inplace(_own_object, wanted), str(local))
     except CheckpointException as errors:
@@ -332,7 +347,10 @@ def read_tensors(local: Path, wanted: dict[str, Any], folder: str) -> dict[str, 
 
 
 def _first_failure(errors: CheckpointException) -> BaseException:
-    """PyTorch's is not even an Exception, and holds those of all ranks."""
+    """Return the first failure in PyTorch's exception, which holds those of all ranks.
+
+    PyTorch's exception is not a subclass of Exception.
+    """
     return next(iter(errors.failures.values()))[0]
 
 
@@ -347,20 +365,23 @@ def _read(store: Store, folder: str) -> MegatronState:
 
 
 def fill(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
-    """Give a model's chunks the tensors that were read for them."""
+    """Load the tensors that were read into a model's chunks."""
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded[name])
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor belongs."""
+    """Placeholder of a tensor."""
 
     number: int
 
 
 def _apart(tree: Any) -> tuple[Any, dict[int, ShardedBase]]:
-    """A tree of dicts and lists with places for what is to be read, and that by its places. Changes the tree."""
+    """Split a tree of dicts and lists into a tree with placeholders and the tensors to read, by placeholder number.
+
+    Changes the tree.
+    """
     sharded: dict[int, ShardedBase] = {}
 
     def taken(value: Any) -> Any:
@@ -376,17 +397,23 @@ def _apart(tree: Any) -> tuple[Any, dict[int, ShardedBase]]:
 
 
 def _together(tree: Any, values: Mapping[int, Any]) -> Any:
-    """A tree with values in their places. Changes the tree."""
+    """Return a tree with values in place of its placeholders. Changes the tree."""
     return dict_list_map_inplace(lambda value: values[value.number] if isinstance(value, _Place) else value, tree)
 
 
 def _own_object(value: Any) -> Any:
-    """What Megatron saves as a pickle, which is never read: what modules keep for calibration in FP8."""
+    """Replace an object that Megatron saves as a pickle by this rank's own; pickles are never read.
+
+    Such objects hold the modules' calibration for FP8.
+    """
     return LocalNonpersistentObject(value.data) if isinstance(value, ShardedObject) else value
 
 
 def sharded_weights(chunks: Sequence[Any], **metadata: bool) -> dict[str, Any]:
-    """What a checkpoint is to hold of a model's chunks, in Megatron's description; `metadata`: its own options."""
+    """Return Megatron's description of what a checkpoint holds of a model's chunks.
+
+    `metadata` are Megatron's own options.
+    """
     return {
         name: chunk.sharded_state_dict(metadata={**_METADATA, **metadata})
         for name, chunk in zip(_names(chunks), chunks, strict=True)
@@ -399,7 +426,7 @@ def _to_save(part: MegatronLearner | Reference) -> dict[str, Any]:
 
 def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]:
     state = sharded_weights(learner.chunks)
-    # All layers' tensors of a kind are one tensor of a checkpoint, which must be whole: not where some are frozen.
+    # A checkpoint stores all layers' tensors of a kind as one tensor, which must be complete. With frozen ones it is not.
     of_moments = sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
     optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
     return {**state, "optimizer": optimizer}
@@ -410,11 +437,14 @@ def _names(chunks: Sequence[Any]) -> list[str]:
 
 
 def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None]) -> None:
-    """Let Megatron plan who writes what, and write in this process. Its own writers are forked, which a process that
-    runs Ray's threads must not do, and report over a manager, a process that outlives a rank that is killed.
+    """Write a state: Megatron plans which rank writes what, and this process writes.
+
+    Megatron's own writers are forked, which a process with Ray's threads must not do. They also report through a manager,
+    a process that outlives a killed rank.
 
     Args:
-        written: called with every file of tensors that is complete. What is in it was copied to the host only then.
+        written: called with every file of tensors once it is complete. A file's tensors are copied to the host only when
+            that file is written.
     """
     filesystem_async._results_queue = queue.Queue()
     held = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))

@@ -1,4 +1,14 @@
-"""A model folder of a checkpoint, ours or others': the actor's weights, without optimizer or critic, by one process.
+"""Export of a model folder from a checkpoint of ours or of others: the actor's weights, without optimizer or critic,
+by one process.
+
+Others write checkpoints with Megatron, such as Megatron-LM and slime, in the format `torch_dist`:
+
+<folder>/latest_checkpointed_iteration.txt   "release", or the number of an iteration
+<folder>/iter_0000123/ or release/           metadata.json (the format), .metadata, __<rank>_<n>.distcp, common.pt
+
+Of these, `metadata.json` is read as JSON, `.metadata` as data (see metadata.py), and the tensors of the model by
+PyTorch with `weights_only`. `common.pt` and every other pickle is never opened, so the caller must name the model.
+Layers may be stacked in one tensor, as Megatron-LM does where all are alike, or stored separately.
 
 Import this only where `cairn.engines.training.megatron.backend.backend_for` has prepared megatron-core.
 """
@@ -28,30 +38,23 @@ from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 
-# The weights of checkpoints that others wrote with Megatron, as Megatron-LM and slime do, in the format `torch_dist`.
-#
-# <folder>/latest_checkpointed_iteration.txt   "release", or the number of an iteration
-# <folder>/iter_0000123/ or release/           metadata.json (the format), .metadata, __<rank>_<n>.distcp, common.pt
-#
-# Of these are read: `metadata.json`, as JSON; `.metadata`, as data (see metadata.py); and the tensors of the model, by
-# PyTorch with `weights_only`. `common.pt` and every other pickle is left closed, so what model it is has to be said.
-# Layers may be stacked in one tensor, as Megatron-LM does where all are alike, or stand one by one.
+# Checkpoints of others in the format `torch_dist`.
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 _MODEL = ("embedding.", "decoder.", "output_layer.")
-"""What the names of a model's tensors begin with; those of layers that predict several tokens ahead are not read."""
+"""Prefixes of a model's tensors; those of layers that predict several tokens ahead are not read."""
 
 _THEIR_NAMES = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
-"""Of what Megatron does not have and others add under names of their own: slime's for the norms of GLM-4."""
+"""Our names of modules that Megatron lacks, and the names that others use: slime's for the norms of GLM-4."""
 
 
 def find_torch_dist(source: Path) -> Path | None:
-    """The folder of a checkpoint of this kind that `source` is, or whose newest it names; None: it is something else.
+    """Return the folder of a `torch_dist` checkpoint: `source`, or the newest that `source` names; None for anything else.
 
     Raises:
-        BadModel: it is one of Megatron's in another format.
+        BadModel: a Megatron checkpoint in another format.
     """
     if (source / TRACKER).is_file():
         newest = (source / TRACKER).read_text().strip()
@@ -73,7 +76,8 @@ def find_torch_dist(source: Path) -> Path | None:
 
 def load_torch_dist(folder: Path, chunks: Sequence[Any]) -> None:
     """Fill a model's chunks with the weights of a checkpoint of any layout, rounded to the model's own number format.
-    One rank does it, which holds the whole model.
+
+    One rank, which holds the whole model, calls this.
 
     Raises:
         Damaged: `.metadata` or a tensor is not what Megatron writes.
@@ -98,7 +102,7 @@ def load_torch_dist(folder: Path, chunks: Sequence[Any]) -> None:
 
 
 def _wanted(chunks: Sequence[Any], names: Collection[str]) -> dict[str, Any]:
-    """The model's tensors under the names, and in the places, that the checkpoint has for them."""
+    """Return the model's tensors under the names and at the places that the checkpoint uses."""
     stacked = not any(re.match(r"decoder\.layers\.\d+\.", name) for name in names)
     singly = any(re.search(r"\.experts\.\d+\.linear_fc", name) for name in names)
     with _alike(chunks) if stacked else nullcontext():
@@ -120,7 +124,10 @@ def _stored_as(value: ShardedTensor | ShardedTensorFactory) -> list[str]:
 
 @contextmanager
 def _alike(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have Megatron take a model's layers for alike, as it does by itself unless their kinds are told one by one."""
+    """Make Megatron treat a model's layers as alike within the context.
+
+    Megatron does so by itself unless the kind of each layer is listed.
+    """
     config = chunks[0].config
     kinds = config.moe_layer_freq
     if isinstance(kinds, list) and all(kinds):
@@ -133,7 +140,7 @@ def _alike(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _readable(folder: Path, files: set[str], metadata: Metadata) -> Iterator[Path]:
-    """A folder that Megatron may read: the files of tensors, and no others that did not come from here."""
+    """Yield a folder that Megatron may read: the files of tensors, and otherwise only files that we wrote."""
     with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as room:
         for name in files:
             (Path(room) / name).symlink_to((folder / name).resolve())
@@ -147,9 +154,9 @@ def export_checkpoint(
     """Write the weights of a checkpoint, of any layout of ranks, in Hugging Face format.
 
     Args:
-        model: the folder that its run began with.
+        model: the model folder that the run started from.
         target: the folder to write.
-        dtype: of the weights, "float32" or "bfloat16".
+        dtype: number format of the weights, "float32" or "bfloat16".
 
     Raises:
         BadModel: the folder `model` cannot be used, or Megatron has no mapping for its model.
@@ -160,10 +167,10 @@ def export_checkpoint(
 
 
 def export_torch_dist(folder: Path, model: Path, target: Path, *, dtype: str, device: torch.device) -> None:
-    """The same of a checkpoint that others wrote with Megatron.
+    """Write the weights of a checkpoint that others wrote with Megatron, in Hugging Face format.
 
     Args:
-        folder: as `cairn.engines.training.megatron.convert.find_torch_dist` finds it.
+        folder: from `cairn.engines.training.megatron.convert.find_torch_dist`.
 
     Raises:
         BadModel: the folder `model` cannot be used, Megatron has no mapping for its model, or the checkpoint is of
@@ -176,7 +183,7 @@ def export_torch_dist(folder: Path, model: Path, target: Path, *, dtype: str, de
 
 @contextmanager
 def _whole_model(model: Path, target: Path, dtype: str, device: torch.device) -> Iterator[list[Any]]:
-    """A model to be filled, on this rank alone, which is written when it is."""
+    """Yield the chunks of a model to fill, on this rank alone. Write the model folder once they are filled."""
     training = TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype})
     join_process_group(1)
     join_groups(training)

@@ -1,10 +1,10 @@
-"""What makes megatron-core 0.16.1 run without CUDA, and nothing else.
+"""Support for running megatron-core 0.16.1 without CUDA, and the modules of a layer on the CPU.
 
 megatron-core names the CUDA device in its source: `torch.cuda.current_device()`, `tensor.cuda()`, `device="cuda"`.
-`install` puts a finder before the import system's own that replaces these in the syntax tree of the modules below
-`megatron.core` while they are imported; neither the files nor torch are changed. Then it mends what remains, each patch
-with its reason. It belongs into a worker's own process, before anything imports megatron.core, and refuses to work
-where CUDA exists.
+`install` adds a finder before the import system's own. While modules below `megatron.core` are imported, the finder
+replaces these expressions in their syntax trees. It changes neither the files nor torch. Then `install` patches what
+remains; each patch states its reason. Call it in a worker's own process, before anything imports megatron.core. It
+refuses to work where CUDA exists.
 """
 
 import ast
@@ -41,14 +41,15 @@ from cairn.engines.processes.syntax import parsed
 from cairn.engines.training.megatron.packing import as_rows, context_order
 from cairn.engines.types.errors import EngineError
 
-# The modules of a transformer layer on the CPU, under the names that Transformer Engine gives their parameters.
-#
-# Import this only where `cairn.engines.training.megatron.cpu.install` has been called.
+# Modules of a transformer layer on the CPU, under the names that Transformer Engine gives their parameters.
+# `install` must run before megatron.core is imported for them.
 
 
 class Norm(torch.nn.RMSNorm):
-    """Megatron's own wrapper of it refuses sequence parallelism, for which the weight only has to be marked: its
-    gradients are then added up over the ranks that share a sequence."""
+    """RMSNorm that permits sequence parallelism, which Megatron's own wrapper rejects.
+
+    The weight only has to be marked: its gradients are then summed over the ranks that share a sequence.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -60,7 +61,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and the linear layer after it, as Transformer Engine's LayerNormLinear: `layer_norm_weight`, `weight`."""
+    """A norm and the linear layer after it, like Transformer Engine's LayerNormLinear: `layer_norm_weight`, `weight`."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -74,7 +75,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's Linear that is "duplicated"."""
+    """A linear layer that is whole on every tensor-parallel rank, like Transformer Engine's Linear with "duplicated"."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
@@ -84,13 +85,15 @@ class ReplicatedLinear(torch.nn.Linear):
         return super().forward(input), None
 
 
-# The class by which latent attention knows that its projections to latents are whole on every rank.
+# Latent attention recognises by this class that its projections to latents are whole on every rank.
 multi_latent_attention.TELinear = ReplicatedLinear
 
 
 class ExpertRowLinear(RowParallelLinear):
-    """An expert's second layer, which reduces nothing where one rank has all of it: Megatron adds the bias to the
-    result in place, which PyTorch forbids of a reduction's."""
+    """Second layer of an expert, without a reduction where one rank has the whole layer.
+
+    Megatron adds the bias to the result in place, which PyTorch forbids on the result of a reduction.
+    """
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -98,10 +101,10 @@ class ExpertRowLinear(RowParallelLinear):
 
 
 class Attention(torch.nn.Module):
-    """Causal attention over packed sequences, in a sliding window and with a learnt offset of the softmax where the
-    model has them. With context parallelism every rank gathers all keys and values.
+    """Causal attention over packed sequences, with a sliding window and a learnt softmax offset where the model has them.
 
-    Megatron's DotProductAttention, the only one without a GPU, knows neither packed sequences nor their parallelism.
+    With context parallelism every rank gathers all keys and values. Megatron's DotProductAttention, the only one without
+    a GPU, supports neither packed sequences nor context parallelism.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
@@ -109,7 +112,7 @@ class Attention(torch.nn.Module):
         self._scale = options.get("softmax_scale")
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size[0] if windowed and config.window_size else None
-        """The tokens before it that one sees, where it does not see all."""
+        """Number of earlier tokens that a token attends to; None for all."""
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -129,7 +132,7 @@ class Attention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> torch.Tensor:
-        """[T, heads * head_dim] from [T, heads, head_dim]: T are this rank's tokens of all sequences."""
+        """Return [T, heads * head_dim] from [T, heads, head_dim], with T this rank's tokens of all sequences."""
         size, rank = self._group.size(), self._group.rank()
         ends = packed_seq_params.cu_seqlens_q_padded
         lengths = (ends[1:] - ends[:-1]).tolist()
@@ -159,7 +162,7 @@ class Attention(torch.nn.Module):
         return outputs.transpose(1, 2)[places[:, 0], places[:, 1]].flatten(1)
 
     def _seen(self, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """[sequences, 1, queries, keys] bool: the keys that queries see, of their positions [sequences, queries]."""
+        """Return [sequences, 1, queries, keys] bool: the keys visible to queries at positions [sequences, queries]."""
         back = positions[..., None] - torch.arange(longest)
         seen = back >= 0 if self._window is None else (back >= 0) & (back <= self._window)
         return seen[:, None]
@@ -167,8 +170,10 @@ class Attention(torch.nn.Module):
     def _with_offset(
         self, key: torch.Tensor, value: torch.Tensor, seen: Any, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One key more, of zeros, and a mask that adds the offset to its logit: it takes its share of the softmax, and
-        its value is zero."""
+        """Return keys and values with one more entry of zeros, and a mask that adds the offset to its logit.
+
+        The extra key takes its share of the softmax, and its value is zero.
+        """
         offset: Any = self.softmax_offset
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
         sequences, _, queries, _ = mask.shape
@@ -184,7 +189,7 @@ class Attention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As Megatron asks each module for what a checkpoint holds of it."""
+        """Return what a checkpoint holds of this module; Megatron calls this on every module."""
         state = self.state_dict(keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
@@ -200,7 +205,7 @@ def _mark(weight: Any, config: TransformerConfig) -> None:
 
 
 class CpuSpecProvider(LocalSpecProvider):
-    """Which module stands where, as Megatron asks for it."""
+    """Modules of a layer on the CPU, in the form that Megatron requests them."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -219,8 +224,10 @@ class CpuSpecProvider(LocalSpecProvider):
 
 
 def layer_spec(config: TransformerConfig, feed_forward: ModuleSpec) -> ModuleSpec:
-    """A layer in the shape of `get_gpt_layer_with_transformer_engine_spec`: norms are part of the linear layers that
-    follow them, except before experts and latents."""
+    """Return a layer in the form of `get_gpt_layer_with_transformer_engine_spec`.
+
+    Norms are part of the linear layers that follow them, except before experts and latents.
+    """
     latent = config.multi_latent_attention
     return ModuleSpec(
         module=TransformerLayer,
@@ -269,16 +276,16 @@ def _latent_attention() -> ModuleSpec:
 
 
 TESTED_VERSION = "0.16.1"
-"""Of megatron-core; `backend.py` refuses any other."""
+"""Version of megatron-core; `backend.py` rejects any other."""
 PACKAGE = "megatron.core"
 _STAND_IN = "__cpu_in_place_of_cuda__"
 
 
 def install() -> None:
-    """Let this process import megatron.core without CUDA. Calling it again does nothing.
+    """Let this process import megatron.core without CUDA. Further calls do nothing.
 
     Raises:
-        EngineError: there is CUDA, or megatron.core was imported before.
+        EngineError: CUDA is available, or megatron.core was imported before.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -286,7 +293,7 @@ def install() -> None:
         raise EngineError("megatron-core is not to be changed where CUDA exists: give each rank a GPU instead")
     if PACKAGE in sys.modules:
         raise EngineError("megatron.core was imported before it was prepared for the CPU")
-    # megatron.core.jit compiles small functions with torch.compile, which needs a C++ compiler and minutes.
+    # megatron.core.jit compiles small functions with torch.compile, which needs a C++ compiler and takes minutes.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.meta_path.insert(0, _Finder())
     _patch_generator_state()
@@ -297,7 +304,7 @@ def install() -> None:
 
 
 def _patch_generator_state() -> None:
-    """0.16.1, tensor_parallel.random: reads and writes the state of CUDA's generator through torch's C interface."""
+    """Replace functions of 0.16.1, tensor_parallel.random, that access CUDA's generator through torch's C interface."""
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
@@ -305,16 +312,20 @@ def _patch_generator_state() -> None:
 
 
 def _patch_router_gemm() -> None:
-    """0.16.1, transformer.moe.moe_utils: without Transformer Engine a router in float32 meets a name that was never
-    bound; bound to None it takes the branch that is meant for that case."""
+    """Define a name that 0.16.1, transformer.moe.moe_utils, leaves unbound without Transformer Engine.
+
+    A router in float32 reads the name. With the value None it takes the branch intended for that case.
+    """
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
 def _patch_token_counts() -> None:
-    """0.16.1, transformer.moe: token counts become numpy arrays only if they come from a GPU, and torch's all-to-all
-    takes no tensors as split sizes."""
+    """Convert token counts to numpy arrays on the CPU too.
+
+    0.16.1, transformer.moe, does so only with counts from a GPU, and torch's all-to-all accepts no tensors as split sizes.
+    """
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
@@ -325,8 +336,11 @@ def _patch_token_counts() -> None:
 
 
 def _patch_optimizer_step() -> None:
-    """0.16.1, optimizer.distrib_optimizer: torch's Adam, unlike the fused ones, keeps a step count with each parameter.
-    Setting a parameter's state from a checkpoint asks for every entry, and a checkpoint does not hold this one."""
+    """Complete the optimizer state that 0.16.1, optimizer.distrib_optimizer, sets from a checkpoint.
+
+    torch's Adam, unlike the fused ones, stores a step count with each parameter. Setting a parameter's state requires
+    every entry, and a checkpoint does not hold this one.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -338,15 +352,17 @@ def _patch_optimizer_step() -> None:
 
 
 def _patch_delta_net() -> None:
-    """0.16.1, ssm.gated_delta_net: asks for flash-linear-attention, whose kernels need a GPU, when the module is built;
-    `delta_net.py` computes without it."""
+    """Let 0.16.1, ssm.gated_delta_net, build its module without flash-linear-attention, whose kernels need a GPU.
+
+    `delta_net.py` computes without it.
+    """
     import megatron.core.ssm.gated_delta_net as gated_delta_net
 
     gated_delta_net.HAVE_FLA = True
 
 
 class _Nothing:
-    """A stream, an event or a profiler range: every method does nothing."""
+    """Stand-in for a stream, an event or a profiler range: every method does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -378,7 +394,7 @@ def _nothing(*_: Any, **__: Any) -> _Nothing:
 
 
 class _Cuda:
-    """What `torch.cuda` means inside megatron.core: the CPU, where work ends before a call returns."""
+    """Stand-in for `torch.cuda` inside megatron.core: the CPU, where work ends before a call returns."""
 
     FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
     Stream = Event = _Nothing
@@ -415,17 +431,17 @@ class _Cuda:
 
 
 class _OnCpu(ast.NodeTransformer):
-    """Turns what names CUDA into what names the CPU."""
+    """Replacement of CUDA by the CPU in a syntax tree."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """`torch.cuda` becomes the stand-in."""
+        """Replace `torch.cuda` by the stand-in."""
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.copy_location(ast.Name(_STAND_IN, ast.Load()), node)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`x.cuda(…)` becomes `x.cpu()`; `torch.device("cuda", …)` becomes `torch.device("cpu")`."""
+        """Replace `x.cuda(…)` by `x.cpu()`, and `torch.device("cuda", …)` by `torch.device("cpu")`."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute):
             if node.func.attr == "cuda":
@@ -435,7 +451,7 @@ class _OnCpu(ast.NodeTransformer):
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        """`device="cuda"` becomes `device="cpu"`; memory is not pinned."""
+        """Replace `device="cuda"` by `device="cpu"`, and do not pin memory."""
         self.generic_visit(node)
         if node.arg == "device" and _is(node.value, "cuda"):
             node.value = ast.copy_location(ast.Constant("cpu"), node.value)
@@ -444,7 +460,7 @@ class _OnCpu(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """Tensor types are compared by their names."""
+        """Replace the names of CUDA tensor types, by which Megatron compares types."""
         if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
             return ast.copy_location(ast.Constant(node.value.replace("torch.cuda.", "torch.")), node)
         return node
@@ -455,7 +471,7 @@ def _is(node: ast.AST, value: object) -> bool:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the changed source, past the compiled files that belong to the unchanged one."""
+    """Loader that compiles the changed source and ignores compiled files, which belong to the unchanged source."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -472,7 +488,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        # A subclass where some package has put its own in the place of Python's, as beartype does for every package.
+        # A subclass where some package has replaced Python's own, as beartype does for every package.
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(fullname, spec.loader.path)
         return spec

@@ -1,8 +1,8 @@
 """Gated delta networks (Yang et al., 2024, arXiv:2412.06464) over packed sequences, in place of attention.
 
-Megatron's own module computes one sequence at a time and none that is cut for context parallelism; parameters, their
-places on tensor-parallel ranks and their names in checkpoints are its. No sequence sees another: the convolution starts
-with zeros at each, and so does the recurrent state.
+Megatron's own module computes one sequence at a time, and none that is cut for context parallelism. Parameters, their
+split over tensor-parallel ranks and their names in checkpoints are those of Megatron's module. Sequences are
+independent: for each one the convolution starts with zeros, and so does the recurrent state.
 """
 
 from typing import Any
@@ -19,18 +19,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from cairn.engines.training.megatron.packing import as_rows, context_order
 
 _EPSILON = 1e-6
-"""Of the length of queries and keys, as in the kernels that the models were trained with."""
+"""Epsilon of the length of queries and keys, as in the kernels that the models were trained with."""
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """Megatron's, for packed sequences. With context parallelism every rank gathers all tokens."""
+    """Megatron's gated delta network, for packed sequences. With context parallelism every rank gathers all tokens."""
 
     def __init__(self, config: TransformerConfig, *, cp_comm_type: str | None = None, **options: Any) -> None:
-        """`cp_comm_type` is that of attention, and says nothing here."""
+        """Build the module; `cp_comm_type` belongs to attention and is ignored."""
         super().__init__(config, **options)
 
     def reset_parameters(self) -> None:
-        """None of them keeps a first value: all are loaded."""
+        """Do nothing: all parameters are loaded, so no initial value is used."""
 
     def forward(
         self,
@@ -40,7 +40,7 @@ class PackedDeltaNet(GatedDeltaNet):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, 1, hidden] from the same, and no bias: T are this rank's tokens of all sequences."""
+        """Return [T, 1, hidden] from the same shape, and no bias, with T this rank's tokens of all sequences."""
         mixed = self.in_proj(hidden_states)[0].squeeze(1)
         ends = packed_seq_params.cu_seqlens_q_padded
         lengths = (ends[1:] - ends[:-1]).tolist()
@@ -56,11 +56,11 @@ class PackedDeltaNet(GatedDeltaNet):
         return self.out_proj((outputs if held is None else outputs[held]).unsqueeze(1))
 
     def _mix(self, mixed: torch.Tensor, places: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[T, value heads * width] of what the input projection gave, whole sequences one after the other.
+        """Return [T, value heads * width] from the output of the input projection, whole sequences one after the other.
 
         Args:
             places: [T, 2] int64, sequence and position of every token.
-            ends: [B + 1] int32, where the sequences begin and end.
+            ends: [B + 1] int32, boundaries of the sequences.
         """
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_value_heads // self.tp_size
@@ -85,7 +85,8 @@ class PackedDeltaNet(GatedDeltaNet):
         return self._apply_gated_norm(outputs, gate).view(len(mixed), -1)
 
     def _convolve(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, channels]: each token's states and those of the few before it in its sequence, weighed by channel."""
+        """Return [T, channels]: each token's states and those of the few tokens before it in its sequence, weighted by
+        channel."""
         weight = self.conv1d.weight.squeeze(1)
         last = self.conv_kernel_dim - 1
         outputs = states * weight[:, last]
@@ -96,8 +97,11 @@ class PackedDeltaNet(GatedDeltaNet):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """Of each head's output, whose weight is no deviation from 1 as that of the model's other norms. It is the same on
-    all tensor-parallel ranks, each of which has other heads: its gradient is added up over them."""
+    """Norm of each head's output. Its weight is not a deviation from 1, unlike in the model's other norms.
+
+    The weight is the same on all tensor-parallel ranks, each of which has other heads, so its gradient is summed over
+    them.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -107,10 +111,10 @@ class HeadNorm(torch.nn.RMSNorm):
 
 
 def delta_net_spec(attention: Any) -> ModuleSpec:
-    """A gated delta network, of the backend's modules.
+    """Return the specification of a gated delta network, built from the backend's modules.
 
     Args:
-        attention: submodules of the self-attention in whose place it stands.
+        attention: submodules of the self-attention that it replaces.
     """
     return ModuleSpec(
         module=PackedDeltaNet,

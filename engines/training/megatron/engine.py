@@ -1,4 +1,4 @@
-"""The production training engine: megatron-core, with every parallelism it has."""
+"""Production training engine: megatron-core, with every parallelism it has."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,12 +40,13 @@ from cairn.engines.training.sharding import raise_together
 from cairn.engines.weights.checksum import digest
 from cairn.storage.store.store import Store, StoredFile
 
-# The policy's loss and log-probs where each tensor-parallel rank has the logits of a part of the vocabulary.
-
 
 class Policy:
-    """What the output layer's values mean: logits, divided by the rollout's temperature, of the tokens that the model
-    knows and of filling; those that a token was not drawn from do not count."""
+    """Loss and log-probs of the policy, where each tensor-parallel rank has the logits of a part of the vocabulary.
+
+    The logits are divided by the rollout's temperature. Padding of the vocabulary and tokens outside the sampling support
+    do not count.
+    """
 
     def __init__(self, vocabulary: int, temperature: float) -> None:
         self._vocabulary, self._temperature = vocabulary, temperature
@@ -53,7 +54,7 @@ class Policy:
     def objective(
         self, outputs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     ) -> tuple[torch.Tensor, Metrics]:
-        """As `cairn.engines.training.losses.objective.objective`."""
+        """Return the same as `cairn.engines.training.losses.objective.objective`."""
         logits = self._logits(outputs, tokens)
         if tokens.teacher_top_ids is not None:
             tokens = replace(tokens, top_log_probs=log_probs_at(logits, tokens.teacher_top_ids))
@@ -63,8 +64,10 @@ class Policy:
         return loss_and_metrics(log_probs_of(logits, tokens.targets), entropies, tokens, algorithm)
 
     def read(self, outputs: torch.Tensor, tokens: Tokens, top_k: int = 0) -> torch.Tensor:
-        """[N] log-probs of the tokens; with `top_k`, rows with the most probable tokens too
-        (`cairn.engines.training.log_probs`)."""
+        """Return [N] log-probs of the tokens.
+
+        With `top_k`, return rows with the most probable tokens too (`cairn.engines.training.log_probs.top_rows`).
+        """
         logits = self._logits(outputs, tokens)
         log_probs = log_probs_of(logits, tokens.targets)
         return top_rows(log_probs, *most_probable(logits, top_k)) if top_k else log_probs
@@ -75,7 +78,7 @@ class Policy:
 
 
 def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """[N, V / ranks] the logits with those beyond the model's vocabulary made impossible."""
+    """Return [N, V / ranks] logits in which tokens beyond the model's vocabulary are impossible."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     width = logits.shape[-1]
     if width * ranks == vocabulary:
@@ -86,9 +89,10 @@ def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def log_probs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[N] log-probability of each target, the same on all tensor-parallel ranks.
+    """Return the [N] log-probability of each target, the same on all tensor-parallel ranks.
 
-    Megatron's unfused cross-entropy: the fused one rounds its gradient to bfloat16. It overwrites its input.
+    This uses Megatron's unfused cross-entropy, which overwrites its input. The fused one rounds its gradient to
+    bfloat16.
 
     Args:
         logits: [N, V / ranks] float32.
@@ -98,7 +102,7 @@ def log_probs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_of(logits: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
-    """[N] entropy of the next-token distribution, in nats: log-sum-exp of the logits minus the expected logit.
+    """Return [N] entropies of the next-token distributions, in nats: log-sum-exp of the logits minus the expected logit.
 
     Args:
         logits: [N, V / ranks] float32.
@@ -109,7 +113,7 @@ def entropy_of(logits: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
 
 
 def log_probs_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[N, k] log-probabilities of several tokens at each place, the same on all tensor-parallel ranks.
+    """Return [N, k] log-probabilities of several tokens at each position, the same on all tensor-parallel ranks.
 
     Args:
         logits: [N, V / ranks] float32.
@@ -125,8 +129,9 @@ def log_probs_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def most_probable(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, k] log-probabilities and [N, k] int64 ids of the k most probable tokens, from the most probable on, the same
-    on all tensor-parallel ranks: the k largest of each rank's k largest.
+    """Return [N, k] log-probabilities and [N, k] int64 ids of the k most probable tokens, from the most probable on.
+
+    They are the k largest among each rank's k largest, so they are the same on all tensor-parallel ranks.
 
     Args:
         logits: [N, V / ranks] float32.
@@ -139,7 +144,8 @@ def most_probable(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _normalized(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, V / ranks] the logits less the largest of their place, and [N] the log-sum-exp of these over all ranks."""
+    """Return [N, V / ranks] logits minus the largest of their position, and [N] the log-sum-exp of these over all
+    ranks."""
     highest = logits.detach().max(-1).values
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
     shifted = logits - highest.unsqueeze(-1)
@@ -147,12 +153,12 @@ def _normalized(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _first_token(logits: torch.Tensor) -> int:
-    """The id of this rank's first logit."""
+    """Return the token id of this rank's first logit."""
     return int(parallel_state.get_tensor_model_parallel_rank()) * logits.shape[-1]
 
 
 def _all_ranks(values: torch.Tensor) -> torch.Tensor:
-    """[N, ranks × columns] of [N, columns] on each tensor-parallel rank."""
+    """Return [N, ranks × columns], concatenated from [N, columns] of each tensor-parallel rank."""
     parts = [torch.empty_like(values) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
     dist.all_gather(parts, values.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, -1)
@@ -180,10 +186,10 @@ class MegatronEngine(ExactlyOnceEngine):
         world_size: int = 1,
         device: str = "cpu",
     ):
-        """See `cairn.engines.training.torch.engine.TorchEngine`.
+        """Load the models as `cairn.engines.training.torch.engine.TorchEngine` does; the arguments are the same.
 
         Raises:
-            BadModel: the folder cannot be used, or its model is of a family that Megatron has no mapping for.
+            BadModel: the folder cannot be used, or Megatron has no mapping for the family of its model.
         """
         super().__init__(training, algorithm, total_steps=total_steps, rank=rank, world_size=world_size, device=device)
         self._folder = Path(model.path)
@@ -209,7 +215,7 @@ class MegatronEngine(ExactlyOnceEngine):
             self._scorers["critic"] = self._learners["critic"].score
         self._frozen: list[torch.Tensor] = []
         self._reference: Reference | None = None
-        """The one that becomes the actor at an interval, and so is part of the state."""
+        """Reference that takes the actor's weights at an interval and is therefore part of the state."""
         self._frozen_memory = Memory(self._device)
         for role, path in untrained_models(model, algorithm).items():
             frozen = load_model(Path(path), training, backend, trained=False)
@@ -292,7 +298,8 @@ class MegatronEngine(ExactlyOnceEngine):
             self._reference.become(self._actor.state)
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
-        """This rank's micro-batches, as many as all others' and, in a pipeline, a multiple of its stages."""
+        """Return this rank's micro-batches, as many as every other rank's and, in a pipeline, a multiple of its
+        stages."""
         training = self._training
         limit = training.max_tokens_per_gpu
         if limit is not None:

@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face format, written tensor by tensor."""
+"""Writing of a model folder in Hugging Face format, tensor by tensor."""
 
 import json
 import shutil
@@ -18,13 +18,14 @@ FILE_BYTES = 4 << 30
 def write_model_folder(
     source: Path, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype, write: bool
 ) -> None:
-    """Write weights with the config, and the layers that are not trained (see `cairn.engines.models.published`), of the
-    folder they came from; no more than one file's of them are held at a time.
+    """Write weights, with the config and the untrained layers (see `cairn.engines.models.published`) of their source.
+
+    At most one file's weights are held at a time.
 
     Args:
         source: the folder with config.json and, where there is one, generation_config.json.
-        weights: by the names that the files of `source` have.
-        dtype: of the weights, for config.json.
+        weights: by their names in the files of `source`.
+        dtype: number format of the weights, for config.json.
         write: False on a rank that only takes part in gathering.
     """
     files: dict[str, list[str]] = {}

@@ -17,25 +17,29 @@ from cairn.engines.training.megatron.state import Fingerprints, Piece, State, sh
 from cairn.engines.training.megatron.weights import Ownership
 from cairn.engines.types.types import TrainBatch
 
-# A reference that becomes the policy at an interval: no optimizer changes it, and yet it is a part of the state.
-
 
 class Reference:
-    """This rank's part of it, cut as the actor is."""
+    """This rank's part of a reference that takes the actor's weights at an interval, cut like the actor.
+
+    No optimizer changes it, but it is part of the state.
+    """
 
     def __init__(self, model: Model) -> None:
-        """All ranks take part."""
+        """Determine with all ranks which rank owns each block."""
         self.chunks, self._parameters = model.chunks, model.parameters
         self._ownership = Ownership.agree(model.parameters)
 
     @torch.no_grad()
     def become(self, actor: State) -> None:
-        """Take the actor's weights, in the number format of the passes."""
+        """Copy the actor's weights, in the number format of the passes."""
         for parameter, value in zip(self._parameters, actor.values, strict=True):
             parameter.value.copy_(value)
 
     def fingerprints(self) -> Fingerprints:
-        """Of all whole tensors, as `cairn.engines.training.sharding.state_digest` names them; all ranks take part."""
+        """Return the fingerprints of all whole tensors, named as in `cairn.engines.training.sharding.state_digest`.
+
+        All ranks take part.
+        """
         kind, values = f"{REFERENCE}.", [parameter.value.detach() for parameter in self._parameters]
 
         def pieces() -> Iterator[Piece]:
@@ -49,7 +53,7 @@ class Reference:
 
 
 class MegatronLearner:
-    """See cairn.engines.training.exactly_once.Learner."""
+    """A `cairn.engines.training.exactly_once.Learner` on Megatron."""
 
     def __init__(
         self,
@@ -63,10 +67,10 @@ class MegatronLearner:
     ) -> None:
         """
         Args:
-            objective: of what the model's output layer gives at the trained tokens.
-            reading: of what it gives at response tokens, to score.
-            prefix: of its tensors' names in the engine's state.
-            replays: whether its routers are given the experts of the rollout.
+            objective: loss and metrics of the model's outputs at the trained tokens.
+            reading: scores from the model's outputs at response tokens.
+            prefix: prefix of its tensors' names in the engine's state.
+            replays: whether its routers use the experts of the rollout.
         """
         self.chunks, self._objective, self._reading = model.chunks, objective, reading
         self._wrapped = wrap(model, training)
@@ -108,5 +112,5 @@ class MegatronLearner:
         self.state.set_steps(steps)
 
     def score(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """See cairn.engines.training.exactly_once.Scorer."""
+        """Return scores like a `cairn.engines.training.exactly_once.Scorer`."""
         return self._passes.score_responses(batch, micro_batches, self._reading)

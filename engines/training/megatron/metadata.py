@@ -1,13 +1,13 @@
-"""What a checkpoint of Megatron's says of its tensors, read as data.
+"""Reading of a Megatron checkpoint's `.metadata` as data.
 
-PyTorch keeps that in `.metadata`, a pickle, whose reader runs what the pickle names; and values that are not tensors it
-reads as pickles too. Here every name in the pickle stands for a plain record of this module, so that nothing of it is
-imported or called, and PyTorch's own objects are built anew from the numbers and names in it:
+PyTorch stores the description of tensors in `.metadata`, a pickle. Its reader runs what the pickle names. PyTorch also
+reads values that are not tensors as pickles. Here every name in the pickle becomes a plain record of this module, so
+nothing of it is imported or called. PyTorch's own objects are rebuilt from the numbers and names in the records:
 
     .metadata → records → tensors: number format, size, parts; and of each part the file and place → Metadata
 
-Values that are not tensors are left out. A folder that Megatron is to read then holds files of tensors, which PyTorch
-reads with `weights_only`, and files that were written here.
+Values that are not tensors are left out. A folder for Megatron then holds only files of tensors, which PyTorch reads
+with `weights_only`, and files that we wrote.
 """
 
 import io
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 METADATA = ".metadata"
 TENSORS = ".distcp"
-"""How the names of files of tensors end."""
+"""Suffix of files of tensors."""
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -41,10 +41,10 @@ _FORMAT = {
 
 
 def read_metadata(data: bytes, files: Collection[str]) -> Metadata:
-    """What `.metadata` says of tensors that lie in `files`; other values and all plans are left out.
+    """Return the description in `.metadata` of tensors stored in `files`; other values and all plans are left out.
 
     Raises:
-        ValueError: it is not what Megatron writes, or a tensor lies elsewhere. The message says what is wrong.
+        ValueError: the data is not what Megatron writes, or a tensor is stored elsewhere. The message states the problem.
     """
     try:
         top = _fields(_Records(io.BytesIO(data)).load(), "Metadata")
@@ -56,21 +56,26 @@ def read_metadata(data: bytes, files: Collection[str]) -> Metadata:
         return Metadata(tensors, storage_data=dict(_place(index, info, files) for index, info in of_tensors))
     except ValueError:
         raise
-    # A pickle that was made to be wrong can be wrong in any way.
+    # A pickle that was crafted to be wrong can raise any exception.
     except Exception as error:
         raise ValueError(f"it is not a description of tensors ({type(error).__name__}: {error})") from None
 
 
 def write_folder(folder: Path, metadata: Metadata) -> None:
-    """Put beside files of tensors what else Megatron reads: their description, and that nothing else was saved."""
+    """Write the other files that Megatron reads next to files of tensors.
+
+    They hold the tensors' description, and that nothing else was saved.
+    """
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     (folder / "metadata.json").write_text(json.dumps(_FORMAT))
     torch.save({}, folder / "common.pt")
 
 
 def forget_writing(folder: Path) -> None:
-    """Take out of the `.metadata` that this process has just written where that was and the random number that PyTorch
-    gave the writing: equal states are equal bytes, in every file of their checkpoints."""
+    """Remove the location and PyTorch's random number of the write from the `.metadata` that this process just wrote.
+
+    Equal states then have equal bytes in every file of their checkpoints.
+    """
     file = folder / METADATA
     metadata: Metadata = pickle.loads(file.read_bytes())
     metadata.storage_meta = None
@@ -78,7 +83,7 @@ def forget_writing(folder: Path) -> None:
 
 
 class _Record:
-    """An object of a pickle: what its class or function was given, and the state that it had."""
+    """An object of a pickle: the arguments of its class or function, and its state."""
 
     def __new__(cls, *arguments: Any) -> "_Record":
         record = super().__new__(cls)
@@ -93,14 +98,14 @@ class _Record:
 
 
 class _Records(pickle.Unpickler):
-    """Reads a pickle without importing anything: each name in it becomes a class of records of that name."""
+    """Unpickler that imports nothing: each name in the pickle becomes a class of records of that name."""
 
     def __init__(self, data: io.BytesIO) -> None:
         super().__init__(data)
         self._kinds: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of records, or the number format that is named."""
+        """Return a class of records, or the named number format."""
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         return self._kinds.setdefault((module, name), type(name, (_Record,), {}))
@@ -149,7 +154,7 @@ def _tensor(value: Any) -> TensorStorageMetadata:
 
 
 def _place(index: Any, info: Any, files: Collection[str]) -> tuple[MetadataIndex, _StorageInfo]:
-    """Which part of which tensor lies where."""
+    """Return a part of a tensor and where it is stored."""
     part, place = _fields(index), _fields(info, "_StorageInfo")
     file = _text(place["relative_path"])
     if file not in files:

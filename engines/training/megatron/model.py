@@ -1,4 +1,4 @@
-"""Megatron's process groups, model and optimizer for a configuration: what config.json says is not typed again."""
+"""Megatron's process groups, model and optimizer for a configuration. Values in config.json are not configured again."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,19 +40,20 @@ from cairn.engines.training.megatron.options import frozen_tensors, options_of
 from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
 from cairn.engines.training.value_model import value_head
 
-# Norms after a layer's attention and feed-forward part, which Megatron's own layers do not have.
-
 
 class PostNorm(torch.nn.Module):
-    """Stands where Megatron adds a part's output to the residual stream, and normalises the output first."""
+    """Norm after a layer's attention or feed-forward part, which Megatron's own layers do not have.
+
+    It replaces the module that adds a part's output to the residual stream, and normalises the output first.
+    """
 
     def __init__(self, config: Any, norm: type[torch.nn.Module]) -> None:
-        """`norm`: the backend's."""
+        """Build the norm from `norm`, the backend's class."""
         super().__init__()
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """Megatron asks for the function that adds; there is neither bias nor dropout."""
+        """Return the function that adds, as Megatron requires; there is neither bias nor dropout."""
 
         def add(output_and_bias: tuple[torch.Tensor, None], residual: torch.Tensor, _: float) -> torch.Tensor:
             return residual + self.norm(output_and_bias[0])
@@ -60,17 +61,17 @@ class PostNorm(torch.nn.Module):
         return add
 
 
-# A norm of all query heads, or all key heads, together, where Megatron's own are of each head by itself.
-
-
 class WholeNorm(torch.nn.Module):
-    """Each tensor-parallel rank has the weight of its own heads; the sum of squares is that of all ranks."""
+    """Norm over all query heads, or all key heads, together; Megatron's own norms treat each head by itself.
+
+    Each tensor-parallel rank has the weight of its own heads. The sum of squares is over all ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
         """
         Args:
-            hidden_size: of one head.
-            heads: on all ranks.
+            hidden_size: width of one head.
+            heads: number of heads on all ranks.
         """
         super().__init__()
         self._width, self._eps = heads * hidden_size, eps
@@ -80,16 +81,16 @@ class WholeNorm(torch.nn.Module):
         cut.tensor_model_parallel, cut.partition_dim, cut.partition_stride = True, 0, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, batch, heads, head_dim] from the same, as far as this rank has the heads."""
+        """Return [T, batch, heads, head_dim] from the same shape, for the heads of this rank."""
         squares = x.float().square().sum((-2, -1), keepdim=True)
-        # Every rank's output depends on the sum, so both it and its gradient are added up.
+        # Every rank's output depends on the sum, so both the sum and its gradient are summed over ranks.
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         return (x * torch.rsqrt(squares / self._width + self._eps)).type_as(x) * self.weight.view(x.shape[-2:])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As Megatron asks each module for what a checkpoint holds of it."""
+        """Return what a checkpoint holds of this module; Megatron calls this on every module."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -98,21 +99,22 @@ class WholeNorm(torch.nn.Module):
         )
 
 
-# The critic's head on Megatron: linear from the hidden size to 1, where a policy has its output layer.
+# The critic's head on Megatron: linear from the hidden size to 1, in place of a policy's output layer.
 
 
 SOURCES = {
     "output_layer.weight": Source(Layout.REPLICATED, ("lm_head.weight",)),
     "output_layer.bias": Source(Layout.REPLICATED, ("lm_head.bias",)),
 }
-"""The names that the state gives them are those of the torch engine's."""
+"""Sources of the head's parameters, which give them the torch engine's names in the state."""
 
 
 class ValueHead(torch.nn.Linear):
-    """Stands on the last pipeline stage, whole on every tensor-parallel rank, and is called as Megatron's output layer.
+    """Value head on the last pipeline stage, whole on every tensor-parallel rank and called like Megatron's output layer.
 
-    With sequence parallelism each rank values its own tokens: the values are gathered, and Megatron adds up the
-    gradients of parameters that are marked so."""
+    With sequence parallelism each rank computes the values of its own tokens. The values are gathered, and Megatron sums
+    the gradients of the parameters, which are marked for it.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, 1, dtype=config.params_dtype)
@@ -124,7 +126,7 @@ class ValueHead(torch.nn.Linear):
     def forward(
         self, input: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Any:
-        """[tokens, batch, hidden size] → ([all tokens, batch, 1], no bias); the other arguments are not for it."""
+        """Return ([all tokens, batch, 1], no bias) from [tokens, batch, hidden size]; other arguments are ignored."""
         values = super().forward(input)
         if self._tokens_are_cut:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
@@ -132,12 +134,12 @@ class ValueHead(torch.nn.Linear):
 
 
 def source_in_critic(family: Family, name: str) -> Source:
-    """As `Family.parameter`, of a model with this head."""
+    """Return the source of a parameter, like `Family.parameter`, for a model with this head."""
     return SOURCES[name] if name in SOURCES else family.parameter(name)
 
 
 def read_values(outputs: torch.Tensor, _: object) -> torch.Tensor:
-    """[N] values of [N, 1] outputs."""
+    """Return [N] values from [N, 1] outputs."""
     return outputs.squeeze(-1)
 
 
@@ -157,24 +159,26 @@ class Model:
 
     config: TransformerConfig
     chunks: list[Any]
-    """Stretches of consecutive layers, as they are called; several with a virtual pipeline."""
+    """Stretches of consecutive layers, as callable modules; several with a virtual pipeline."""
     parameters: list[Parameter]
     vocabulary: int
 
 
 def join_groups(training: TrainingConfig) -> None:
-    """Make Megatron's process groups, in place of those of an engine before."""
+    """Create Megatron's process groups, replacing those of an earlier engine."""
     leave_groups()
     sizes = {name: training.megatron[name] for name in _GROUP_SIZES if training.megatron.get(name) is not None}
-    # The copies over gloo are for Megatron's own checkpoints.
+    # Copies of the groups over gloo would serve only Megatron's own checkpoints.
     parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-    # Only dropout and initialisation draw from it, and neither happens; Megatron asks for a seed all the same.
+    # Only dropout and initialisation use the seed. Neither happens, but Megatron requires a seed.
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
 
 
 def leave_groups() -> None:
-    """Destroy Megatron's process groups, which only forgets them by itself: over gloo each has three threads, one of
-    which wakes a hundred times a second."""
+    """Destroy Megatron's process groups; Megatron by itself only forgets them.
+
+    Over gloo each group has three threads, one of which wakes a hundred times a second.
+    """
     for group in (parallel_state._global_process_group_list or [])[1:]:  # the first stands for that of all ranks
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -184,7 +188,7 @@ def leave_groups() -> None:
 def transformer_config(
     training: TrainingConfig, backend: Backend, family: Family, hf: PretrainedConfig
 ) -> TransformerConfig:
-    """Of the model's config.json, then what the place needs, then the configuration's own options."""
+    """Return Megatron's configuration: the model's config.json, then the backend's fields, then the user's options."""
     dtype = getattr(torch, training.dtype)
     options = options_of("transformer", training.megatron)
     fields: dict[str, Any] = {
@@ -194,8 +198,8 @@ def transformer_config(
         "deterministic_mode": training.deterministic_mode and backend.device.type != "cpu",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # Each token's weight in the loss is known beforehand, so gradients are summed and never divided. Set before
-        # DistributedDataParallel is built, which else averages in silence.
+        # Each token's weight in the loss is known in advance, so gradients are summed and never divided. This is set before
+        # DistributedDataParallel is built, which would otherwise average silently.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": training.pipeline_model_parallel_size > 1,
     }
@@ -205,7 +209,7 @@ def transformer_config(
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if fields["activation_func"] == "quick_gelu":  # Megatron compares it with its own
         fields["activation_func"] = quick_gelu
-    # Megatron's model reads these of the configuration, whose class does not declare them.
+    # Megatron's model reads these attributes of the configuration, whose class does not declare them.
     undeclared = {name: fields.pop(name) for name in list(fields) if name.startswith("yarn_")}
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     config = kind(**{**fields, **options})
@@ -220,7 +224,7 @@ def load_model(
     """Build this rank's part of a model and fill it from the folder's weight files.
 
     Args:
-        critic: give it a value head (see `cairn.engines.training.value_model`) in place of its output layer.
+        critic: replace the output layer by a value head (see `cairn.engines.training.value_model`).
 
     Raises:
         BadModel: the folder cannot be used, or Megatron has no mapping for its model.
@@ -256,7 +260,7 @@ def load_model(
 
 
 def wrap(model: Model, training: TrainingConfig) -> list[Any]:
-    """The chunks in Megatron's DistributedDataParallel, gradients summed in float32."""
+    """Return the chunks in Megatron's DistributedDataParallel, which sums gradients in float32."""
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options_of("ddp", training.megatron))
     return [
         DistributedDataParallel(model.config, options, chunk, disable_bucketing=index > 0)
@@ -265,8 +269,10 @@ def wrap(model: Model, training: TrainingConfig) -> list[Any]:
 
 
 def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) -> Any:
-    """Megatron's optimizer: AdamW, of which only matrices decay; with `use_distributed_optimizer` each data-parallel
-    rank holds a part of its state."""
+    """Return Megatron's optimizer: AdamW, which decays only matrices.
+
+    With `use_distributed_optimizer` each data-parallel rank holds a part of its state.
+    """
     config = model.config
     options = OptimizerConfig(
         **{
@@ -287,7 +293,7 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
     optimizer = get_megatron_optimizer(
         options, wrapped, get_standard_config_overrides(options), use_gloo_process_groups=False
     )
-    # That of all but experts, where experts alone are trained, is none on all ranks.
+    # Where only experts are trained, the optimizer of all other parameters is a stub on all ranks.
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in optimizer.chained_optimizers:
         for buffer in getattr(part, "buffers", ()):
@@ -301,24 +307,30 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
 
 
 def _count_padding(buffer: Any) -> None:
-    """0.16.1 writes checkpoints of the distributed optimizer from tensors as long as a buffer without the padding
-    between its parameters, but at places that count it: behind a parameter whose size is no multiple of 64, states are
-    cut off and shifted. With the padding counted as content, nothing is."""
+    """Count the padding between a buffer's parameters as content.
+
+    0.16.1 writes checkpoints of the distributed optimizer from tensors that are as long as a buffer without this padding,
+    but at offsets that include it. After a parameter whose size is no multiple of 64, states are cut off and shifted. With
+    the padding counted, they are not.
+    """
     buffer.numel_unpadded = buffer.numel
     for bucket in buffer.buckets:
         bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _let_count_steps(part: Any) -> None:
-    """0.16.1, with torch's Adam, reads the number of steps from a parameter's state and fails on a rank that trains
-    none, as one that holds frozen layers alone: it gets one without elements, in no buffer and without a gradient."""
+    """Add a parameter without elements to an optimizer that has none.
+
+    0.16.1, with torch's Adam, reads the number of steps from a parameter's state. This fails on a rank that trains no
+    parameter, such as one with only frozen layers. The added parameter is in no buffer and has no gradient.
+    """
     groups = part.optimizer.param_groups
     if not any(group["params"] for group in groups):
         groups[0]["params"].append(torch.nn.Parameter(torch.zeros(0)))
 
 
 def clip_gradients(optimizer: Any, norm: float) -> None:
-    """Scale all gradients down to `clip_grad`, given their norm over all ranks."""
+    """Scale all gradients down to `clip_grad`, by their norm over all ranks."""
     for part in optimizer.chained_optimizers:
         parameters = [] if part.is_stub_optimizer else part.get_parameters()
         if parameters and part.config.clip_grad > 0:
@@ -331,7 +343,7 @@ def clip_gradients(optimizer: Any, norm: float) -> None:
 
 
 def replicas(expert: bool) -> list[int]:
-    """Ranks that hold the same parameters as this one."""
+    """Return the ranks that hold the same parameters as this one."""
     if expert:
         group = parallel_state.get_expert_data_parallel_group()
     else:
@@ -368,14 +380,14 @@ def _build(
 
 
 def _set_epsilon(attention: MLASelfAttention, epsilon: float) -> None:
-    """Of the norms of its latents: Megatron gives them that of the layers' norms."""
+    """Set the epsilon of the norms of an attention's latents; Megatron uses that of the layers' norms."""
     for name in ("linear_q_up_proj", "linear_kv_up_proj"):
         if (projection := getattr(attention, name, None)) is not None:
             projection.eps = epsilon
 
 
 def _keep_biases_exact(chunks: Sequence[GPTModel]) -> None:
-    """Before they are loaded: a bias of a router that was rounded with all else would choose other experts."""
+    """Keep the routers' biases in float32, before they are loaded: a rounded bias would choose other experts."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
@@ -383,10 +395,14 @@ def _keep_biases_exact(chunks: Sequence[GPTModel]) -> None:
 
 
 def _mark_expert(value: Any, config: TransformerConfig) -> None:
-    """Where experts are cut over fewer ranks than the rest of a layer, 0.16.1 takes ranks that hold the same expert for
-    ones that hold different parts of it, and without expert parallelism never adds up their gradients. And it takes an
-    expert's bias for one that all tensor-parallel ranks hold: it adds its gradients up over those that share a
-    sequence, and counts it in the norm on the first alone, though each has other experts."""
+    """Correct the attributes of an expert's parameter that control the reduction of its gradients.
+
+    Where experts are cut over fewer ranks than the rest of a layer, 0.16.1 treats ranks that hold the same expert as if
+    they held different parts of it. Without expert parallelism it never sums their gradients.
+
+    0.16.1 also treats an expert's bias as if all tensor-parallel ranks held it. It sums the bias's gradients over the
+    ranks that share a sequence and counts them in the norm only on the first one, though each has other experts.
+    """
     if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         value.allreduce = False  # its gradient belongs to the data-parallel group of experts
     if value.dim() == 1:
@@ -394,8 +410,10 @@ def _mark_expert(value: Any, config: TransformerConfig) -> None:
 
 
 def _let_gradients_through(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Have a gradient asked for at a frozen embedding, where layers are recomputed: Megatron gives none to the
-    parameters of one whose input needs none."""
+    """Require a gradient at the output of a frozen embedding, where layers are recomputed.
+
+    Megatron computes no gradients for the parameters of a recomputed layer whose input needs none.
+    """
     if config.recompute_granularity is None:
         return
     for chunk in chunks:
@@ -413,7 +431,7 @@ def _block_spec(
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
         if family.whole_norms:
-            # Where `qk_layernorm` is set Megatron adds up their gradients over ranks, each of which has other heads.
+            # Not by `qk_layernorm`: with it Megatron sums these norms' gradients over ranks, each of which has other heads.
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
@@ -425,7 +443,7 @@ def _block_spec(
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer, from 0, is a mixture of experts."""
+    """Return whether a layer, counted from 0, is a mixture of experts."""
     if config.num_moe_experts is None:
         return False
     pattern = config.moe_layer_freq

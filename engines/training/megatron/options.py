@@ -1,6 +1,6 @@
-"""Megatron's options, by Megatron's own names: which there are, and which combinations are refused.
+"""Megatron's options, by Megatron's own names: which ones exist, and which combinations are rejected.
 
-Looks at megatron-core's source without importing it, so that a configuration can be checked before anything starts.
+This module reads megatron-core's source without importing it, so a configuration can be checked before anything starts.
 """
 
 import ast
@@ -24,10 +24,9 @@ from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.types.errors import BadModel
 
-# Megatron's options that a configuration may set: those that place, speed up or check the work.
-#
-# Every other one changes the model, the loss or the optimizer, belongs to a way of training that Cairn does not take,
-# or follows from something else.
+# Megatron's options that a configuration may set: those that place, speed up or check the work. All others change the
+# model, the loss or the optimizer, belong to a way of training that Cairn does not support, or follow from something
+# else.
 
 
 LAYOUT = """
@@ -72,15 +71,11 @@ CHECKS = "barrier_with_L1_time check_for_large_grads check_for_nan_in_grad"
 PERMITTED = frozenset(" ".join((LAYOUT, MEMORY, COMMUNICATION, KERNELS, CHECKS)).split())
 
 
-# Parameters of a Hugging Face model that stay as they are, in the tensors that Megatron makes of them.
-#
-# Names are judged on the whole model as the library builds it, so that both engines freeze the same, and every rank
-# comes to the same by itself, whatever part of the model it holds.
-
-
 def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
-    """Sentences on names that the model in a folder does not have, or that Megatron cannot freeze by themselves; loads
-    no weights."""
+    """Return messages on names that the model in a folder does not have, or that Megatron cannot freeze separately.
+
+    Loads no weights.
+    """
     try:
         config = check_model_folder(path).get_text_config()
         frozen_tensors(family_of(config), config, training)
@@ -90,10 +85,13 @@ def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
 
 
 def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingConfig) -> frozenset[str]:
-    """The tensors of a model's weight files that stay as they are, by the names that they have there.
+    """Return the frozen tensors of a model's weight files, by their names in these files.
+
+    Names are matched on the whole model as the library builds it. So both engines freeze the same parameters, and every
+    rank computes the same names by itself, whatever part of the model it holds.
 
     Raises:
-        BadModel: of tensors that Megatron holds in one, only some are frozen; or see
+        BadModel: only some of the tensors that Megatron holds in one are frozen; or see
             `cairn.engines.training.freezing.frozen_names`.
     """
     if not (training.only_train_params_name_list or training.freeze_params_name_list):
@@ -129,7 +127,7 @@ SOURCES = {
     "ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Where the options are declared: the fields of these classes."""
+"""Files and classes whose fields declare the options, by the part of Megatron that takes them."""
 
 SET_BY_TRAINING = {
     "adam_beta1": "adam_beta1",
@@ -146,7 +144,7 @@ SET_BY_TRAINING = {
     "pipeline_dtype": "dtype",
     "weight_decay": "weight_decay",
 }
-"""Options that follow from an option of `training`."""
+"""Megatron's options that follow from an option of `training`, and that option."""
 
 SET_HERE = {
     "attention_dropout": "dropout would make log-probs differ from the rollout's",
@@ -167,16 +165,16 @@ SET_HERE = {
     "use_megatron_fsdp": "the distributed optimizer is the sharding that is supported",
     "variable_seq_lengths": "it follows from pipeline_model_parallel_size",
 }
-"""Options that the engine depends on, and why."""
+"""Options that may not be set, since the engine depends on them, and why."""
 
 
 class MegatronMissing(BadModel):
-    """megatron-core is not installed."""
+    """Error: megatron-core is not installed."""
 
 
 @lru_cache
 def option_names() -> dict[str, frozenset[str]]:
-    """Names of all options, by the part of Megatron that takes them. Raises MegatronMissing."""
+    """Return the names of all options, by the part of Megatron that takes them. Raises MegatronMissing."""
     spec = find_spec("megatron")
     folders = [Path(folder) / "core" for folder in (spec.submodule_search_locations or ())] if spec else []
     folder = next((folder for folder in folders if folder.is_dir()), None)
@@ -189,13 +187,13 @@ def option_names() -> dict[str, frozenset[str]]:
 
 
 def options_of(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that a part of Megatron takes: "transformer", "ddp" or "optimizer"."""
+    """Return those of the options that a part of Megatron takes: "transformer", "ddp" or "optimizer"."""
     names = option_names()[part]
     return {name: value for name, value in options.items() if name in names}
 
 
 def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
-    """Sentences on options that Megatron does not have or that cannot be set, and on layouts that do not fit."""
+    """Yield messages on options that Megatron does not have or that cannot be set, and on layouts that do not fit."""
     try:
         config = check_model_folder(model_path)
         if sees_images(config):
@@ -212,7 +210,7 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
 
 
 def model_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[str]:
-    """The same for a model of which there is no more than its config, and on whatever machine."""
+    """Yield the messages that depend only on the configuration and a model's config, not on the machine."""
     try:
         derived = family_of(hf).transformer(hf)
         names = frozenset().union(*option_names().values())
@@ -290,7 +288,7 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
 
 
 def _width_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
-    """Of experts, which Megatron cuts as it cuts dense layers, or over fewer ranks."""
+    """Yield messages on the widths of experts, which Megatron cuts like dense layers, or over fewer ranks."""
     tensor = training.tensor_model_parallel_size
     asked = training.megatron.get("expert_tensor_parallel_size")
     cuts = (
@@ -306,8 +304,10 @@ def _width_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Ite
 
 
 def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:
-    """Whether every stage, and every part of it in a virtual pipeline, gets equally many layers but for a first and
-    last stage whose number is given; a layout spelt out is Megatron's to check."""
+    """Return whether every pipeline stage, and every part of it in a virtual pipeline, gets equally many layers.
+
+    A first or last stage with a configured number of layers may differ. Megatron checks an explicit layout itself.
+    """
     if options.get("pipeline_model_parallel_layout") is not None:
         return True
     ends = [options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]

@@ -1,8 +1,8 @@
-"""Samples of a micro-batch as one packed sequence, cut over the ranks of a context-parallel group.
+"""Packing of a micro-batch's samples into one sequence, cut over the ranks of a context-parallel group.
 
-Every sample is padded at its end to a multiple of `alignment`. With context parallelism each is cut into twice as many
-chunks as there are ranks, and rank r holds chunks r and 2n - 1 - r: causal attention then costs all ranks the same. So
-does Megatron, and Transformer Engine's attention expects it.
+Every sample is padded at its end to a multiple of `alignment`. With context parallelism each sample is cut into twice
+as many chunks as there are ranks, and rank r holds chunks r and 2n - 1 - r. Causal attention then costs all ranks the
+same. Megatron does the same, and Transformer Engine's attention expects it.
 """
 
 from collections.abc import Sequence
@@ -27,30 +27,30 @@ class Packed:
     input_ids: torch.Tensor
     """[1, T] int64."""
     ends: torch.Tensor
-    """[B + 1] int32: where the padded samples begin and end in the whole micro-batch, from 0."""
+    """[B + 1] int32: boundaries of the padded samples in the whole micro-batch, from 0."""
     longest: int
     """Tokens of the longest padded sample."""
     tokens: Tokens
-    """The chosen response tokens that this rank predicts; their `positions` count its own T tokens."""
+    """Chosen response tokens that this rank predicts; their `positions` index its own T tokens."""
     order: torch.Tensor
-    """[N] int64: where each of them stands among the chosen tokens of the whole micro-batch."""
+    """[N] int64: index of each of these tokens among the chosen tokens of the whole micro-batch."""
     real: torch.Tensor
-    """[T] bool: which of the tokens are no padding."""
+    """[T] bool: which tokens are not padding."""
     routed: torch.Tensor | None = None
-    """[T, layers, top-k]: the experts that each token is to be given, padding none; None where none is."""
+    """[T, layers, top-k]: the experts to use for each token, none for padding; None where no token has any."""
 
 
 def padded_length(length: int, alignment: int) -> int:
-    """Tokens of a sample once it is padded to a multiple of `alignment`."""
+    """Return the length of a sample padded to a multiple of `alignment`, in tokens."""
     return -(-length // alignment) * alignment
 
 
 def context_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
-    """[T, 2] int64: sample and position of every token that a rank holds, in its order.
+    """Return [T, 2] int64: sample and position of every token that a rank holds, in its order.
 
     Args:
-        lengths: of the padded samples; each divisible by 2 * `size` where there are several ranks.
-        size: ranks of the context-parallel group.
+        lengths: lengths of the padded samples; each divisible by 2 * `size` where there are several ranks.
+        size: number of ranks of the context-parallel group.
     """
     parts = []
     for sample, length in enumerate(lengths):
@@ -65,16 +65,22 @@ def context_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
 
 
 def as_rows(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[sequences, longest, …]: packed tokens at their (sequence, position) `places`, and zeros after them. Causal
-    attention never looks at these from a position before."""
+    """Return [sequences, longest, …]: packed tokens at their (sequence, position) `places`, and zeros after them.
+
+    Causal attention never attends to these zeros from an earlier position.
+    """
     count, longest = (places.max(0).values + 1).tolist()
     rows = tokens.new_zeros(count, longest, *tokens.shape[1:])
     return rows.index_put((places[:, 0], places[:, 1]), tokens)
 
 
 def own_tokens(values: torch.Tensor, cut: bool) -> torch.Tensor:
-    """Of what is known of this context-parallel rank's tokens, [T, …], what is of those that a router of this
-    tensor-parallel rank sees. `cut`: whether such ranks share a sequence between layers."""
+    """Return the values of the tokens that a router of this tensor-parallel rank sees.
+
+    Args:
+        values: [T, …] of this context-parallel rank's tokens.
+        cut: whether tensor-parallel ranks share a sequence between layers.
+    """
     if not cut:
         return values
     ranks, rank = (
@@ -94,14 +100,14 @@ def pack(
     rank: int,
     group: dist.ProcessGroup | None = None,
 ) -> Packed:
-    """Pack the samples of `tokens`, and keep of it what this rank holds.
+    """Pack the samples of `tokens`. Return the part that this rank holds.
 
     Args:
         tokens: chosen tokens of these samples (see `cairn.engines.training.collate`), of all ranks.
         alignment: every sample is padded to a multiple of it; a multiple of 2 * `size` where there are several ranks.
-        size: ranks of the context-parallel group.
-        rank: of this process in it.
-        group: the group itself, where a loss is to add up over its ranks.
+        size: number of ranks of the context-parallel group.
+        rank: rank of this process in the group.
+        group: the group itself, where a loss must sum over its ranks.
     """
     rows = [batch.input_ids[sample] for sample in samples]
     lengths = [padded_length(len(row), alignment) for row in rows]
@@ -109,7 +115,7 @@ def pack(
     held = context_order(lengths, size, rank).to(device)
     width = tokens.input_ids.shape[1]
     padded = torch.nn.functional.pad(tokens.input_ids, (0, max(lengths) - width))
-    # Where the token at (sample, position) lies among this rank's own, or -1.
+    # Index among this rank's own tokens of the token at (sample, position), or -1.
     index = torch.full((len(rows), max(lengths)), -1, dtype=torch.int64, device=device)
     index[held[:, 0], held[:, 1]] = torch.arange(len(held), device=device)
     predicted = index[tokens.positions // width, tokens.positions % width]
@@ -126,7 +132,7 @@ def pack(
 
 
 def _routed(experts: torch.Tensor | None, held: torch.Tensor, padding: int) -> torch.Tensor | None:
-    """Of the held (sample, position)s, from [B, L, layers, top-k]."""
+    """Return the experts of the held (sample, position) pairs, from [B, L, layers, top-k]."""
     if experts is None:
         return None
     padded = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, padding), value=FREE)
@@ -161,8 +167,11 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group. The loss is the sum of the ranks' shares, each of which may depend
-    on every rank's tensor through the sum: so the gradient is the sum of the ranks' gradients."""
+    """Sum of a tensor over the ranks of a group.
+
+    The loss is the sum of the ranks' shares. Each share may depend on every rank's tensor through this sum, so the gradient
+    is the sum of the ranks' gradients.
+    """
 
     @staticmethod
     def forward(context: Any, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's schedules: with gradients to train, without to score."""
+"""Passes of micro-batches through Megatron's schedules: with gradients to train, without to score."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -28,11 +28,11 @@ Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
 same on all tensor-parallel ranks."""
 
 OnOutputs = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any]]
-"""([N, outputs / ranks] float32 at the chosen tokens, micro-batch) → loss, and what is to be kept."""
+"""([N, outputs / ranks] float32 at the chosen tokens, micro-batch) → loss, and a result to collect."""
 
 
 class Passes:
-    """A model on this rank, and how micro-batches go through it."""
+    """Passes of micro-batches through a model on this rank."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Passes:
     ) -> None:
         """
         Args:
-            chunks: of the model, as they are called.
-            replay: gives their routers the experts of the rollout.
+            chunks: the model's chunks, as callable modules.
+            replay: makes their routers use the experts of the rollout.
             balance: counts the tokens of their experts in updates.
         """
         self._replay, self._balance = replay, balance
@@ -53,7 +53,7 @@ class Passes:
         context = parallel_state.get_context_parallel_world_size()
         cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self.alignment = cut * (2 * context if context > 1 else 1)
-        """Every sample is padded to a multiple of it."""
+        """Number of tokens to a multiple of which every sample is padded."""
 
     def accumulate_gradients(
         self,
@@ -62,11 +62,12 @@ class Passes:
         weights: dict[int, Weight],
         objective: Objective,
     ) -> dict[str, float]:
-        """Add the gradient of this rank's share of the loss to the others' (all ranks end with the sum); returns every
-        metric of the optimizer step, the same on all ranks.
+        """Add the gradient of this rank's share of the loss to the others'; all ranks end with the sum.
+
+        Returns every metric of the optimizer step, the same on all ranks.
 
         Args:
-            weights: of each sample's trained tokens in the loss of the optimizer step.
+            weights: weights of each sample's trained tokens in the loss of the optimizer step.
         """
 
         def make(micro_batch: MicroBatch) -> Packed:
@@ -88,8 +89,10 @@ class Passes:
     def score_responses(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], reading: Reading, shape: tuple[int, ...] = ()
     ) -> torch.Tensor:
-        """[sum of R_i, *shape] float32: what is read at every response token, sample after sample, the same on all
-        ranks."""
+        """Return [sum of R_i, *shape] float32: the reading at every response token, sample after sample.
+
+        The result is the same on all ranks.
+        """
         ends = np.cumsum(batch.response_lengths)
         scores = torch.zeros(int(ends[-1]), *shape, device=self._device)
 
@@ -128,7 +131,7 @@ class Passes:
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """What `on_outputs` kept of every micro-batch on the last pipeline stage, and nothing on the others."""
+        """Return the results of `on_outputs` for every micro-batch on the last pipeline stage; none on the others."""
 
         def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             micro_batch = next(data)

@@ -1,9 +1,9 @@
-"""The experts of the rollout in the place of the choice of Megatron's routers.
+"""Replay of the rollout's experts in Megatron's routers, in place of their own choice.
 
-A router asks its `router_replay` for the best of its scores, where it has one; Megatron's own is one list of all layers
-for the whole process. Here each router has the experts of the micro-batch that goes through it, and where layers are
-computed again for the backward pass, those of the micro-batches that it has yet to see again: a chunk of layers sees
-them in the order in which it saw them first, in every schedule.
+A router that has a `router_replay` calls it for the best of its scores. Megatron's own replay is one list of all layers
+for the whole process. Here each router uses the experts of the micro-batch that passes through it. Where layers are
+recomputed for the backward pass, it uses those of the micro-batches that are not recomputed yet. In every schedule, a
+chunk of layers recomputes micro-batches in the order of their first passes.
 """
 
 from collections import deque
@@ -21,19 +21,18 @@ from cairn.engines.models.published import rebalanced
 from cairn.engines.models.routing import RouterChoice, differing, with_replayed
 from cairn.engines.training.megatron.packing import own_tokens
 
-# The biases that balance the experts of a model that is trained: what they are moved by
-# (`cairn.engines.models.published`).
-#
-# Megatron's own update comes while gradients are summed, before it is known that they are finite, and counts padding.
-
 
 class Balance:
-    """Counts the tokens of each expert over an optimizer step, and moves the biases by them."""
+    """Load-balancing biases of a trained model's experts (`cairn.engines.models.published`).
+
+    Counts the tokens of each expert over an optimizer step, and updates the biases from the counts. Megatron's own update
+    runs while gradients are summed, before it is known whether they are finite, and it counts padding.
+    """
 
     def __init__(self, config: Any, chunks: Sequence[Any], rate: float) -> None:
         """
         Args:
-            chunks: of the model, as they are called.
+            chunks: the model's chunks, as callable modules.
         """
         self._rate, self._cut = rate, config.sequence_parallel
         modules = (module for chunk in chunks for module in chunk.modules())
@@ -45,20 +44,23 @@ class Balance:
 
     @contextmanager
     def counting(self, real: torch.Tensor) -> Iterator[None]:
-        """A micro-batch goes through a chunk for the first time. `real`: [T] bool, which of this context-parallel
-        rank's tokens count."""
+        """Count tokens within the context, in which a micro-batch passes through a chunk for the first time.
+
+        Args:
+            real: [T] bool, which of this context-parallel rank's tokens count.
+        """
         self._real = own_tokens(real, self._cut)
         yield
         self._real = None
 
     def forget(self) -> None:
-        """Begin to count."""
+        """Reset the counts."""
         for count in self._counts:
             count.zero_()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases by what all ranks have counted that hold these layers."""
+        """Update the biases from the counts of all ranks that hold these layers."""
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         for router, count in zip(self._routers, self._counts, strict=True):
             dist.all_reduce(count, group=group)
@@ -70,19 +72,19 @@ class Balance:
 
 
 class GivenExperts:
-    """Those of one router."""
+    """Experts to replay in one router."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        """Among those with experts, of the whole model."""
+        """Index among the whole model's layers with experts."""
         self.forward = False
-        """Whether a micro-batch goes through for the first time."""
+        """Whether a micro-batch passes through for the first time."""
         self.given: torch.Tensor | None = None
-        """[T, top-k] of its tokens on this rank, then."""
+        """[T, top-k] experts of that micro-batch's tokens on this rank."""
         self.again: deque[torch.Tensor | None] = deque()
-        """Of micro-batches that may come again."""
+        """Experts of micro-batches that may be recomputed."""
         self.differing: torch.Tensor | float = 0.0
-        """How many experts were given that the router would not have chosen."""
+        """Number of replayed experts that the router would not have chosen."""
 
     def get_replay_topk(
         self,
@@ -92,7 +94,7 @@ class GivenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., RouterChoice] | None = None,
     ) -> RouterChoice:
-        """Values and indices [T, top-k] of `scores` [T, experts], as Megatron's router asks for them."""
+        """Return values and indices [T, top-k] of `scores` [T, experts], in the form that Megatron's router requires."""
         assert default_compute_topk is not None
         own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         given = self.given if self.forward else self.again.popleft()
@@ -104,13 +106,13 @@ class GivenExperts:
 
 
 class Replay:
-    """Gives the routers of this rank's chunks what the rollout chose."""
+    """Replay of the rollout's experts in the routers of this rank's chunks."""
 
     def __init__(self, config: Any, chunks: Sequence[Any], has_experts: Callable[[Any, int], bool]) -> None:
         """
         Args:
-            chunks: of the model, as they are called.
-            has_experts: whether a layer, from 0, has experts.
+            chunks: the model's chunks, as callable modules.
+            has_experts: whether a layer, counted from 0, has experts.
         """
         places = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
         self._again = config.recompute_granularity is not None
@@ -124,11 +126,11 @@ class Replay:
 
     @contextmanager
     def forward(self, chunk: Any, routed: torch.Tensor | None) -> Iterator[None]:
-        """A micro-batch goes through a chunk.
+        """Replay experts within the context, in which a micro-batch passes through a chunk.
 
         Args:
             routed: [T, layers, top-k] of this context-parallel rank's tokens, `cairn.engines.models.routing.FREE` where
-                nothing is given; None: nothing is.
+                the router chooses; None: it always chooses.
         """
         for given in self._given[id(chunk)]:
             given.forward = True
@@ -140,8 +142,10 @@ class Replay:
             given.forward, given.given = False, None
 
     def differing(self) -> float:
-        """How many experts were given to this rank's routers, since this was asked last, that they would not have
-        chosen. No micro-batch is under way."""
+        """Return the number of experts replayed since the last call that this rank's routers would not have chosen.
+
+        Resets that number and drops the experts stored for recomputation, so no micro-batch may be in flight.
+        """
         found = [given for routers in self._given.values() for given in routers]
         total = float(sum(given.differing for given in found))
         for given in found:

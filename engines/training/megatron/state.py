@@ -1,4 +1,4 @@
-"""The training state of a rank: parameters and moments, wherever Megatron's optimizer keeps them."""
+"""Training state of a rank: parameters and moments, wherever Megatron's optimizer stores them."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from cairn.engines.training.megatron.weights import Block, Ownership, Parameter,
 from cairn.engines.training.optimizer import MOMENTS
 from cairn.engines.weights.checksum import digest, fingerprint
 
-# Fingerprints of a training state that Megatron has cut into pieces, equal on every layout of ranks: what each rank
-# reads of the Hugging Face tensors where it holds them adds up to `cairn.engines.weights.checksum.fingerprint` of the
-# whole.
+# Fingerprints of a training state that Megatron has cut into pieces, equal on every layout of ranks: the fingerprints
+# of the parts of Hugging Face tensors that each rank holds sum up to `cairn.engines.weights.checksum.fingerprint` of
+# the whole.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of a parameter's flattened local value, or of a tensor of its shape, that count here."""
+    """Consecutive elements of a parameter's flattened local value, or of a tensor of its shape, to fingerprint."""
 
     kind: str
     values: torch.Tensor
@@ -41,13 +41,13 @@ def sharded_fingerprints(
     dtype: str,
     device: torch.device,
 ) -> Fingerprints:
-    """Of every whole tensor of every kind; all ranks take part.
+    """Return the fingerprints of every whole tensor of every kind; all ranks take part.
 
     Args:
-        kinds: prefixes of the tensors' names, such as "exp_avg.", and the names that each goes with; every piece is of
-            one of them.
-        dtype: that all tensors count as.
-        device: over which ranks add up.
+        kinds: prefixes of the tensors' names, such as "exp_avg.", and the names that each is combined with; every piece
+            has one of these kinds.
+        dtype: number format that is listed for all tensors.
+        device: device of the sum over ranks.
     """
     tensors = ownership.tensors()
     entries = [
@@ -66,9 +66,10 @@ def sharded_fingerprints(
 
 
 def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """What a piece holds, as runs of consecutive elements of whole tensors: name, elements, place of the first.
+    """Yield a piece's content as runs of consecutive elements of whole tensors: name, elements, offset of the first.
 
-    Blocks that follow each other in the whole tensor, as those of a query projection do, are one run."""
+    Blocks that are adjacent in the whole tensor, such as those of a query projection, form one run.
+    """
     run: list[torch.Tensor] = []
     name, first, end = "", 0, 0
     for block in sorted(piece.blocks, key=lambda block: (block.name, block.row, block.column)):
@@ -85,8 +86,11 @@ def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:
 
 
 def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
-    """What a piece holds of a block, and its place in the whole tensor. Of a block that is narrower than the tensor it
-    is whole rows, zero where other ranks hold them: zeros add nothing to a fingerprint."""
+    """Return a piece's elements of a block, and their offset in the whole tensor.
+
+    For a block that is narrower than the tensor these are whole rows, zero where other ranks hold them: zeros add nothing
+    to a fingerprint.
+    """
     width = block.height if block.transposed else block.width  # of the local parameter
     first = block.local_row * width
     start = max(piece.start, first)
@@ -103,10 +107,10 @@ def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
 
 
 def _spread(values: torch.Tensor, start: int, block: Block) -> torch.Tensor:
-    """Whole rows of the tensor, zero but for what these elements of a transposed block are of them.
+    """Return whole rows of the tensor, zero except for these elements of a transposed block.
 
     Args:
-        start: elements of the block before them, as the local parameter has it.
+        start: number of elements of the block before them, in the order of the local parameter.
     """
     size = block.height * block.width
     held = functional.pad(values, (start, size - start - len(values))).view(block.width, block.height)
@@ -115,24 +119,24 @@ def _spread(values: torch.Tensor, start: int, block: Block) -> torch.Tensor:
     return whole.flatten()
 
 
-# Memory of a training state that is given away for a while, and comes back bit for bit.
+# Offloading frees memory of a training state for a while; the state is restored bit for bit.
 
 
 @dataclass(frozen=True)
 class _Away:
-    """Memory that was given away."""
+    """Freed memory."""
 
     storage: torch.UntypedStorage
     size: int
     host: torch.Tensor | None
-    """[size] bytes of the host that hold what was in it; None where that is not kept."""
+    """[size] bytes on the host with its content; None where the content is dropped."""
 
 
 class Memory:
-    """Gives the memory below tensors away and takes it back.
+    """Release and restoring of the memory below tensors.
 
-    The tensors themselves stay what they are: Megatron's parameters, master weights and gradients are views into large
-    buffers, known to buckets, shards and hooks, and all of them are valid again once the memory is back.
+    The tensor objects stay the same. Megatron's parameters, master weights and gradients are views into large buffers,
+    known to buckets, shards and hooks. All of them are valid again once the memory is restored.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -140,11 +144,11 @@ class Memory:
         self._away: dict[int, _Away] = {}
 
     def give(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
-        """Give away the memory of all tensors on the device.
+        """Free the memory of all tensors on the device.
 
         Args:
-            kept: what they hold is copied to the host, pinned where a GPU will fetch it.
-            dropped: what they hold is not needed again.
+            kept: tensors whose content is copied to the host, pinned where a GPU will read it.
+            dropped: tensors whose content is not needed again.
         """
         for tensor in kept:
             self._give(tensor, keep=True)
@@ -154,7 +158,7 @@ class Memory:
             torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """Take it back; what was dropped is zero."""
+        """Restore the memory; dropped content is zero."""
         for away in self._away.values():
             away.storage.resize_(away.size)
             if away.host is None:
@@ -164,7 +168,7 @@ class Memory:
         self._away.clear()
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor that is kept holds: itself, or its copy on the host."""
+        """Return the content of a kept tensor: the tensor itself, or its copy on the host."""
         away = self._away.get(tensor.untyped_storage()._cdata)
         if away is None or away.host is None:
             return tensor
@@ -185,13 +189,13 @@ class Memory:
 
 
 class State:
-    """Master weights and moments, float32, of this rank's parameters; what is frozen has neither."""
+    """Master weights and moments, float32, of this rank's parameters; frozen parameters have neither."""
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Any, prefix: str) -> None:
-        """All ranks take part.
+        """Create the moments, and determine with all ranks which rank owns each block.
 
         Args:
-            prefix: of the parameters' names in the state.
+            prefix: prefix of the parameters' names in the state.
         """
         self._kinds = {"param": f"parameters.{prefix}", **{moment: f"{moment}.{prefix}" for moment in MOMENTS}}
         self._parameters, self._optimizer = parameters, optimizer
@@ -204,7 +208,7 @@ class State:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The Hugging Face tensors, of all ranks, that no update changes."""
+        """Hugging Face tensors, of all ranks, that no update changes."""
         return self._ownership.frozen
 
     @property
@@ -213,14 +217,17 @@ class State:
         return [parameter.value.detach() for parameter in self._parameters]
 
     def fingerprints(self) -> Fingerprints:
-        """Of all whole tensors, as `cairn.engines.training.sharding.state_digest` names them; all ranks take part."""
+        """Return the fingerprints of all whole tensors, named as in `cairn.engines.training.sharding.state_digest`.
+
+        All ranks take part.
+        """
         tensors = self._ownership.tensors().keys()
         trained = tensors - self.frozen
         kinds = {kind: tensors if name == "param" else trained for name, kind in self._kinds.items()}
         return sharded_fingerprints(self._pieces(), kinds, self._ownership, "torch.float32", self._device)
 
     def weights_checksum(self, dtypes: Sequence[torch.dtype]) -> str:
-        """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn; all ranks take part."""
+        """Return `weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn; all ranks take part."""
 
         def pieces() -> Iterator[Piece]:
             for parameter in self._parameters:
@@ -233,36 +240,40 @@ class State:
         return digest(*sharded_fingerprints(pieces(), kinds, self._ownership, "float32", self._device))
 
     def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights one after the other, on the CPU of rank 0 or on every rank's device, offloaded or not; see
-        `cairn.engines.training.megatron.weights.gather`."""
+        """Yield the whole weights one after the other, on the CPU of rank 0 or on every rank's device.
+
+        This works whether offloaded or not; see `cairn.engines.training.megatron.weights.gather`.
+        """
         return gather(self._parameters, self._ownership, dtype, self._device, self._memory.held, everywhere=everywhere)
 
     def offload(self) -> None:
-        """Move weights, master weights and moments to the host's memory. Gradients are dropped."""
+        """Move weights, master weights and moments to host memory. Gradients are dropped."""
         self._optimizer.zero_grad()
         values: list[Any] = [parameter.value for parameter in self._parameters if parameter.trained]
         self._memory.give(self._tensors(), (value.main_grad for value in values))
 
     def onload(self) -> None:
-        """Move them back; gradients are zero."""
+        """Move the state back to the device; gradients are zero."""
         self._memory.take()
 
     def set_rates(self, lr: float, weight_decay: float) -> None:
-        """Learning rate and weight decay of the next step: only Megatron's own scheduler, which is not used, applies
-        `wd_mult`, by which nothing but matrices decays."""
+        """Set learning rate and weight decay of the next step.
+
+        This applies `wd_mult`, by which only matrices decay. In Megatron only its own scheduler does, which is not used.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = weight_decay * group["wd_mult"]
 
     def forget_moments(self) -> None:
-        """Make them zero."""
+        """Set the moments to zero."""
         for part in self._optimizer.chained_optimizers:
             for state in part.optimizer.state.values():
                 for name in MOMENTS:
                     state[name].zero_()
 
     def set_steps(self, steps: int) -> None:
-        """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
+        """Set the optimizer's step count, which determines the bias correction of its moments."""
         for part in self._optimizer.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):  # counts for each parameter, the fused ones for a group
                 for state in part.optimizer.state.values():
@@ -272,7 +283,7 @@ class State:
                     group["step"] = steps
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """All that is kept from one update to the next; several may share memory."""
+        """Yield all tensors that persist from one update to the next; several may share memory."""
         for parameter in self._parameters:
             yield parameter.value
         for part in self._optimizer.chained_optimizers:
@@ -282,7 +293,7 @@ class State:
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _create_moments(self) -> None:
-        """Let them exist before the first step, so that the first state has a digest too."""
+        """Create the moments before the first step, so that the first state has a digest too."""
         for part in self._optimizer.chained_optimizers:
             if not isinstance(part.optimizer, torch.optim.Adam):
                 part.init_state_fn(part.optimizer, part.config)
@@ -293,8 +304,11 @@ class State:
                     part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     def _pieces(self) -> Iterator[Piece]:
-        """What this rank answers for. With the distributed optimizer that is its own part of what its replicas hold in
-        common, else all of what it owns."""
+        """Yield the pieces that this rank contributes to fingerprints.
+
+        With the distributed optimizer these are its own part of what its replicas hold together, otherwise everything that it
+        owns.
+        """
         by_parameter: dict[torch.Tensor, Parameter] = {p.value: p for p in self._parameters}
         for parameter in self._parameters:
             if not parameter.trained:
@@ -316,7 +330,7 @@ class State:
                         yield from self._pieces_of(parameter, tensors, 0, [self._rank])
 
     def _owned(self, parameter: Parameter, answering: Sequence[int] | None = None) -> list[Block]:
-        """The blocks for which one of some ranks answers, by default this one."""
+        """Return the blocks owned by one of the `answering` ranks, by default by this rank."""
         ranks = [self._rank] if answering is None else answering
         return [block for block in parameter.blocks if self._ownership.owner(block) in ranks]
 

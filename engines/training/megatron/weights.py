@@ -1,8 +1,8 @@
-"""Which part of which Hugging Face tensor every Megatron parameter of a rank holds, and what follows from it: loading,
+"""Mapping of a rank's Megatron parameters to parts of Hugging Face tensors, and what follows from it: loading,
 exporting, and fingerprints that do not depend on the layout of ranks.
 
 A parameter is a list of blocks: some of its rows are a rectangle of a Hugging Face tensor (a vector is a matrix of one
-column). Rows that only fill a vocabulary up belong to no block.
+column). Rows that only pad a vocabulary belong to no block.
 """
 
 import itertools
@@ -36,11 +36,11 @@ class Block:
     width: int
     local_row: int
     shape: tuple[int, ...] | None = None
-    """Of the Hugging Face tensor, where that is not `rows` × `columns`."""
+    """Shape of the Hugging Face tensor, where it is not `rows` × `columns`."""
     transposed: bool = False
     """Whether the local rows are the rectangle's columns."""
     step: int = 1
-    """Columns of the tensor from one of the rectangle's to the next."""
+    """Distance in the tensor between two neighbouring columns of the rectangle."""
     exact: bool = False
     """Whether it stays in float32 where other weights are rounded."""
 
@@ -50,11 +50,11 @@ class Block:
 
     @property
     def columns_held(self) -> slice:
-        """Of the tensor."""
+        """Columns of the tensor that the rectangle covers."""
         return slice(self.column, self.column + (self.width - 1) * self.step + 1, self.step)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """[height, width], a view of the local parameter's matrix."""
+        """Return [height, width], a view of the local parameter's matrix."""
         size = self.width if self.transposed else self.height
         held = local[self.local_row : self.local_row + size]
         return held.T if self.transposed else held
@@ -62,11 +62,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of this rank, or a buffer that is part of the model as they are."""
+    """A parameter of this rank, or a buffer that is part of the model like one."""
 
     value: torch.Tensor
     names: tuple[str, ...]
-    """Of the Hugging Face tensors that it is made of."""
+    """Hugging Face tensors that it is made of."""
     blocks: list[Block]
     expert: bool
 
@@ -88,7 +88,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model, as far as its parameters are cut by them."""
+    """Sizes of a model by which its parameters are cut."""
 
     vocabulary: int
     head_dim: int
@@ -100,17 +100,20 @@ class Sizes:
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor: of a vector they have one column, of three axes or more all but the first are one."""
+    """Return a tensor as a matrix.
+
+    A vector becomes one column. With three axes or more, all but the first are flattened into one.
+    """
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor.flatten(1)
 
 
 def parameters_of(
     chunks: Sequence[Any], config: Any, source_of: Callable[[str], Source], sizes: Sizes
 ) -> list[Parameter]:
-    """All parameters of this rank's part of a model, the second copy of a tied embedding included.
+    """Return all parameters of this rank's part of a model, including the second copy of a tied embedding.
 
     Args:
-        source_of: as `Family.parameter`.
+        source_of: a function like `Family.parameter`.
     """
     parameters = []
     for chunk in chunks:
@@ -136,8 +139,10 @@ def parameters_of(
 
 
 def is_bias(name: str) -> bool:
-    """Whether it is the bias by which a router chooses experts: it has no gradient, and rounding would change who is
-    chosen."""
+    """Return whether this is the bias by which a router chooses experts.
+
+    The bias has no gradient, and rounding it would change the choice.
+    """
     return name.endswith("router.expert_bias")
 
 
@@ -151,11 +156,11 @@ def load_weights(
     """Fill parameters from weight files, reading only what this rank holds.
 
     Args:
-        files: as `open_files` gives them.
-        given: whole tensors, each of a parameter by itself, that are not looked for in the files.
+        files: from `open_files`.
+        given: whole tensors, each a parameter by itself, to use instead of the files.
 
     Raises:
-        BadModel: a tensor is missing or of another shape.
+        BadModel: a tensor is missing or has another shape.
     """
     with torch.no_grad():
         for parameter in parameters:
@@ -183,13 +188,15 @@ def load_weights(
 
 
 def open_files(folder: Path) -> dict[str, Slice]:
-    """Every tensor of a model folder by its name: the language model that is a part of a model of images and text goes
-    by the names that it has alone."""
+    """Return every tensor of a model folder by its name.
+
+    The language model in a model of images and text has the names that it would have alone.
+    """
     return {name.replace("model.language_model.", "model.", 1): weight for name, weight in open_weights(folder).items()}
 
 
 def _global_name(name: str, config: Any, vp_stage: int | None) -> str:
-    """A parameter's name with layers and experts counted over the whole model."""
+    """Return a parameter's name with layers and experts counted over the whole model."""
     layers = get_transformer_layer_offset(config, vp_stage)
     name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + layers), name)
     if config.num_moe_experts:
@@ -207,7 +214,7 @@ def _global_name(name: str, config: Any, vp_stage: int | None) -> str:
 
 
 def _part(expert: bool) -> tuple[int, int]:
-    """Ranks that a parameter is cut over, and this one's place among them."""
+    """Return the number of ranks that a parameter is cut over, and this rank's index among them."""
     if expert:
         return (
             parallel_state.get_expert_tensor_parallel_world_size(),
@@ -279,7 +286,10 @@ _OF_ALL_EXPERTS = (Layout.EXPERT_IN, Layout.EXPERT_OUT, Layout.EXPERT_BIAS)
 
 
 def _expert_blocks(source: Source, value: torch.Tensor, experts: int, ranks: int, rank: int) -> Iterator[Block]:
-    """What one expert has of a tensor of all experts, transposed; biases are rows, and vectors here."""
+    """Yield the blocks of one expert in a transposed tensor of all experts.
+
+    Biases are rows of that tensor, and vectors here.
+    """
     name, vector = source.names[0], value.dim() == 1
     height, width = as_matrix(value).shape
     if source.layout is Layout.EXPERT_IN:
@@ -300,16 +310,16 @@ def _expert_blocks(source: Source, value: torch.Tensor, experts: int, ranks: int
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which rank answers for each block of the whole model, where several hold it."""
+    """Owner of each block of the whole model: the responsible rank, where several hold the block."""
 
     owners: dict[tuple[str, int, int], tuple[int, Block]]
-    """By name, row and column: the lowest rank that holds the block, and the block as it has it."""
+    """By name, row and column: the lowest rank that holds the block, and the block on that rank."""
     frozen: frozenset[str]
-    """The tensors that no optimizer changes."""
+    """Tensors that no optimizer changes."""
 
     @classmethod
     def agree(cls, parameters: Iterable[Parameter]) -> "Ownership":
-        """All ranks take part and come to the same."""
+        """Determine the owners; all ranks take part and get the same result."""
         mine = [(block, parameter.trained) for parameter in parameters for block in parameter.blocks]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
@@ -326,7 +336,7 @@ class Ownership:
         return self.owners[block.name, block.row, block.column][0]
 
     def tensors(self) -> dict[str, list[tuple[int, Block]]]:
-        """The blocks of every Hugging Face tensor with their owners, in one order on all ranks."""
+        """Return the blocks of every Hugging Face tensor with their owners, in the same order on all ranks."""
         tensors: dict[str, list[tuple[int, Block]]] = {}
         for key in sorted(self.owners):
             rank, block = self.owners[key]
@@ -343,12 +353,14 @@ def gather(
     *,
     everywhere: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors by their Hugging Face names, one after the other, no more than one at a time: on the CPU of
-    rank 0, while the others yield nothing and take part to the end, or `everywhere` on the device of each rank.
+    """Yield the whole tensors by their Hugging Face names, one after the other, holding one at a time.
+
+    The tensors are on the CPU of rank 0. The other ranks yield nothing but must iterate to the end. With `everywhere`,
+    every rank yields the tensors on its own device.
 
     Args:
-        device: over which ranks exchange tensors.
-        held: of a parameter's value, where it is to be read.
+        device: device for the exchange of tensors between ranks.
+        held: returns the tensor to read for a parameter's value.
     """
     rank = dist.get_rank()
     local = {

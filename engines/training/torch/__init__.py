@@ -1,1 +1,1 @@
-"""The training engine for any Hugging Face model, on PyTorch and FSDP2."""
+"""Training engine for any Hugging Face model, on PyTorch and FSDP2."""

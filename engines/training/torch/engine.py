@@ -1,4 +1,4 @@
-"""The training engine for any Hugging Face causal LM: PyTorch, with FSDP2 over more than one rank."""
+"""Training engine for any Hugging Face causal LM: PyTorch, with FSDP2 over more than one rank."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -49,9 +49,9 @@ from cairn.storage.store.store import Store, StoredFile
 class TorchEngine(ExactlyOnceEngine):
     """A `TrainingEngine` (see cairn.engines.training.base for the contract of every method).
 
-    Master weights and optimizer state are float32. In bfloat16 forward and backward run on bfloat16 copies of the
-    weights, as FSDP2's mixed precision makes them, so log-probs are those of a rollout engine that holds bfloat16.
-    The model stays in evaluation mode: dropout would make log-probs differ from the rollout's.
+    Master weights and optimizer state are float32. In bfloat16, forward and backward run on bfloat16 copies of the
+    weights, made by FSDP2's mixed precision. So log-probs are those of a rollout engine that holds bfloat16. The model
+    stays in evaluation mode: dropout would make log-probs differ from the rollout's.
     """
 
     def __init__(
@@ -66,18 +66,19 @@ class TorchEngine(ExactlyOnceEngine):
         world_size: int = 1,
         device: str = "cpu",
     ):
-        """Load the model and, where the algorithm needs them, the critic, the teacher and the reference: with LoRA that
-        is the model without adapters.
+        """Load the model and, where the algorithm needs them, the critic, the teacher and the reference.
+
+        With LoRA the reference is the model without adapters, unless `ref_path` is set.
 
         Args:
-            temperature: of the rollout; divides the logits.
+            temperature: temperature of the rollout, which divides the logits.
             total_steps: optimizer steps of the whole run, over which the learning rate decays by default.
-            world_size: ranks; a process group of as many must exist if there is more than one.
+            world_size: number of ranks; with more than one, a process group of that size must exist.
         """
         super().__init__(training, algorithm, total_steps=total_steps, rank=rank, world_size=world_size, device=device)
         self._temperature, self._folder = temperature, Path(model.path)
         prepare_process(training, self._device)
-        # Weights that are not trained need no more bits than the passes read.
+        # Untrained weights need no more precision than the passes use.
         self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training)
         replay = RouteReplay(self._model) if algorithm.use_rollout_routing_replay else None
         actor = TorchLearner(
@@ -86,7 +87,7 @@ class TorchEngine(ExactlyOnceEngine):
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
         self._reference: PreTrainedModel | None = None
-        """The one that becomes the actor at an interval, and so is part of the state."""
+        """Reference that takes the actor's weights at an interval and is therefore part of the state."""
         self._scorers = {"actor": partial(self._log_probs, self._model, replay=replay)}
         for role, path in untrained_models(model, algorithm).items():
             if role == "ref" and training.lora.r and model.ref_path is None:
@@ -227,8 +228,10 @@ class TorchEngine(ExactlyOnceEngine):
             return self._log_probs(self._model, batch, micro_batches)
 
     def _load_model(self, path: str, parameters: torch.dtype, trained: TrainingConfig | None = None) -> PreTrainedModel:
-        """Load a model that computes in the training's number format, whatever its parameters are held in. `trained`:
-        how, where it is the actor: what is frozen must be before ranks share it."""
+        """Load a model that computes in the training's number format and holds its parameters in `parameters`.
+
+        `trained`: the training configuration, for the actor only. Parameters must be frozen before ranks shard them.
+        """
         model = load_causal_lm(path, parameters)
         if trained is not None and trained.lora.r:
             add_adapters(model, trained.lora)
@@ -249,7 +252,7 @@ class TorchEngine(ExactlyOnceEngine):
         )[self._rank]
 
     def _state(self) -> dict[str, NamedTensors]:
-        """Every tensor of the state, by its kind; the critic's names begin with `critic.`."""
+        """Return every tensor of the state, by its kind; the critic's names begin with `critic.`."""
         kinds: dict[str, NamedTensors] = {}
         for role, learner in self._learners.items():
             prefix = "" if role == "actor" else f"{role}."
@@ -268,12 +271,15 @@ class TorchEngine(ExactlyOnceEngine):
             copy_part(value, whole(actor[name].detach()))
 
     def _weights_of(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-        """What steps may change: the parameters, and routers' biases where they are moved."""
+        """Yield the weights that steps may change: the parameters, and the routers' biases where they are updated."""
         moved = biases_of(model) if self._training.moe_router_bias_update_rate else iter(())
         return chain(model.named_parameters(), moved)
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights by their names in the model, copied to the CPU; on rank 0 alone, gathered from all."""
+        """Yield whole weights by their names in the model, gathered from all ranks and copied to rank 0's CPU.
+
+        The other ranks yield nothing.
+        """
         for name, full in whole_weights(self._model, self._device, self._dtype):
             if self._rank == 0:
                 yield name, full.to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""A model's weights for others: whole parameters, or a model folder in Hugging Face format."""
+"""Export of a model's weights: whole parameters, or a model folder in Hugging Face format."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,15 +22,17 @@ from cairn.storage.store.store import Store
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
-    """The weights that others get, of each tensor that `whole_weights` gives; adapters are none of them."""
+    """Return the exported weights that each tensor of `whole_weights` consists of; adapters are not included."""
     return published_parts(model, (*base_parameters(model), *saved_buffers(model)))
 
 
 def whole_weights(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter in `dtype`, adapters merged into it, gathered from all ranks on all of them: on their `device`,
-    which offloaded shards return to; then the buffers that weight files have, as they are."""
+    """Yield every parameter in `dtype`, with adapters merged, then the buffers that weight files have, unchanged.
+
+    Parameters are gathered from all ranks on all of them, on their `device`; offloaded shards are moved there first.
+    """
     for name, part in merged_parameters(model, device):
         yield name, (whole(part.to(device)) if isinstance(part, DTensor) else part).to(dtype)
     yield from saved_buffers(model)
@@ -39,7 +41,10 @@ def whole_weights(
 def weights_checksum(
     model: PreTrainedModel, device: torch.device, dtypes: Sequence[torch.dtype], world_size: int
 ) -> str:
-    """Of what others get, rounded to each of `dtypes` in turn. All ranks take part; each reads its own shards."""
+    """Return the checksum of the exported weights, rounded to each of `dtypes` in turn.
+
+    All ranks take part; each reads its own shards.
+    """
     parts = parts_of(model)
 
     def pieces() -> Iterator[Piece]:
@@ -56,18 +61,18 @@ def weights_checksum(
 
 
 def _pieces(parts: Iterable[Part], local: torch.Tensor, offset: int) -> Iterator[Piece]:
-    """`local`: of the flattened tensor, what follows the first `offset` elements."""
+    """Yield the pieces of exported weights in `local`, which is the flattened tensor from element `offset` on."""
     for part in parts:
         first, last = (min(max(place - offset, 0), len(local)) for place in (part.start, part.end))
         yield part.name, part.shape, local[first:last], offset + first - part.start
 
 
 def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, source: Path) -> None:
-    """Write config and `weights` (whole, on the CPU) so that `from_pretrained` loads them; of `source` the generation
-    config and the layers that are not trained (see `cairn.engines.models.published`).
+    """Write config and `weights` (whole, on the CPU) so that `from_pretrained` loads them.
 
-    The library does the writing, which also undoes the renaming that it does on loading. It reads generation configs
-    that it refuses to write: that of `source` is copied.
+    From `source` come the generation config and the untrained layers (see `cairn.engines.models.published`). The
+    library writes the weights, which also undoes the renaming that it does on loading. It reads generation configs that
+    it refuses to write, so that of `source` is copied.
     """
     read = model.generation_config
     shown = logging.is_progress_bar_enabled()
@@ -88,9 +93,6 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     keep_mtp(source, folder, config.dtype)
 
 
-# A model folder or an adapter of a checkpoint: the actor's weights, without optimizer or critic, by one process.
-
-
 CPU = torch.device("cpu")
 
 
@@ -104,13 +106,15 @@ def export_checkpoint(
     lora: LoraConfig,
     adapter: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint, of any layout of ranks, in Hugging Face format; adapters merged, or, for
-    `adapter`, these alone in peft's.
+    """Write the actor's weights of a checkpoint, of any layout of ranks, in Hugging Face format, in this process alone.
+
+    Adapters are merged; with `adapter`, only the adapters are written, in peft's format. Optimizer and critic are not
+    exported.
 
     Args:
-        model: the folder that its run began with.
+        model: the model folder that the run started from.
         target: the folder to write.
-        dtype: of the weights. Adapters are float32.
+        dtype: number format of the weights. Adapters are float32.
 
     Raises:
         BadModel: the folder `model` cannot be used, or lacks a layer that an adapter belongs to.

@@ -1,4 +1,4 @@
-"""A model that is trained with PyTorch, and its optimizer."""
+"""A model trained with PyTorch, and its optimizer."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,14 @@ from cairn.engines.training.sharding import recompute_activations, whole
 from cairn.engines.training.torch.passes import Balance, Objective, accumulate_gradients
 from cairn.engines.types.types import TrainBatch
 
-# A training state that gives its GPU memory to others for a while, and comes back bit for bit.
+# Offloading frees the GPU memory of a training state for a while; the state is restored bit for bit.
 
 
 def offload(models: Sequence[PreTrainedModel], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Move models and optimizers' states to the host's memory, pinned where a GPU will fetch it. Gradients are dropped:
-    the next step makes its own."""
+    """Move models and optimizer states to host memory, pinned where a GPU will read it.
+
+    Gradients are dropped: the next step computes its own.
+    """
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     _move(models, optimizers, "cpu")
@@ -34,7 +36,7 @@ def offload(models: Sequence[PreTrainedModel], optimizers: Sequence[torch.optim.
 def onload(
     models: Sequence[PreTrainedModel], optimizers: Sequence[torch.optim.Optimizer], device: torch.device
 ) -> None:
-    """Move what was offloaded back."""
+    """Move what was offloaded back to the device."""
     _move(models, optimizers, device)
 
 
@@ -57,7 +59,7 @@ def _move(
 
 
 class TorchLearner:
-    """See cairn.engines.training.exactly_once.Learner."""
+    """A `cairn.engines.training.exactly_once.Learner` on PyTorch."""
 
     def __init__(
         self,
@@ -70,8 +72,8 @@ class TorchLearner:
         """
         Args:
             model: whole, or sharded over all ranks.
-            objective: of the model's outputs at the trained tokens.
-            replay: of the model, where it is given the rollout's experts.
+            objective: loss and metrics of the model's outputs at the trained tokens.
+            replay: expert replay of the model, where it uses the rollout's experts.
         """
         self.model, self._objective, self._replay = model, objective, replay
         self._clip_grad, self._world_size = training.clip_grad, world_size
@@ -119,11 +121,14 @@ class TorchLearner:
         set_position(self.optimizer, steps)
 
     def state(self) -> dict[str, NamedTensors]:
-        """Every tensor of the state, by its kind: parameters, frozen ones too but for those beside adapters, routers'
-        biases where steps move them, and the optimizer's moments of each that is trained."""
+        """Return every tensor of the state, by its kind.
+
+        The state has the parameters (frozen ones too, except those next to adapters), the routers' biases where steps
+        update them, and the optimizer's moments of each trained parameter.
+        """
         moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
         return {"parameters": [(name, p.detach()) for name, p in (*self._kept, *self._moved_biases())], **moments}
 
     def _moved_biases(self) -> NamedTensors:
-        """As they are now; without a rate they are those of the model's folder."""
+        """Return the routers' biases; empty without an update rate, since they are then those of the model's folder."""
         return [] if self._balance is None else [*biases_of(self.model)]

@@ -1,7 +1,7 @@
-"""LoRA by peft: low-rank adapters beside weights that stay as they are (Hu et al., "LoRA", 2022, equation 3).
+"""LoRA by peft: low-rank adapters next to frozen weights (Hu et al., "LoRA", 2022, equation 3).
 
-An adapted layer computes W x + s B A x, with s = lora_alpha / r. Nothing is ever merged into the model in training: the
-weights that others get are W + s B A, made one by one while they are given out.
+An adapted layer computes W x + s B A x, with s = lora_alpha / r. Training never merges anything into the model. The
+exported weights are W + s B A, computed one by one during the export.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,14 @@ from cairn.engines.types.errors import BadModel
 ADAPTER = "default"
 """peft's name for the only adapter of a layer."""
 SEED = 0
-"""Of the adapters' first values: every rank and every start of an engine draws the same."""
+"""Seed of the adapters' first values: every rank and every start of an engine draws the same."""
 
 
 def lora_problems(lora: LoraConfig, path: str) -> list[str]:
-    """Sentences on targets that the model in a folder does not have or that cannot be adapted; loads no weights."""
+    """Return messages on targets that the model in a folder does not have or that cannot be adapted.
+
+    Loads no weights.
+    """
     try:
         config = check_model_folder(path)
         with torch.device("meta"):
@@ -38,11 +41,12 @@ def lora_problems(lora: LoraConfig, path: str) -> list[str]:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Freeze a model's weights and put float32 adapters beside those that are targeted, in place. B begins at zero, so
-    that the model computes what it did before.
+    """Freeze a model's weights and add float32 adapters to the target layers, in place.
+
+    B begins at zero, so the model computes the same as before.
 
     Raises:
-        BadModel: a target is not there, or its adapter could not be merged.
+        BadModel: a target does not exist, or its adapter could not be merged.
     """
     _check_targets(model, lora)
     targets = lora.target_modules
@@ -70,7 +74,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before there were adapters; no gradients within."""
+    """Disable the adapters within the context, for passes without gradients."""
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     try:
         for layer in layers:
@@ -85,8 +89,10 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merged_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, or this rank's shards of them, under the names of the model without adapters: adapted weights as
-    W + s B A, float32 on `device`. All ranks take part; the model is left as it is."""
+    """Yield the parameters, or this rank's shards of them, under the names of the model without adapters.
+
+    Adapted weights are W + s B A, float32 on `device`. All ranks take part; the model does not change.
+    """
     adapted = {
         f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
     }
@@ -100,13 +106,13 @@ def merged_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[
 
 
 def base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same as they are before anything is merged into them."""
+    """Yield the same parameters before anything is merged into them."""
     named = model.named_parameters()
     return ((_without_adapter(name), parameter) for name, parameter in named if not _is_adapter(name))
 
 
 def save_adapters(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write adapters so that peft's `PeftModel.from_pretrained` puts them on the model they were trained on.
+    """Write adapters so that peft's `PeftModel.from_pretrained` loads them onto the model they were trained on.
 
     Args:
         weights: the adapters' parameters, whole, on the CPU.
@@ -118,7 +124,10 @@ def save_adapters(model: PreTrainedModel, weights: dict[str, torch.Tensor], fold
 
 
 def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """peft is content if one of several targets is there, and adapts half of a tied pair of weights."""
+    """Raise BadModel for a target without a linear layer, or one that is tied to the input embedding.
+
+    peft accepts a list if one of several targets exists, and adapts half of a tied pair of weights.
+    """
     if isinstance(lora.target_modules, str):
         return
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -138,7 +147,7 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _delta(layer: Any, device: torch.device) -> torch.Tensor:
-    """s B A of an adapted layer, whole on every rank: [out, in] float32."""
+    """Return s B A of an adapted layer, whole on every rank: [out, in] float32."""
     a, b = (whole(factor[ADAPTER].weight.detach().to(device)) for factor in (layer.lora_A, layer.lora_B))
     return b @ a * layer.scaling[ADAPTER]
 

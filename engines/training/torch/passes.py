@@ -19,12 +19,12 @@ from cairn.engines.training.log_probs import response_logits, token_log_probs, t
 from cairn.engines.training.protocol import merge, numbers
 from cairn.engines.types.types import TrainBatch
 
-# The biases that balance the experts of a model that is trained: what they are moved by
-# (`cairn.engines.models.published`).
-
 
 class Balance:
-    """Counts the tokens of each expert over an optimizer step, and moves the biases by them."""
+    """Load-balancing biases of a trained model's experts (`cairn.engines.models.published`).
+
+    Counts the tokens of each expert over an optimizer step, and updates the biases from the counts.
+    """
 
     def __init__(self, model: torch.nn.Module, rate: float) -> None:
         self._rate = rate
@@ -39,7 +39,11 @@ class Balance:
 
     @contextmanager
     def counting(self, real: torch.Tensor | None) -> Iterator[None]:
-        """Of a first pass. `real`: [T] bool, which of its tokens count; None: none do."""
+        """Count tokens within the context, which encloses a micro-batch's first pass.
+
+        Args:
+            real: [T] bool, which of its tokens count; None: none do.
+        """
         self._real = real
         try:
             yield
@@ -47,13 +51,13 @@ class Balance:
             self._real = None
 
     def forget(self) -> None:
-        """Begin to count."""
+        """Reset the counts."""
         self._counts = [torch.zeros_like(count) for count in self._counts]
 
     @torch.no_grad()
     def update(self, world_size: int) -> None:
-        """Move the biases by what all ranks have counted."""
-        # Asked for anew: buffers that went to the host and back are other objects than before.
+        """Update the biases from the counts of all ranks."""
+        # Looked up again: buffers that were moved to the host and back are other objects than before.
         for (_, bias), count in zip(biases_of(self._model), self._counts, strict=True):
             if world_size > 1:
                 dist.all_reduce(count)
@@ -66,17 +70,19 @@ class Balance:
 
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(what the output layer gives at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
+"""(outputs of the output layer at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
 metric."""
 
 Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""(what the output layer gives at the chosen tokens, the tokens) → [N] float32, or [N, columns] of several numbers a
+"""(outputs of the output layer at the chosen tokens, the tokens) → [N] float32, or [N, columns] for several numbers per
 token."""
 
 
 def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top_k: int = 0) -> torch.Tensor:
-    """[N] log-probs of the tokens under softmax(logits / temperature), over what they were drawn from; with `top_k`,
-    rows with the most probable tokens too (`cairn.engines.training.log_probs`)."""
+    """Return [N] log-probs of the tokens under softmax(logits / temperature), over their sampling support.
+
+    With `top_k`, return rows with the most probable tokens too (`cairn.engines.training.log_probs.top_rows`).
+    """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     logits = within(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
@@ -88,7 +94,7 @@ def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top
 
 
 def read_values(outputs: torch.Tensor, _: Tokens) -> torch.Tensor:
-    """[N] values of a critic."""
+    """Return [N] values of a critic."""
     return outputs.float().squeeze(-1)
 
 
@@ -101,12 +107,12 @@ def accumulate_gradients(
     replay: RouteReplay | None = None,
     balance: Balance | None = None,
 ) -> dict[str, float]:
-    """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
+    """Add this rank's share of the loss's gradient to the parameters' gradients. Return its share of every metric.
 
     Args:
-        weights: of each sample's trained tokens in the loss of the optimizer step.
-        replay: gives the model the experts that the rollout chose, where the batch has them.
-        balance: counts the tokens of experts.
+        weights: weights of each sample's trained tokens in the loss of the optimizer step.
+        replay: makes the model use the experts that the rollout chose, where the batch has them.
+        balance: counts the tokens of each expert.
     """
     kept = []
     routed = routed_choices(batch, weights)
@@ -133,8 +139,10 @@ def score_responses(
     replay: RouteReplay | None = None,
     shape: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """[sum of R_i, *shape] float32: what is read at each response token, sample after sample; 0 where other ranks have
-    them. `replay`: see `accumulate_gradients`."""
+    """Return [sum of R_i, *shape] float32: the reading at each response token, sample after sample.
+
+    Tokens of other ranks are 0. `replay` is that of `accumulate_gradients`.
+    """
     ends = np.cumsum(batch.response_lengths)
     scores = torch.zeros(int(ends[-1]), *shape, device=model.device)
     for micro_batch in micro_batches:
@@ -148,7 +156,7 @@ def score_responses(
 
 
 def _counted(batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor | None:
-    """[B * L] bool: the tokens that are no padding; None where the micro-batch does not count."""
+    """Return [B * L] bool: the tokens that are not padding; None where the micro-batch does not count."""
     if not micro_batch.counted:
         return None
     lengths = torch.tensor([[len(batch.input_ids[i])] for i in micro_batch.samples], device=tokens.input_ids.device)
@@ -156,14 +164,14 @@ def _counted(batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torc
 
 
 def given_routes(replay: RouteReplay | None, tokens: Tokens) -> AbstractContextManager[None]:
-    """Within it the model has the experts of the micro-batch's tokens."""
+    """Return a context in which the model uses the recorded experts of the micro-batch's tokens."""
     if replay is None:
         return nullcontext()
     return replay.replaying(None if tokens.routed_experts is None else tokens.routed_experts.flatten(0, 1))
 
 
 def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor:
-    """[N, outputs] of the output layer at the chosen tokens."""
+    """Return [N, outputs] of the output layer at the chosen tokens."""
     if batch.images is None:
         return response_logits(model, tokens.input_ids, tokens.positions)
     from cairn.engines.models.vision import seeing  # what few models need

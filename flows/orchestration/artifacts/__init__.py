@@ -1,1 +1,1 @@
-"""Pages and progress in Prefect's interface."""
+"""Pages and progress bars in Prefect's UI."""

@@ -1,6 +1,6 @@
-"""The pages, as Markdown: pure functions of what the ledger holds.
+"""The pages as Markdown: pure functions of the ledger's contents.
 
-What a model wrote or a person named is shown as it is and does nothing: see `cairn.flows.text`.
+Text from models and names from users are escaped: see `cairn.flows.text`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,18 @@ from cairn.flows.watching.progress import sparkline
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 
-# The best, the median and the worst sample that an iteration generated.
+# Best, median and worst sample that an iteration generated.
 
 
 Read = Callable[[Commit, Sequence[str]], pa.Table]
-"""Columns of the table of a commit."""
+"""Function that reads columns of the table of a commit."""
 
 _TEXT = ["group_id", "sample_index", "prompt_text", "response_text", "label", "finish_reason"]
 
 
 @dataclass(frozen=True)
 class Picked:
-    """One sample."""
+    """One sample of a page."""
 
     title: str
     group_id: int
@@ -40,8 +40,11 @@ class Picked:
 
 
 def picked_samples(commits: Sequence[Commit], read: Read) -> list[Picked]:
-    """Best, median and worst by reward of an iteration's own samples, each once; none where none was graded. Of equal
-    rewards the earlier group's. Reads the rewards of all samples, and the texts of three."""
+    """Return the samples with the best, median and worst reward that an iteration itself generated, each once.
+
+    Returns none where none was graded. Among equal rewards, the earlier group wins. Reads the rewards of all samples
+    and the texts of three.
+    """
     rollouts = {commit.shard: commit for commit in commits if commit.step is Step.ROLLOUT}
     graded = [commit for commit in commits if commit.step is Step.REWARD and commit.shard in rollouts]
     columns = ["group_id", "sample_index", "reward"]
@@ -81,48 +84,48 @@ def picked_samples(commits: Sequence[Commit], read: Read) -> list[Picked]:
 PROMPT_CHARACTERS = 1500
 RESPONSE_CHARACTERS = 3000
 FILES = 40
-"""Of an iteration, that its page lists."""
+"""Number of an iteration's files that its page lists at most."""
 POINTS = 60
-"""Of the reward curve; more iterations are averaged."""
+"""Number of points of the reward curve at most; more iterations are averaged."""
 
 
 @dataclass(frozen=True)
 class IterationFacts:
-    """What the page of an iteration shows."""
+    """Contents of the page of an iteration."""
 
     run: str
     store: str
     iteration: int
     total: int
-    """Iterations of the run."""
+    """Number of iterations of the run."""
     commits: Sequence[Commit]
     metrics: Mapping[str, float]
     seconds: Mapping[Step, float]
     samples: Sequence[Picked] | None
-    """None where they are not kept any more."""
+    """None where the samples are no longer retained."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the page of a run shows."""
+    """Contents of the page of a run."""
 
     run: str
     store: str
     done: int
-    """Complete iterations."""
+    """Number of complete iterations."""
     total: int
     weight_version: int
     state_digest: str | None
     rewards: Mapping[int, float]
-    """Mean reward of what an iteration generated, by iteration."""
+    """Mean reward of the generated samples, by iteration."""
     scores: Mapping[str, Mapping[int, float]]
-    """Of each benchmark, by the iterations that the weights were trained for."""
+    """Scores of each benchmark, by the number of iterations that the weights were trained for."""
     costs: Sequence[StepCost] = ()
-    """Of the iterations of this driver, by step."""
+    """Costs of this driver's iterations, by step."""
 
 
 def iteration_page(facts: IterationFacts) -> str:
-    """Metrics, samples and files of one iteration."""
+    """Return a page with metrics, samples and files of one iteration."""
     reward = facts.metrics.get("rollout/raw_reward")
     parts = [
         f"# {code(facts.run)}, iteration {facts.iteration} of {facts.total}",
@@ -150,7 +153,7 @@ def iteration_page(facts: IterationFacts) -> str:
 
 
 def run_page(facts: RunFacts) -> str:
-    """Rewards, evaluations and time of a run."""
+    """Return a page with rewards, evaluations and times of a run."""
     parts = [
         f"# {code(facts.run)}",
         f"{facts.done} of {facts.total} iterations, weight version {facts.weight_version}, state "
@@ -233,7 +236,7 @@ def _rewards(rewards: Mapping[int, float]) -> list[str]:
 
 
 def _averaged(rewards: Mapping[int, float]) -> dict[str, float]:
-    """At most POINTS means over iterations that follow each other, by these."""
+    """Return at most POINTS means over consecutive iterations, by the label of these iterations."""
     order = sorted(rewards)
     width = -(-len(order) // POINTS)
     points = {}

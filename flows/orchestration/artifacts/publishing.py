@@ -1,11 +1,11 @@
-"""The watcher that keeps a run's pages in Prefect's interface.
+"""The watcher that publishes a run's pages in Prefect's UI.
 
-| what happens | what becomes of the pages |
+| event | effect on the pages |
 |---|---|
-| an iteration is done | its page is made, once, for the iteration's flow run; the run's page is replaced |
-| a driver begins | the pages that earlier drivers did not come to are made first: the newest CATCH_UP at most |
-| Prefect, or the store, does not answer | one warning; what is owed is made when it answers again |
-| another driver has the run | nothing more is made |
+| an iteration is complete | its page is created once, in the iteration's flow run; the run's page is replaced |
+| a driver begins | missing pages of earlier drivers are created first: the newest CATCH_UP at most |
+| Prefect, or the store, does not respond | one warning; missing pages are created when it responds again |
+| another driver has acquired the run | no further page is created |
 """
 
 import contextvars
@@ -45,43 +45,43 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, StepStarted
 from cairn.tasks.durable.versions import version_of
 
-# Artifacts of Prefect's, as far as pages need them: made, found and replaced by their keys.
+# Prefect artifacts for pages: created, queried and replaced by their keys.
 #
-#     run-<name>-<digits>              the page of a run: one artifact a driver, replaced while it works
-#     run-<name>-<digits>-iteration    the pages of its iterations: one artifact an iteration, never replaced
-#     run-<name>-<digits>-progress     how far the step that runs is: one artifact a driver
+#     run-<name>-<digits>              the page of a run: one artifact for each driver, replaced while it runs
+#     run-<name>-<digits>-iteration    the pages of its iterations: one artifact for each iteration, never replaced
+#     run-<name>-<digits>-progress     progress of the running step: one artifact for each driver
 #
-# The digits belong to the run's manifest, so no two runs share a key and a run keeps its own wherever its driver is.
+# The digits come from the run's manifest. So no two runs share a key, and a run has the same keys on every machine.
 
 
 PAGE = 200
-"""Artifacts that Prefect gives at once."""
+"""Number of artifacts in one response of Prefect."""
 _LONGEST_NAME = 60
 
 
 def run_key(ledger: Ledger) -> str:
-    """Of a run's page, and the beginning of its other keys."""
+    """Return the key of a run's page, which is also the prefix of its other keys."""
     return f"run-{slug(ledger.run)[:_LONGEST_NAME]}-{ledger.manifest.identity[:12]}"
 
 
 class Board:
-    """The artifacts of one run. Used by one thread; connects when it is first asked for something, and again after
-    what raised."""
+    """The artifacts of one run. Used by one thread. Connects at the first request, and again after an error and
+    `close`."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._client: SyncPrefectClient | None = None
 
     def create(self, suffix: str, type: str, data: Any, description: str, flow_run: UUID | None) -> UUID:
-        """Make an artifact of a flow run; returns its id."""
+        """Create an artifact of a flow run; return its id."""
         artifact = ArtifactCreate(
             key=self._key + suffix, type=type, data=data, description=description, flow_run_id=flow_run
         )
         return self._connected().create_artifact(artifact).id
 
     def replace(self, artifact: UUID, data: Any, description: str) -> None:
-        """Give an artifact another content."""
-        # Not by the client's own method: it sends the content a second time, as an event.
+        """Replace the content of an artifact."""
+        # The client's own method would send the content a second time, as an event.
         self._connected().request(
             "PATCH",
             "/artifacts/{id}",
@@ -90,7 +90,7 @@ class Board:
         )
 
     def descriptions(self, suffix: str, limit: int) -> list[str]:
-        """Of the newest artifacts of a key, the newest first."""
+        """Return the descriptions of the newest artifacts with a key, newest first."""
         found: list[str] = []
         while len(found) < limit:
             page = self._connected().read_artifacts(
@@ -105,7 +105,7 @@ class Board:
         return found
 
     def close(self) -> None:
-        """Let go of the connection; the next call makes another."""
+        """Close the connection; the next call opens another."""
         client, self._client = self._client, None
         if client is not None:
             client.__exit__(None, None, None)
@@ -117,44 +117,44 @@ class Board:
 
 
 def current_flow_run_id() -> UUID | None:
-    """The flow run that the code runs in, be it in the flow's body or in a task."""
+    """Return the id of the current flow run, in a flow's body or in a task; None outside of both."""
     task, flow = TaskRunContext.get(), FlowRunContext.get()
     if task is not None:
         return task.task_run.flow_run_id
     return None if flow is None or flow.flow_run is None else flow.flow_run.id
 
 
-# How far the step that runs is, as a progress bar in Prefect's interface.
+# Progress of the running step, as a progress bar in Prefect's UI.
 
 
 INTERVAL = 2.0
-"""Seconds between two updates: each takes the server 20 ms."""
+"""Seconds between two updates; each takes the server 20 ms."""
 PROGRESS = "-progress"
 
 
 @dataclass
 class IterationProgress:
-    """What is known of the newest iteration."""
+    """Progress of the newest iteration."""
 
     iteration: int
     groups: dict[str | None, tuple[int, int]] = field(default_factory=dict)
-    """Generated and all, by shard."""
+    """Number of generated groups and of all groups, by shard."""
     working: dict[tuple[Step, str | None], None] = field(default_factory=dict)
-    """Steps that run, in the order of their starts."""
+    """Running steps, in the order of their starts."""
 
     @property
     def generated(self) -> int:
-        """Groups."""
+        """Number of generated groups."""
         return sum(generated for generated, _ in self.groups.values())
 
     @property
     def total(self) -> int:
-        """Groups of all shards that have begun."""
+        """Number of groups of all shards that have begun."""
         return sum(total for _, total in self.groups.values())
 
     @property
     def percent(self) -> float:
-        """Groups generated of all."""
+        """Percentage of groups that have been generated."""
         return 100.0 * self.generated / self.total if self.total else 0.0
 
     def __str__(self) -> str:
@@ -163,10 +163,10 @@ class IterationProgress:
 
 
 class ProgressBar:
-    """Shows the last that it was told, at most every INTERVAL seconds, from a thread of its own."""
+    """Shows the newest state, at most every INTERVAL seconds, from its own thread."""
 
     def __init__(self, board: Board, failed: Callable[[Exception], None]) -> None:
-        """`failed` is told what the board raised; the next state is tried again."""
+        """`failed` receives the board's error; the next state is sent again."""
         self._board, self._failed = board, failed
         self._flow_run: UUID | None = None
         self._shown: UUID | None = None
@@ -176,20 +176,20 @@ class ProgressBar:
         self._thread: threading.Thread | None = None
 
     def begin(self, flow_run: UUID | None) -> None:
-        """Show from now on, for a driver's flow run, where the caller's context has Prefect's server."""
+        """Start the thread, for a driver's flow run. The caller's context must contain Prefect's server."""
         self._flow_run = flow_run
         work = contextvars.copy_context().run
         self._thread = threading.Thread(target=work, args=(self._work,), name="artifact-progress", daemon=True)
         self._thread.start()
 
     def show(self, percent: float, text: str) -> None:
-        """The newest state."""
+        """Set the newest state."""
         with self._changed:
             self._next = (percent, text)
             self._changed.notify()
 
     def end(self, *, finish: bool) -> None:
-        """Show what is left, for `finish`, and end."""
+        """End the thread; with `finish`, show the pending state first and wait for that."""
         with self._changed:
             self._over = True
             if not finish:
@@ -222,19 +222,19 @@ class ProgressBar:
 
 
 CATCH_UP = 100
-"""Pages of earlier iterations that a driver makes."""
+"""Number of pages of earlier iterations that a driver creates at most."""
 POINTS = 400
-"""Of the reward curve, that are read from the ledger when a driver begins."""
+"""Number of points of the reward curve that a driver reads from the ledger at its start, at most."""
 PAGE_INTERVAL = 5.0
-"""Seconds between two updates of the run's page while iterations go by."""
+"""Seconds between two updates of the run's page."""
 ITERATION = "-iteration"
 
 _MAY_PASS = (httpx.HTTPError, PrefectException, OSError, RuntimeError, StoreError)
-"""What Prefect's client raises where the server does not answer or not rightly, and the store."""
+"""Errors of Prefect's client, and of the store, after which pages are retried."""
 
 
 class Pages:
-    """See the module, and `cairn.flows.watching.watchers.Watcher`."""
+    """The watcher that the module describes; see `cairn.flows.watching.watchers.Watcher`."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -247,9 +247,9 @@ class Pages:
         self._page: UUID | None = None
         self._page_made = float("-inf")
         self._owed: dict[int, Sequence[Commit] | None] = {}
-        """Iterations whose pages are to be made, with their commits where they are known."""
+        """Iterations without a page, with their commits where they are known."""
         self._made: set[int] | None = None
-        """Those that have theirs; None: to be asked."""
+        """Iterations with a page; None: unknown, to be queried from Prefect."""
         self._rewards: dict[int, float] = {}
         self._scores: dict[str, dict[int, float]] = {}
         self._costs: dict[Step, StepCost] = {}
@@ -280,7 +280,7 @@ class Pages:
             self._board.close()
 
     def _begin(self, first: int) -> None:
-        """A driver goes on at iteration `first`."""
+        """Prepare for a driver that starts at iteration `first`."""
         ledger = self._run.ledger
         self._driver = current_flow_run_id()
         self._bar.begin(self._driver)
@@ -333,7 +333,7 @@ class Pages:
         self._owed[index] = commits
 
     def _publish(self, *, now: bool) -> None:
-        """Make what is owed, and replace the run's page if it is `now` to be or its time has come."""
+        """Create missing pages; replace the run's page if `now`, or if PAGE_INTERVAL has passed."""
         self._run.ledger.require_held()  # or the next driver has asked what is there, and makes it
         try:
             self._make_owed()
@@ -396,7 +396,7 @@ class Pages:
             self._board.replace(self._page, page, description)
 
     def _warn(self, error: Exception) -> None:
-        """Tell once that pages are late."""
+        """Report once that pages are late."""
         if self._warned.acquire(blocking=False):
             why = str(error).partition("\n")[0] or type(error).__name__
             text = f"The run's pages in Prefect are late: {why}. The run goes on, and they follow when they can"
@@ -421,6 +421,6 @@ def _description(iteration: int) -> str:
 
 
 def _iteration_of(description: str) -> int:
-    """The inverse of `_description`; -1 for what is none of these."""
+    """Return the iteration of a description by `_description`; -1 for other text."""
     number = description.removeprefix("Iteration ")
     return int(number) if number.isdigit() else -1

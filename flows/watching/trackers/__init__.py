@@ -1,4 +1,5 @@
-"""Where a run's metrics are shown, as `tracking` says. What is kept is a view of the ledger: see `tracker.py`."""
+"""Trackers of a run's metrics, as `tracking` configures them. They store copies of the ledger's data: see
+`tracker.py`."""
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.watching.trackers import mlflow, tensorboard, wandb
@@ -9,7 +10,7 @@ from cairn.storage.ledger.ledger import Ledger
 
 
 def trackers(ledger: Ledger, config: RunConfig) -> dict[str, Watcher]:
-    """By their names, what `tracking` asks for. Raises ConfigError if a folder or a port of it cannot be used."""
+    """Return the configured trackers by name. Raises ConfigError if a folder or a port of them cannot be used."""
     tracking = config.tracking
     found: dict[str, Watcher] = {}
     if tracking.tensorboard_dir is not None:

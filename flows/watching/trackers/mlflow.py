@@ -1,8 +1,8 @@
-"""MLflow: one MLflow run a run, found by the tag `cairn.identity`, which every driver of it goes on with.
+"""MLflow: one MLflow run for each run, found by the tag `cairn.identity`, and resumed by every driver.
 
-A point is one batch of metrics at a step, with `cairn/point` or `cairn/evaluation` as the last of it: what an earlier
-driver wrote a part of lacks that and is written again. A database keeps the same metric with the same step, time and
-value once.
+A point is one batch of metrics at a step; its last metric is `cairn/point` or `cairn/evaluation`. A point that an
+earlier driver wrote partly lacks that metric and is written again. A database stores a metric with the same step, time
+and value once.
 """
 
 import logging
@@ -21,18 +21,18 @@ from cairn.storage.ledger.ledger import Ledger
 _SQLITE = "sqlite:///"
 IDENTITY = "cairn.identity"
 _MARKS = {False: "cairn/point", True: "cairn/evaluation"}
-"""Written last with a point, by whether it is an evaluation."""
+"""Metric that is written last with a point; key: whether it is an evaluation."""
 _PARAMS, _LONGEST = 100, 500
-"""Most parameters in a request, most characters of one."""
+"""Number of parameters in a request, and of characters of a value, at most."""
 
 
 def board(ledger: Ledger, config: RunConfig) -> Callable[[], "MlflowRun"]:
-    """What opens the run in MLflow, which may take seconds."""
+    """Return a function that opens the run in MLflow, which may take seconds."""
     return lambda: MlflowRun(ledger, config)
 
 
 class MlflowRun:
-    """A board of one run."""
+    """The board of one run in MLflow."""
 
     def __init__(self, ledger: Ledger, config: RunConfig) -> None:
         from mlflow.tracking import MlflowClient
@@ -71,7 +71,7 @@ class MlflowRun:
         self._client.log_metric(self._run, _MARKS[is_evaluation], step, milliseconds, step)
 
     def flush(self) -> None:
-        """Each request is answered when it is durable."""
+        """Do nothing: the server responds to a request when it is durable."""
 
     def close(self, *, completed: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if completed else "KILLED")
@@ -85,8 +85,8 @@ class MlflowRun:
 
 
 def make_whole(uri: str) -> None:
-    """Make the database of a new SQLite file, whole or not at all: MLflow makes it by hundreds of statements, and a
-    driver that is killed within leaves one that no MLflow can open."""
+    """Create the database of a new SQLite file atomically. MLflow creates it with hundreds of statements, and a driver
+    that is killed meanwhile would leave a database that MLflow cannot open."""
     from mlflow.tracking import MlflowClient
 
     file = Path(uri.removeprefix(_SQLITE))
@@ -103,7 +103,7 @@ def make_whole(uri: str) -> None:
 
 
 def _allowed(name: str) -> str:
-    """A metric's name in the characters that MLflow takes."""
+    """Return a metric's name in the characters that MLflow accepts."""
     return re.sub(r"[^\w./ -]", "_", name)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a run while its driver works: `GET /metrics` on `tracking.prometheus_port`.
+"""Prometheus metrics of a run while its driver is running: `GET /metrics` on `tracking.prometheus_port`.
 
 Every family has the label `run`. docs/grafana.json is a dashboard over them.
 """
@@ -37,11 +37,11 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cairn_retries": ("New tries of steps, by the class of the error, under this driver.", ("error",)),
 }
 FAMILIES = frozenset({*_GAUGES, *(f"{name}_total" for name in _COUNTERS)})
-"""The names of everything that is exported."""
+"""Names of all exported families."""
 
 
 class Prometheus:
-    """The watcher that answers Prometheus. Raises ConfigError if the port is not free."""
+    """The watcher that responds to Prometheus. Raises ConfigError if the port is not free."""
 
     def __init__(self, ledger: Ledger, config: RunConfig, host: str, port: int) -> None:
         self._ledger, self._config = ledger, config
@@ -101,7 +101,7 @@ class Prometheus:
             self._set("cairn_working", sum(place[1] is step for place in self._working), step)
 
     def _show(self, done: IterationDone) -> None:
-        """What the iteration was like."""
+        """Set the gauges of an iteration."""
         metrics = self._history.metrics(done.iteration, done.commits)
         self._set("cairn_last_commit_timestamp_seconds", max(commit.committed_at for commit in done.commits))
         reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
@@ -117,17 +117,17 @@ class Prometheus:
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
                     self._set("cairn_score", scores[f"eval/{benchmark.name}"], benchmark.name)
-        # Last: who reads at this very moment finds all of the iteration that is named.
+        # Last, so that a concurrent reader finds all values of the iteration that is named.
         self._set("cairn_iteration", done.iteration)
 
     def _show_scores(self, last: int) -> None:
-        """The newest ones up to an iteration, which may be far before it."""
+        """Set the newest scores up to an iteration, which may be much older than it."""
         for benchmark, scores in first_and_last_scores(self._ledger, self._config, last).items():
             if scores.last is not None:
                 self._set("cairn_score", scores.last, benchmark)
 
     def _add(self, done: IterationDone) -> None:
-        """What the iteration came to."""
+        """Increase the counters by the values of an iteration."""
         for commit in done.commits:
             if commit.step is Step.ROLLOUT:
                 self._count("cairn_generated_tokens", commit.metrics.get("response_tokens", 0))

@@ -1,7 +1,7 @@
 """TensorBoard's event files.
 
 ```
-<tracking.tensorboard_dir>/<run>/events.out.tfevents.…    one file a driver, appended to when an iteration is done
+<tracking.tensorboard_dir>/<run>/events.out.tfevents.…    one file for each driver, appended to after each iteration
 ```
 """
 
@@ -22,7 +22,7 @@ from cairn.storage.store.errors import naming_full
 
 
 def board(folder: str, run: str) -> Callable[[], "EventFiles"]:
-    """What opens the run's event files. Raises ConfigError if their folder cannot be made."""
+    """Return a function that opens the run's event files. Raises ConfigError if their folder cannot be created."""
     files = Path(folder) / run
     try:
         files.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def board(folder: str, run: str) -> Callable[[], "EventFiles"]:
 
 
 class EventFiles:
-    """A board of one run."""
+    """The board of one run in TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class EventFiles:
 
 
 def written(folder: Path) -> Written:
-    """What the folder's event files hold. A torn end is passed over."""
+    """Return the points in the folder's event files. A truncated end is skipped."""
     found = Written()
     for file in folder.glob("events.out.tfevents.*"):
         for record in RawEventFileLoader(str(file)).Load():

@@ -1,8 +1,8 @@
-"""A view of a run's metrics that is kept elsewhere, and never holds anything twice.
+"""Trackers: external copies of a run's metrics, without duplicates.
 
-An iteration is one point, an evaluation another. A driver first asks the board which of them it has and writes those
-that are missing, whoever ran them: after a kill nothing is doubled and nothing is lost, and a board that was deleted
-comes back whole.
+An iteration is one point, an evaluation another. A driver first queries which points the board has and writes the
+missing ones, whichever driver executed them. So a kill duplicates nothing and loses nothing, and a deleted board is
+restored completely.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,32 +19,32 @@ from cairn.storage.ledger.ledger import Ledger
 
 @dataclass
 class Written:
-    """What a board has."""
+    """Points on a board."""
 
     iterations: set[int] = field(default_factory=set)
-    """By their numbers."""
+    """Numbers of iterations."""
     evaluations: set[int] = field(default_factory=set)
-    """By the number of iterations that the evaluated weights were trained for."""
+    """Evaluations, by the number of iterations that the evaluated weights were trained for."""
 
 
 class Board(Protocol):
-    """Where a tracker keeps its points. Used by one thread."""
+    """Destination of a tracker's points. Used by one thread."""
 
     def written(self) -> Written:
-        """What is there, asked once before anything is written."""
+        """Return the existing points; called once before anything is written."""
 
     def write(self, step: int, metrics: Mapping[str, float], wall_time: float, *, is_evaluation: bool) -> None:
-        """Add a point, made at a time in Unix seconds."""
+        """Add a point with a time in Unix seconds."""
 
     def flush(self) -> None:
-        """Make what was written durable: an iteration, or an evaluation, is there whole or not at all."""
+        """Make written points durable. A point is stored completely or not at all."""
 
     def close(self, *, completed: bool) -> None:
-        """Let go of it. `completed`: the run has all its iterations."""
+        """Close the board. `completed`: the run has all its iterations."""
 
 
 class Tracker:
-    """A watcher that keeps a board. The board is opened at the first event, in the watcher's thread."""
+    """A watcher that maintains a board. The board is opened at the first event, in the watcher's thread."""
 
     def __init__(self, ledger: Ledger, config: RunConfig, open_board: Callable[[], Board]) -> None:
         self._ledger = ledger
@@ -54,7 +54,7 @@ class Tracker:
         self._board: Board | None = None
         self._written = Written()
         self._caught_up = 0
-        """Every iteration before it is on the board."""
+        """Number of the first iteration that may be missing on the board."""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):

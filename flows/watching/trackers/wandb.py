@@ -1,18 +1,18 @@
-"""Weights & Biases: one W&B run a run, which every driver of it goes on with.
+"""Weights & Biases: one W&B run for each run, resumed by every driver.
 
 ```
-<tracking.wandb_dir>/wandb/offline-run-<time>-<id>/run-<id>.wandb    one a driver, where the mode is offline
+<tracking.wandb_dir>/wandb/offline-run-<time>-<id>/run-<id>.wandb    one for each driver, where the mode is offline
 ```
 
-The id is made of the run's own, so that a new driver finds it without having been told. A W&B run takes rows with
-rising steps: what the server, or the files of the folder, have is known by the steps that they hold. Rows of an
-iteration get three in a row, in the order in which a tracker writes them:
+The id is derived from the run's own, so that a new driver finds the W&B run. A W&B run accepts rows with increasing
+steps: the steps on the server, or in the files of the folder, show which points exist. Rows of an iteration get three
+consecutive steps, in the order in which a tracker writes them:
 
     3i       evaluation of the initial weights, of iteration 0 alone
     3i + 1   evaluation after iteration i
     3i + 2   iteration i
 
-The axes in the interface are `iteration` and, of evaluations, `trained`.
+The axes in W&B's UI are `iteration` and, for evaluations, `trained`.
 """
 
 import shutil
@@ -25,7 +25,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.watching.trackers.tracker import Written
 from cairn.storage.ledger.ledger import Ledger
 
-# The files that W&B writes offline, as far as it must be known what they hold. The library has no reader of its own.
+# Reader for W&B's offline files, only for the steps that they contain; the library has no reader of its own.
 #
 # A file is a log in LevelDB's format (https://github.com/google/leveldb/blob/main/doc/log_format.md) after seven bytes
 # of W&B's, with the CRC-32 of zlib; its records are protocol buffers that the library declares.
@@ -34,12 +34,12 @@ from cairn.storage.ledger.ledger import Ledger
 _BEGIN = b":W&B\xe1\xbe\x00"
 _BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
-"""Checksum of type and data, bytes of data, type."""
+"""Checksum of type and data, number of bytes of data, type."""
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def history_steps(file: Path) -> Iterator[int]:
-    """Steps of the rows in a file. A torn end is passed over."""
+    """Yield the steps of the rows in a file. A truncated end is skipped."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined] # chosen by protobuf's version
 
     for record in records(file.read_bytes()):
@@ -49,7 +49,7 @@ def history_steps(file: Path) -> Iterator[int]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a log, up to the first piece that is torn or altered."""
+    """Yield the records of a log, up to the first truncated or altered piece."""
     if not data.startswith(_BEGIN):
         return
     place, record = len(_BEGIN), b""
@@ -70,21 +70,21 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 _OF_ITERATIONS = ("rollout", "train", "perf", "age", "retries", "recovery", "alarm")
-"""What names of metrics begin with."""
+"""Prefixes of metric names of iterations."""
 
 
 def board(ledger: Ledger, config: RunConfig) -> Callable[[], "WandbRun"]:
-    """What opens the run in W&B, which may take seconds."""
+    """Return a function that opens the run in W&B, which may take seconds."""
     return lambda: WandbRun(ledger, config)
 
 
 def run_id(ledger: Ledger) -> str:
-    """Of the W&B run."""
+    """Return the id of the W&B run."""
     return f"cairn-{ledger.manifest.identity[:16]}"
 
 
 class WandbRun:
-    """A board of one run."""
+    """The board of one run in W&B."""
 
     def __init__(self, ledger: Ledger, config: RunConfig) -> None:
         import wandb
@@ -124,14 +124,14 @@ class WandbRun:
         self._run.log(row, step=_row(step, is_evaluation), commit=True)
 
     def flush(self) -> None:
-        """Rows are on their way; those that a kill keeps from arriving are found missing by the next driver."""
+        """Do nothing: rows are sent asynchronously. If a kill loses some, the next driver writes them again."""
 
     def close(self, *, completed: bool) -> None:
         self._run.finish(exit_code=0 if completed else 1)
 
 
 def remove_husks(folder: Path, run: str) -> None:
-    """Remove what drivers left that were killed before W&B wrote anything: `wandb sync` fails on a file without
+    """Delete folders of drivers that were killed before W&B wrote anything: `wandb sync` fails on a file without
     records, and uploads none of the run's others."""
     for file in _files(folder, run):
         if next(records(file.read_bytes()), None) is None:
@@ -139,12 +139,12 @@ def remove_husks(folder: Path, run: str) -> None:
 
 
 def offline_points(folder: Path, run: str) -> Written:
-    """What the files of the W&B run in the folder hold."""
+    """Return the points in the folder's files of the W&B run."""
     return _points({step for file in _files(folder, run) for step in history_steps(file)})
 
 
 def points_before(step: int) -> Written:
-    """What a W&B run holds whose next row is `step`: it takes none below."""
+    """Return the points of a W&B run whose next row is `step`: it accepts no lower ones."""
     return _points(set(range(step)))
 
 

@@ -1,5 +1,5 @@
-"""What becomes of a benchmark's graded samples. One metric a file, `measure(samples)`: a number, the benchmark's score,
-or a mapping with it under `score` and whatever other metrics there are."""
+"""Metrics of a benchmark's graded samples. Each file has one metric, `measure(samples)`. It returns a number, the
+benchmark's score, or a mapping with the score under `score` and any other metrics."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 __all__ = ["SCORE", "EvaluatedSample", "measure"]
 
 SCORE = "score"
-"""The metric that a benchmark is known by."""
+"""Name of the metric that is a benchmark's score."""
 
 
 def measure(name: str, samples: Sequence[EvaluatedSample]) -> dict[str, float]:
-    """What `metric` of a benchmark, `name`, says of its samples, question after question; `SCORE` is among it. Raises
-    BadPlugin if it returns anything else."""
+    """Return the metrics that a benchmark's `metric`, `name`, computes from its samples, question after question;
+    `SCORE` is among them. Raises BadPlugin if it returns anything else."""
     found = BENCHMARK.load(name)(samples)
     try:
         values = (

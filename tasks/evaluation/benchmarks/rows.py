@@ -1,6 +1,6 @@
-"""From a row of a benchmark to what the model reads.
+"""Conversion of a benchmark's row to what the model reads.
 
-A rendered row is `{"prompt": …, "label": …, "metadata": …}`, as training data is: everything that takes prompts takes
+A rendered row is `{"prompt": …, "label": …, "metadata": …}`, as in training data. So all code that takes prompts takes
 those of a benchmark. Its metadata has the row's `id` and the columns that the benchmark names.
 """
 
@@ -24,12 +24,12 @@ from cairn.tasks.data.rows import FILES, RowFile, label_text, open_rows
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.rewards.grader import NamedGrader
 
-# Where a benchmark's rows are on this machine.
+# Location of a benchmark's rows on this machine.
 
 
 def local_data(benchmark: Benchmark) -> str | None:
-    """Path or URL of the rows: the benchmark's own `data`, else the data set's file at its revision in Hugging Face's
-    cache (`HF_HOME`); None where it is not there. Fetches nothing."""
+    """Return the path or URL of the rows: the benchmark's own `data`, otherwise the data set's file at its revision in
+    Hugging Face's cache (`HF_HOME`); None where it is not there. Fetches nothing."""
     source = benchmark.source
     if source.data is not None or source.dataset is None or source.file is None:
         return source.data
@@ -38,7 +38,7 @@ def local_data(benchmark: Benchmark) -> str | None:
 
 
 def require_data(benchmark: Benchmark) -> str:
-    """The same. Raises BadData, with how to get them, where they are not there."""
+    """Return the path or URL of the rows. Raises BadData, with how to get them, where they are not on this machine."""
     found = local_data(benchmark)
     if found is None:
         raise BadData(how_to_get(benchmark))
@@ -46,7 +46,7 @@ def require_data(benchmark: Benchmark) -> str:
 
 
 def how_to_get(benchmark: Benchmark) -> str:
-    """What to do where the rows are not on this machine."""
+    """Return what to do where the rows are not on this machine."""
     source = benchmark.source
     if source.dataset is None:
         return f"the benchmark {benchmark.name} names no rows: give a file with --data"
@@ -56,12 +56,15 @@ def how_to_get(benchmark: Benchmark) -> str:
     )
 
 
-# What a benchmark's result is a result of: equal digests, equal question.
+# Digests of what a benchmark's result depends on: results with equal digests are comparable.
 
 
 def benchmark_digests(benchmark: Benchmark, grader: NamedGrader, fingerprint: str) -> dict[str, str]:
-    """sha256, in hex, of each part: `prompt` (with the columns it takes), `sampling`, `grader` (with the version of its
-    code) and `source` (`fingerprint`, that of the rows wherever they lie, and the slice of them)."""
+    """Return the SHA-256, in hex, of each part of a benchmark.
+
+    The parts are `prompt` (with its columns), `sampling`, `grader` (with the version of its code) and `source`: the
+    slice of the rows, and their `fingerprint` wherever they are stored.
+    """
     source = benchmark.source.data or ""
     slice = source[source.rfind("@[") :] if source.endswith("]") and "@[" in source else ""
     parts = {
@@ -74,7 +77,7 @@ def benchmark_digests(benchmark: Benchmark, grader: NamedGrader, fingerprint: st
 
 
 def grader_config(benchmark: Benchmark) -> RewardConfig:
-    """What a grader pool is made from."""
+    """Return the configuration of the benchmark's grader pool."""
     name, timeout = benchmark.grader.name, benchmark.grader.timeout
     own = "." in name
     if own:
@@ -83,16 +86,16 @@ def grader_config(benchmark: Benchmark) -> RewardConfig:
 
 
 def benchmark_grader(benchmark: Benchmark) -> NamedGrader:
-    """Its grader. Raises BadPlugin if there is none of that name."""
+    """Return the benchmark's grader. Raises BadPlugin if none has that name."""
     return get_grader(grader_config(benchmark))
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Of choices, in order."""
+"""Letters of choices, in order."""
 
 
 class BenchmarkRows(OverRows):
-    """The rendered rows of a benchmark, read by index. Thread-safe."""
+    """Rendered rows of a benchmark, read by index. Thread-safe."""
 
     def __init__(self, benchmark: Benchmark, rows: RowFile) -> None:
         super().__init__(rows)
@@ -100,7 +103,7 @@ class BenchmarkRows(OverRows):
 
     @classmethod
     def open(cls, benchmark: Benchmark) -> "BenchmarkRows":
-        """Find the rows, and render each once: see `require_data` and `open_rows`. Raises BadData."""
+        """Open the rows, and render each once: see `require_data` and `open_rows`. Raises BadData."""
         path = require_data(benchmark)
         columns, source = benchmark.columns, "csv" if _url(path).endswith(".csv") else FILES
         required = dict.fromkeys(columns.choices, "columns.choices")
@@ -111,13 +114,13 @@ class BenchmarkRows(OverRows):
         return cls(benchmark, rows)
 
     def read(self, index: int) -> dict[str, Any]:
-        """The rendered row at `index`, from 0."""
+        """Return the rendered row at `index`, from 0."""
         return rendered(self._benchmark, self._rows.read(index), index, f"{self.path}, row {index + 1}")
 
 
 def open_prompts(benchmark: Benchmark, tokenizer: Any) -> PromptData:
-    """The benchmark's prompts for a Hugging Face tokenizer. Raises BadData where there are no rows, one does not fit
-    the benchmark, or the tokenizer has no chat template and the prompts want one."""
+    """Return the benchmark's prompts for a Hugging Face tokenizer. Raises BadData where there are no rows, one does not
+    fit the benchmark, or the prompts need a chat template and the tokenizer has none."""
     chat = benchmark.prompt.style == "chat"
     if chat and not tokenizer.chat_template:
         raise BadData(
@@ -128,7 +131,7 @@ def open_prompts(benchmark: Benchmark, tokenizer: Any) -> PromptData:
 
 
 def rendered(benchmark: Benchmark, row: Mapping[str, Any], index: int, where: str) -> dict[str, Any]:
-    """What becomes of a row. Raises BadData, which names it by `where`, if it does not fit."""
+    """Return the rendered row. Raises BadData, which names the row by `where`, if it does not fit."""
     columns = benchmark.columns
     id = str(index) if columns.id is None else str(row[columns.id])
     label = None if columns.label is None else row[columns.label]
@@ -150,12 +153,12 @@ def rendered(benchmark: Benchmark, row: Mapping[str, Any], index: int, where: st
 
 
 def choice_order(key: str, count: int) -> list[int]:
-    """A permutation of `count` choices that follows from `key` alone: by SHA-256, on every machine and version."""
+    """Return a permutation of `count` choices that depends on `key` alone: by SHA-256, on every machine and version."""
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}\n{i}".encode()).digest())
 
 
 def graded_part(benchmark: Benchmark, response: str) -> str:
-    """Of a response, what is graded: all up to the first of `prompt.until`."""
+    """Return the part of a response that is graded: all text up to the first of `prompt.until`."""
     ends = [end for stop in benchmark.prompt.until if (end := response.find(stop)) >= 0]
     return response[: min(ends, default=None)]
 
@@ -204,7 +207,7 @@ def _url(path: str) -> str:
 
 
 class _Everything(frozenset[str]):
-    """A template may name any column."""
+    """Set of all strings: a template may name any column."""
 
     def __contains__(self, name: object) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What a benchmark's metric is given of a sample."""
+"""Sample as a benchmark's metric receives it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EvaluatedSample:
-    """One graded response to a question of a benchmark."""
+    """Graded response to a question of a benchmark."""
 
     question: int
     """Row of the benchmark, from 0."""
     index: int
-    """Which of the `n_samples_per_eval_prompt` responses to it."""
+    """Number of the response among the `n_samples_per_eval_prompt` ones to the question."""
     reward: float | None
-    """None where it could not be generated or graded."""
+    """Reward; None where the response could not be generated or graded."""
     components: dict[str, Any] | None = None
-    """What else the grader said."""
+    """Other results of the grader."""
     error: str | None = None
-    """Why it has no reward."""
+    """Reason why it has no reward."""
     response: str = ""
-    """As text, without special tokens."""
+    """Response as text, without special tokens."""
     length: int = 0
     """Tokens of the response."""
     truncated: bool = False
@@ -27,4 +27,4 @@ class EvaluatedSample:
     label: str | None = None
     """The expected answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of the data row."""
+    """Metadata of the data row."""

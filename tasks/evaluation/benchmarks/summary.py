@@ -1,8 +1,8 @@
-"""What the samples of a benchmark come to.
+"""Metric `summary`: the figures of a benchmark, with confidence intervals, pass@k and maj@k.
 
-A sample that could not be generated or graded counts as wrong, as in the metric `mean`, and is counted apart too.
-pass@k and maj@k are of rewards that are 0 or 1, for k = 1, 2, 4, … up to the number of samples that every question has,
-and for that.
+A sample that could not be generated or graded counts as wrong, as in the metric `mean`, and is also counted separately.
+pass@k and maj@k exist for rewards of 0 and 1 only. k is 1, 2, 4, … up to the number of samples that every question has,
+and that number itself.
 """
 
 from collections import Counter
@@ -16,16 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 
-# Estimates from the samples of a benchmark, as functions of a matrix of rewards.
-#
-# `rewards_QN` has a row a question and a column a sample, in float64; questions may have been asked different numbers
-# of times, and then come as a list of arrays.
-#
-# | estimate | source |
-# |---|---|
-# | `mean_and_error` | Miller 2024, "Adding Error Bars to Evals" (arXiv:2411.00640), section 2.2 |
-# | `pass_at_k` | Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), eq. 1 |
-# | `majority_at_k` | Wang et al. 2022, "Self-Consistency" (arXiv:2203.11171) |
+# Estimates from rewards in float64. `rewards_QN` has one row per question and one column per sample. Questions with
+# different numbers of samples come as a list of arrays.
 
 
 Z95 = 1.959963984540054
@@ -33,12 +25,13 @@ Z95 = 1.959963984540054
 
 
 def mean_and_error(rewards_QN: Sequence[NDArray[np.float64]]) -> tuple[float, float | None]:
-    r"""The mean over all samples, and its standard error, clustered by question: samples of one question are not
-    independent, questions are.
+    r"""Return the mean over all samples, and its standard error, clustered by question: samples of one question are not
+    independent, questions are. The error is None with fewer than two questions.
 
-    $\mathrm{SE} = \frac{1}{N} \sqrt{\frac{Q}{Q-1} \sum_q (\sum_i (s_{qi} - \bar s))^2}$, which is Miller's eq. 4 with
-    the usual correction for few clusters, $Q/(Q-1)$: with one sample a question it is the standard error of the mean,
-    with equally many it is that of the questions' means. None with fewer than two questions.
+    $\mathrm{SE} = \frac{1}{N} \sqrt{\frac{Q}{Q-1} \sum_q (\sum_i (s_{qi} - \bar s))^2}$. This is eq. 4 of Miller 2024,
+    "Adding Error Bars to Evals" (arXiv:2411.00640), section 2.2, with the usual correction for few clusters, $Q/(Q-1)$.
+    With one sample a question it is the standard error of the mean, with equally many samples that of the questions'
+    means.
     """
     total = sum(map(len, rewards_QN))
     mean = float(sum(rewards.sum() for rewards in rewards_QN)) / total
@@ -50,9 +43,12 @@ def mean_and_error(rewards_QN: Sequence[NDArray[np.float64]]) -> tuple[float, fl
 
 
 def interval(mean: float, error: float, questions: int, binary: bool) -> tuple[float, float]:
-    """95 % confidence interval of a mean: 1.96 standard errors to either side; of rewards that are 0 or 1 no further
-    than these. Where these are all the same, which leaves no error to go by, it is the exact one of as many independent
-    questions (Clopper and Pearson 1934): 0 right of 30 is 0 to 0.116."""
+    """Return the 95 % confidence interval of a mean: 1.96 standard errors to either side, clipped to [0, 1] for rewards
+    that are 0 or 1.
+
+    If these are all equal, the standard error is 0. The interval is then the exact one of as many independent questions
+    (Clopper and Pearson 1934): 0 right of 30 gives 0 to 0.116.
+    """
     if not binary:
         return mean - Z95 * error, mean + Z95 * error
     if error == 0 and mean in (0.0, 1.0):
@@ -62,8 +58,12 @@ def interval(mean: float, error: float, questions: int, binary: bool) -> tuple[f
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    r"""Chance that of k samples, drawn without replacement from n of which `correct` are right, one is:
-    $1 - \binom{n-c}{k} / \binom{n}{k}$, unbiased for $k \le n$. ValueError for another k."""
+    r"""Return the probability that at least one of k samples is right, drawn without replacement from n of which
+    `correct` are right.
+
+    It is $1 - \binom{n-c}{k} / \binom{n}{k}$, unbiased for $k \le n$: Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code" (arXiv:2107.03374), eq. 1. Raises ValueError for another k.
+    """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
     if n - correct < k:
@@ -72,10 +72,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], rewards: Sequence[float], k: int) -> float:
-    """What the most frequent answer among the first k samples earns.
+    """Return the reward of the most frequent answer among the first k samples: Wang et al. 2022, "Self-Consistency"
+    (arXiv:2203.11171).
 
-    No answer (None) has no vote; without any vote it earns 0. Of answers that tie each is taken equally often: the
-    result is the mean of what they earn. ValueError for another k than 1 to all.
+    A missing answer (None) has no vote; without any vote the reward is 0. Tied answers are chosen equally often: the
+    result is the mean of their rewards. Raises ValueError for a k outside 1 to all samples.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} cannot be estimated from {len(answers)} samples")
@@ -92,7 +93,7 @@ def majority_at_k(answers: Sequence[str | None], rewards: Sequence[float], k: in
 
 
 class Lengths(BaseModel):
-    """Of responses, in tokens."""
+    """Lengths of responses, in tokens."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -102,35 +103,35 @@ class Lengths(BaseModel):
 
 
 class Summary(BaseModel):
-    """The figures of one benchmark on one weight version."""
+    """Figures of one benchmark on one weight version."""
 
     model_config = ConfigDict(frozen=True)
 
     questions: int
     samples: int
     n: int
-    """Samples that every question has at least."""
+    """Smallest number of samples of a question."""
     score: float
     """avg@n: the mean reward of all samples, failed ones counted as wrong."""
     standard_error: float | None
-    """Of the score, clustered by question; None with one question."""
+    """Standard error of the score, clustered by question; None with one question."""
     interval: tuple[float, float] | None
     """95 % confidence interval of the score; None with one question."""
     pass_at: dict[int, float] | None
     """Unbiased pass@k by k; None where rewards are not 0 or 1."""
     majority_at: dict[int, float] | None
-    """maj@k by k, above 1; None where rewards are not 0 or 1, or the grader tells no `answer`."""
+    """maj@k by k, above 1; None where rewards are not 0 or 1, or the grader reports no `answer`."""
     failed: int
     """Samples that could not be generated or graded."""
     truncated: float
     """Share of the responses that were cut at the longest length allowed."""
     lengths: Lengths | None
-    """None where nothing was generated."""
+    """Lengths of the generated responses; None where nothing was generated."""
     components: dict[str, float]
-    """Means of the numbers that the grader tells beside the reward, over the graded samples."""
+    """Means of the numbers that the grader reports in addition to the reward, over the graded samples."""
 
     def metrics(self) -> dict[str, float]:
-        """The same as names and numbers, without what is not known."""
+        """Return the figures by name, without unknown ones."""
         found: dict[str, float | None] = {"score": self.score, "standard_error": self.standard_error}
         if self.interval is not None:
             found |= {"interval_low": self.interval[0], "interval_high": self.interval[1]}
@@ -144,12 +145,12 @@ class Summary(BaseModel):
 
 
 def measure(samples: Sequence[EvaluatedSample]) -> Mapping[str, float]:
-    """The benchmark metric `summary`."""
+    """Return the benchmark metric `summary`."""
     return summary(samples).metrics()
 
 
 def summary(samples: Sequence[EvaluatedSample]) -> Summary:
-    """What samples come to, in any order. ValueError where there are none."""
+    """Return the summary of samples, which may be in any order. Raises ValueError without samples."""
     if not samples:
         raise ValueError("a benchmark without samples has no summary")
     wrong = min(0.0, *(sample.reward or 0.0 for sample in samples), 0.0)

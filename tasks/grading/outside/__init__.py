@@ -1,1 +1,1 @@
-"""Graders that ask something outside: a service, a model, a sandbox."""
+"""Graders that call something outside: a service, a model, a sandbox."""

@@ -1,15 +1,15 @@
-"""Asking something outside about many samples at a time, so that a sample fails by its answer, and by nothing else.
+"""Call something outside about many samples at a time, so that a sample fails only by its own response.
 
-| what comes back | what becomes of the sample |
+| result of the call | result for the sample |
 |---|---|
-| an answer with a reward | that is its reward |
-| an answer without one, such as a judge's reply without a score | it fails, with the error |
-| a refusal of this very question | the same |
-| none in time, a lost connection, HTTP status 408, 425, 429 or 5xx | it is asked again, then it fails |
-| the same, and then a question that was answered before gets no answer either | neither fails: GraderUnavailable |
-| a refusal of any question, such as a wrong key | none fails: GraderFailed |
+| a response with a reward | that is its reward |
+| a response without one, such as a judge's reply without a score | it fails, with the error |
+| a refusal of this very request | the same |
+| a timeout, a lost connection, HTTP status 408, 425, 429 or 5xx | the call is retried, then the sample fails |
+| the same, and then a request that succeeded before fails too | neither fails: GraderUnavailable |
+| a refusal of any request, such as a wrong key | none fails: GraderFailed |
 
-How often it is asked again, and after which waits, says `retry.grader`.
+`retry.grader` sets the number of retries and the waits before them.
 """
 
 import asyncio
@@ -33,31 +33,35 @@ from cairn.tasks.rewards.grader import Graded, TryAgain
 from cairn.tasks.rewards.sample import Sample
 
 _TO_END = 10.0
-"""Seconds that questions under way may take to be given up."""
+"""Seconds that requests in flight may take to be cancelled."""
 
 Answered = Callable[[int, Graded], None]
-"""(position of the sample, what was answered): called as soon as an answer has come."""
+"""Callback with (position of the sample, its grade), called as soon as a response arrives."""
 
 
 class Outside(Protocol):
-    """What is asked."""
+    """Interface to something outside."""
 
     name: str
     version: str
-    """Changes whenever the same question may get another answer."""
+    """Version, which changes whenever the same request may get another response."""
     at_once: int
-    """Questions under way at a time."""
+    """Number of requests in flight at a time."""
 
     def question(self, sample: Sample) -> Any:
-        """What is asked about a sample, JSON values: all that the answer depends on besides the version. Raises
-        ValueError where nothing can be asked about it."""
+        """Return the request for a sample, as JSON values: all that the response depends on besides the version.
+
+        Raises ValueError where there is nothing to request for it.
+        """
 
     async def answer(self, question: Any) -> Graded:
-        """Its reward, or the error that this question always ends in. Raises TryAgain, GraderFailed,
-        GraderUnavailable, and anything else where this very question is refused."""
+        """Return the reward, or the error that this request always ends in.
+
+        Raises TryAgain, GraderFailed, GraderUnavailable, and any other error where this very request is refused.
+        """
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class _Tried:
 
 
 class OutsideGraders:
-    """A grader that asks something outside, in an event loop of its own. Thread-safe."""
+    """A grader that calls something outside, in an event loop of its own. Thread-safe."""
 
     by_group = False
     sees_whole_samples = True
@@ -82,44 +86,47 @@ class OutsideGraders:
         self._room = asyncio.Semaphore(outside.at_once)
         self._closed = threading.Event()
         self._answerable: Any = None
-        """A question that got a reward."""
+        """A request that got a reward."""
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"grader-{outside.name}", daemon=True)
         self._thread.start()
 
     @property
     def name(self) -> str:
-        """Of the grader."""
+        """Name of the grader."""
         return self._outside.name
 
     @property
     def version(self) -> str:
-        """Of the grader: it changes with its code and with what is asked how."""
+        """Version of the grader: it changes with its code and with how it makes requests."""
         return self._outside.version
 
     def question(self, sample: Sample) -> Any:
-        """See `Outside.question`."""
+        """Return the request for a sample: see `Outside.question`."""
         return self._outside.question(sample)
 
     def graded_by(self, sample: Sample) -> tuple[str, str]:
-        """Itself."""
+        """Return name and version of this grader."""
         return self.name, self.version
 
     def can_grade(self, sample: Sample) -> None:
-        """See `Rememberable.can_grade`."""
+        """Store the request of a sample that got a reward before: see `Rememberable.can_grade`."""
         if self._answerable is None:
             self._answerable = self._outside.question(sample)
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
-        """See `Grading.grade`, and the module for what fails a sample."""
+        """Grade a batch: see `Grading.grade`, and the module for what fails a sample."""
         return self.ask(samples)
 
     def ask(self, samples: Sequence[Sample], answered: Answered = lambda position, graded: None) -> list[Graded]:
-        """Grade a batch. `answered` hears, in another thread, of every answer at once; not of a sample that failed by
-        anything else. Raises as `grade`."""
+        """Grade a batch. Raises as `grade`.
+
+        `answered` is called for every response at once, in another thread, but not for a sample that failed without
+        one.
+        """
         return self._run(self._ask_all(samples, answered))
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the requests in flight."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -198,25 +205,29 @@ class OutsideGraders:
             waited += delay
 
     async def _answers(self) -> bool:
-        """Whether a question is answered now that was answered before."""
+        """Whether a request that succeeded before succeeds now."""
         return self._answerable is not None and (await self._ask(self._answerable)).answered
 
 
-# A service that is asked by HTTP: one POST a question, JSON both ways.
-#
-# What a service replies besides an answer is not repeated in messages: it may quote what it was sent, keys too.
+# A service over HTTP: one POST a request, JSON both ways. Messages quote nothing of a failed response: it may contain
+# what was sent, keys too.
 
 
 _BUSY = (408, 425, 429)
 _ANYBODYS = (401, 402, 403, 404, 405, 407)
-"""Statuses that say nothing of the question."""
+"""HTTP statuses that do not depend on the request."""
 
 
 class Service:
-    """At one address. Its client belongs to the event loop that first asks."""
+    """A service at one address. Its client belongs to the event loop that sends the first request."""
 
     def __init__(self, url: str, key_env: str | None, timeout: float, at_once: int) -> None:
-        """`key_env`: environment variable with the key that it wants as a bearer. `timeout`: seconds for an answer."""
+        """Set the address and the limits; nothing is sent.
+
+        Args:
+            key_env: environment variable with the key, which is sent as a bearer token.
+            timeout: seconds for a response.
+        """
         self._url = url
         self._key_env = key_env
         self._timeout = timeout
@@ -224,12 +235,12 @@ class Service:
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, question: Any) -> Any:
-        """The JSON value that it answers with.
+        """Return the JSON value of the response.
 
         Raises:
-            TryAgain: it does not answer now.
-            GraderFailed: it refuses whatever it is asked, or its key is not there.
-            ValueError: it refuses this question, or answers with something else than JSON.
+            TryAgain: the service does not respond now.
+            GraderFailed: the service refuses any request, or its key is missing.
+            ValueError: the service refuses this request, or the response is no JSON.
         """
         if self._client is None:
             limits = httpx.Limits(max_connections=self._at_once, max_keepalive_connections=self._at_once)
@@ -255,7 +266,7 @@ class Service:
             raise ValueError(f"{self._url} answers with something else than JSON, or nested too deeply") from None
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close its connections."""
         if self._client is not None:
             await self._client.aclose()
 
@@ -269,7 +280,7 @@ class Service:
 
 
 def source_version(*modules: str | ModuleType) -> str:
-    """Changes with the code of modules, those of this package by their names."""
+    """Return a digest of the source of modules; those of this package are named by text."""
     digest = hashlib.sha256()
     for module in modules:
         file = Path(__file__).with_name(f"{module}.py") if isinstance(module, str) else Path(str(module.__file__))

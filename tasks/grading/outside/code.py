@@ -1,21 +1,21 @@
-"""The program in a response is right if it passes the row's hidden tests, each in a sandbox of its own.
+"""The grader `code`: a program is right if it passes the row's hidden tests, each in a sandbox of its own.
 
-The program is the last block between ``` fences behind the thoughts, or all of the answer without one. The row's
-metadata hold `tests`, a list or its JSON, as APPS and LiveCodeBench have them:
+The program is the last block between ``` fences behind the thoughts, or the whole answer if there is no block. The
+row's metadata has `tests`, a list or its JSON, as in APPS and LiveCodeBench:
 
 | a test | passes where |
 |---|---|
 | `{"input": "1 2\\n", "output": "3\\n"}` | the program reads the input and prints the output |
 | the same, with `fn_name` in the metadata | the function of that name returns the value |
-| `{"assert": "f(2) == 4"}`, or a text, `assert f(2) == 4` | the statement does not raise behind the program |
+| `{"assert": "f(2) == 4"}`, or a text, `assert f(2) == 4` | the statement, after the program, does not raise |
 
-Of an output, blanks at the ends of lines and empty lines at the end do not count. A function may be one of a class
-`Solution`; its value and its arguments, a list or one a line, are JSON. `tests` may be a mapping too, of `inputs`,
-`outputs` and `fn_name`. APPS writes the value of a function as a list of it, `[3]` for 3, so a list of one value stands
-for that value too; in verl and LiveCodeBench any list stands for its first. Which test failed first, and how, is
-recorded.
+Spaces at line ends and empty lines at the end of an output do not count. A function may be a method of a class
+`Solution`; its value and its arguments, a list or one a line, are JSON. `tests` may also be a mapping of `inputs`,
+`outputs` and `fn_name`. APPS writes the value of a function as a list with it, `[3]` for 3: so a list of one value also
+means that value. In verl and LiveCodeBench any list means its first value. The first test that failed, and its reason,
+are recorded.
 
-A program never sees what it is to print or return. An assertion it could read, as it runs in the same interpreter.
+A program never sees what it should print or return. It could read an assertion, which runs in the same interpreter.
 """
 
 import json
@@ -59,12 +59,12 @@ print(_given["passed"] + _json.dumps(_found))
 
 
 class Code:
-    """Runs tests one after the other, several samples at a time."""
+    """A sandboxed test runner. The tests of a sample run one after the other, several samples concurrently."""
 
     name = "code"
 
     def __init__(self, config: CodeConfig) -> None:
-        """Raises BadPlugin where there is no sandbox."""
+        """Open the sandbox. Raises BadPlugin where this machine has none."""
         self.at_once = config.num_workers
         self._partial_credit = config.partial_credit
         self._sandbox = Sandbox(confined(config))
@@ -72,12 +72,15 @@ class Code:
         self.version = f"{source_version('code', sandbox, bubblewrap, bounds)} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
-        """The program and its tests. ValueError where the row has none."""
+        """Return the program and its tests. Raises ValueError where the row has no tests."""
         return {"program": program_of(answer_of(sample)), "tests": _tests(sample.metadata)}
 
     async def answer(self, question: Any) -> Graded:
-        """The share of tests passed, or whether all are. Raises OSError where the machine has no room, and ValueError
-        where the sandbox of this program does not last, and others do."""
+        """Return the share of tests passed (`partial_credit`), or whether all passed.
+
+        Raises OSError where the machine has no room, ValueError where the sandbox of this program is lost repeatedly
+        while others last, and GraderUnavailable where no sandbox starts.
+        """
         passed, failed = 0, None
         for number, test in enumerate(question["tests"]):
             why = await self._why_it_failed(question["program"], test)
@@ -92,7 +95,7 @@ class Code:
         return Graded(reward, {"passed": passed, "tests": total, **(failed or {})})
 
     async def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no connection is open."""
 
     async def _run(self, program: bytes, stdin: bytes) -> Ran:
         try:
@@ -107,7 +110,7 @@ class Code:
         if "arguments" not in test and "assert" not in test:
             ran = await self._run(_utf8(program), _utf8(test["input"]))
             return _ended(ran) or (None if _lines(ran.output) == _lines(_utf8(test["output"])) else "wrong output")
-        # What it prints itself cannot pass for a verdict: it does not know the word.
+        # The program cannot print this secret, so its own output never passes for a verdict.
         passed = secrets.token_hex(16)
         if "assert" in test:
             given = {"program": program, "test": test["assert"], "passed": passed}
@@ -129,13 +132,13 @@ class Code:
 
 
 def program_of(answer: str) -> str:
-    """The program in an answer."""
+    """Return the program in an answer."""
     blocks = _BLOCK.findall(answer[: answer.rfind("```") + 3])  # behind it each of its beginnings would be in vain
     return str(blocks[-1]) if blocks else answer
 
 
 def confined(config: CodeConfig) -> Confined:
-    """What a test may have."""
+    """Return the limits of a test."""
     return Confined(
         "the grader 'code'",
         "reward.code.bwrap",
@@ -150,7 +153,7 @@ def confined(config: CodeConfig) -> Confined:
 
 
 def _tests(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    """As in the module's table, in one form."""
+    """Return the tests of a row in one form. Raises ValueError where there are none, or they are malformed."""
     tests, name = _value(metadata.get("tests")), metadata.get("fn_name")
     if isinstance(tests, dict):
         name = tests.get("fn_name", name)
@@ -183,7 +186,7 @@ def _test(test: Any, name: Any) -> dict[str, Any]:
 
 
 def _value(text: Any) -> Any:
-    """A JSON value, also where it is written as a text."""
+    """Return a JSON value, parsed where it is written as a text."""
     if not isinstance(text, str):
         return text
     try:
@@ -193,7 +196,7 @@ def _value(text: Any) -> Any:
 
 
 def _wanted(value: Any) -> list[Any]:
-    """The values that are right: APPS wraps that of a function in a list, `[3]` for 3, and does not tell."""
+    """Return the values that are right: APPS wraps the value of a function in a list, `[3]` for 3, without a mark."""
     return [value, *value] if isinstance(value, list) and len(value) == 1 else [value]
 
 

@@ -1,8 +1,9 @@
-"""A language model behind an OpenAI-compatible endpoint says what a response is worth (Zheng et al. 2023, "Judging
-LLM-as-a-Judge", section 3.1, whose form of a score is the default).
+"""The grader `judge`: a language model behind an OpenAI-compatible endpoint rates a response (Zheng et al. 2023,
+"Judging LLM-as-a-Judge", section 3.1, whose form of a score is the default).
 
-It is asked by `/chat/completions` with `reward.judge.template`, and the reward is the last score in its reply. A reply
-without a score, or with one out of range, is no zero: the sample fails. The reply and its tokens are recorded.
+The request goes to `/chat/completions`, with `reward.judge.template`. The reward is the last score in the reply. A
+reply without a score, or with one out of range, fails the sample: it is no zero. The reply and its token counts are
+recorded.
 """
 
 import re
@@ -19,8 +20,8 @@ _PLACE = re.compile(r"\{(prompt|response|answer|label)\}")
 
 
 class Judge:
-    """The model, and how it is asked: both are in the version. Where it is served is not, so that what it said counts
-    wherever it moves."""
+    """The judge. Its version covers the model and the request, but not the address: stored answers stay valid when the
+    model moves."""
 
     name = "judge"
 
@@ -34,7 +35,8 @@ class Judge:
         self.version = f"{source_version('judge', 'asking')} {config.model} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
-        """The body of the request. ValueError where the template names the label, and the row has none."""
+        """Return the body of the request. Raises ValueError where the template names the label, and the row has
+        none."""
         given = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         if "{answer}" in self._config.template:
             given["answer"] = answer_of(sample)
@@ -50,7 +52,7 @@ class Judge:
         }
 
     async def answer(self, question: Any) -> Graded:
-        """What it replies. Raises as `Service.post`."""
+        """Return the grade in the reply. Raises as `Service.post`."""
         reply = await self._service.post(question)
         try:
             said = reply["choices"][0]["message"]["content"]
@@ -72,5 +74,5 @@ class Judge:
         return Graded(score, components)
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close its connections."""
         await self._service.close()

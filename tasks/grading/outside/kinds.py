@@ -1,6 +1,6 @@
-"""Graders that ask something outside: a service, a language model, a program in a sandbox. One a file.
+"""Names of the graders that call something outside: a service, a language model, a program in a sandbox. One a file.
 
-They are Cairn's own code and wait rather than compute, so they run in the driver, many questions at a time
+They are Cairn's own code and wait rather than compute. So they run in the driver, many requests at a time
 (`cairn.tasks.grading.outside.asking`).
 """
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from cairn.tasks.grading.outside.asking import Outside
 
 KEPT = ("judge", "remote_rm")
-"""Those whose answers cost something, and are kept by default."""
+"""Graders whose answers cost something, and are stored by default."""
 
 
 def outside(config: "RewardConfig") -> "Outside":
-    """The one that `config.rm_type` names. Raises BadPlugin where what it needs is not said, or not here."""
+    """Return the grader that `config.rm_type` names. Raises BadPlugin where an option that it needs is not set, or
+    where this machine lacks what it needs."""
     match config.rm_type:
         case "judge":
             if config.judge is None:

@@ -1,7 +1,7 @@
-"""A reward service: `{prompt, response, label}` is posted to `reward.rm_url`, and the reply is the reward.
+"""The grader `remote_rm`: `{prompt, response, label}` is posted to `reward.rm_url`, and the reply is the reward.
 
-The reply is a number, or a mapping with the number under `reward.reward_key`, whose other entries are recorded beside
-it. slime: `remote_rm`.
+The reply is a number, or a mapping with the number under `reward.reward_key`; the mapping's other entries are recorded.
+slime: `remote_rm`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ from cairn.tasks.rewards.sample import Sample
 
 
 class RemoteRM:
-    """The service at an address. Which code answers there its owner knows: the version tells the address alone."""
+    """A reward service at an address. Its code is unknown here: the version covers the address and
+    `reward.reward_key`."""
 
     name = "remote_rm"
 
@@ -29,11 +30,11 @@ class RemoteRM:
         self.version = f"{source_version('remote_rm', 'asking')} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
-        """The body of the request."""
+        """Return the body of the request."""
         return {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
 
     async def answer(self, question: Any) -> Graded:
-        """What it replies. Raises as `Service.post`."""
+        """Return the grade in the reply. Raises as `Service.post`."""
         reply = await self._service.post(question)
         try:
             if not isinstance(reply, Mapping):
@@ -46,5 +47,5 @@ class RemoteRM:
             return Graded(None, error=f"the service at reward.rm_url gave no reward: {error}")
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close its connections."""
         await self._service.close()

@@ -1,7 +1,7 @@
-"""A reward model says what a response is worth: a sequence classifier with one label, on an engine of its own.
+"""The grader `reward_model`: a sequence classifier with one label rates a response, on an engine of its own.
 
-Where it fails, no sample does: the step is tried again, with the engine made again, and then the run ends. A sample
-fails by itself alone: it is longer than the model reads, its chat is refused by the template, its score is not finite.
+A failure of the engine fails no sample: the step is retried, with the engine restarted, and then the run ends. A sample
+fails only by itself: it is longer than the model reads, the template refuses its chat, or its score is not finite.
 """
 
 import threading
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 NAME = "reward_model"
 
 BATCHES = 8
-"""Batches of one call: how much is lost with an engine that dies."""
+"""Batches of one call. An engine that dies loses at most these."""
 
 
 class Scorer(Protocol):
-    """The engine: `cairn.engines.scoring.reward_model.RewardModel`, or its handle in a fleet."""
+    """Interface of the engine: `cairn.engines.scoring.reward_model.RewardModel`, or its handle in a fleet."""
 
     def score(self, answered: Sequence["Answered"]) -> list["Score"]:
-        """Scores, in order."""
+        """Return the scores, in order."""
 
 
 class RewardModelGrader:
-    """Asks the engine. Thread-safe."""
+    """A grader that calls the engine. Thread-safe."""
 
     name = NAME
     by_group = False
@@ -44,8 +44,12 @@ class RewardModelGrader:
     sees_messages = True
 
     def __init__(self, config: "RewardConfig", engine: Callable[[], Scorer] | None = None) -> None:
-        """`engine` gives that of a fleet when it is up; without one the model is loaded into this process when the
-        first sample comes. Raises BadPlugin where no model is named, or its folder cannot be used."""
+        """Prepare the grader. Raises BadPlugin where no model is named, or its folder cannot be used.
+
+        Args:
+            engine: returns the engine of a fleet once it is up. Without it the first sample loads the model into this
+                process.
+        """
         self._options = options_of(config)
         self.version = version_of(self._options)
         self._engine = engine
@@ -54,7 +58,7 @@ class RewardModelGrader:
         self._closed = False
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
-        """See `Grading.grade`. Raises EngineError where the engine fails."""
+        """Grade a batch: see `Grading.grade`. Raises EngineError where the engine fails."""
         from cairn.engines.scoring.reward_model import Answered
 
         answered = []
@@ -76,14 +80,14 @@ class RewardModelGrader:
         ]
 
     def graded_by(self, sample: Sample) -> tuple[str, str]:
-        """Itself."""
+        """Return name and version of this grader."""
         return self.name, self.version
 
     def can_grade(self, sample: Sample) -> None:
-        """Nothing: where its engine fails, no sample does."""
+        """Do nothing: a failure of the engine fails no sample."""
 
     def close(self) -> None:
-        """Let go of the engine; one of a fleet ends with that."""
+        """Release the engine. An engine of a fleet ends with the fleet."""
         self._closed = True
         self._own = None
 
@@ -99,15 +103,17 @@ class RewardModelGrader:
 
 
 def options_of(config: "RewardConfig") -> RewardModelConfig:
-    """Of the model. Raises BadPlugin where none is named."""
+    """Return the options of the model. Raises BadPlugin where none is named."""
     if config.reward_model is None:
         raise BadPlugin("the grader 'reward_model' needs a model: set reward.reward_model.path to its folder")
     return config.reward_model
 
 
 def version_of(options: RewardModelConfig) -> str:
-    """Changes with what the model reads, and with the folder: a digest of its files is in it. Raises BadPlugin where
-    the folder cannot be used."""
+    """Return a version that changes with what the model reads and with the digest of its folder's files.
+
+    Raises BadPlugin where the folder cannot be used.
+    """
     from cairn.engines.models.files import loaded_files
     from cairn.engines.scoring.reward_model import load_reward_tokenizer
     from cairn.engines.types.errors import BadModel
@@ -124,13 +130,15 @@ def version_of(options: RewardModelConfig) -> str:
 
 @lru_cache(maxsize=4)
 def _digest(folder: str, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Of the folder while its files are these: it is asked for many times, and may be large."""
+    """Return the digest of the folder. `files` is the key of the cache: the folder may be large, and the digest is
+    needed often."""
     from cairn.engines.models.files import folder_digest
 
     return folder_digest(Path(folder))
 
 
 def _text(sample: Sample) -> str:
-    """The prompt for a model without a chat template: a plain one as it is, and of a chat what its messages say."""
+    """Return the prompt for a model without a chat template: a plain prompt unchanged, or the contents of a chat's
+    messages."""
     said = [str(message.get("content") or "") for message in sample.messages]
     return said[0] if said == [sample.prompt] else "".join(f"{one}\n\n" for one in said)

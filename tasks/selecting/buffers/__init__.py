@@ -1,4 +1,4 @@
-"""Which groups come first, of more than a batch has room for. One policy a file, `order(groups) -> groups`."""
+"""Order of groups where a batch has no room for all of them. One policy a file, `order(groups) -> groups`."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,15 +9,17 @@ from cairn.tasks.selecting.buffers.group import JudgedGroup
 __all__ = ["BufferPolicy", "JudgedGroup", "get_policy"]
 
 BufferPolicy = Callable[[Sequence[JudgedGroup]], Sequence[JudgedGroup]]
-"""`order(groups)`: those that could be trained on in an iteration, and those that wait unfinished, fresh ones after
-those of earlier iterations; returns the same groups, those first that are to be used first: of the finished ones the
-first make the batch, of the unfinished ones the first go on first. A pure function: its answer is recorded once and
-never asked for again."""
+"""`order(groups)`: a pure function, whose result is recorded once. It gets the groups that an iteration may train on,
+and unfinished ones that wait; new groups come after those of earlier iterations. It returns the same groups in another
+order: the first finished ones make the batch, and the first unfinished ones resume first."""
 
 
 def get_policy(name: str) -> BufferPolicy:
-    """The policy that `rollout.buffer_filter_path` names. Raises BadPlugin if there is none of that name, or if it
-    takes other arguments; the policy does where it returns something else."""
+    """Return the policy that `rollout.buffer_filter_path` names.
+
+    Raises BadPlugin if no policy has that name, or if it takes other arguments. The policy raises it where it returns
+    something else.
+    """
     function = BUFFER.load(name)
 
     def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:

@@ -1,4 +1,4 @@
-"""What is known of a group when batches are filled."""
+"""Facts about a group that are known when batches are filled."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from cairn.storage.ledger.schemas import Disposition
 
 @dataclass(frozen=True)
 class JudgedGroup:
-    """A group and what was decided about it. `iteration` and `shard` say where its samples lie."""
+    """A group and the decision about it. Its samples are in `shard` of `iteration`."""
 
     group_id: int
     iteration: int
@@ -18,23 +18,23 @@ class JudgedGroup:
     reason: str | None
     kept: bool
     spare: bool = False
-    """Not kept, but better than an unfilled batch."""
+    """Whether the filter rejected the group, but prefers it to an unfilled batch."""
     unfinished: bool = False
-    """Aborted, to be continued."""
+    """Whether generation was aborted and will resume."""
     age: int = 0
-    """Of its newest tokens, in publications."""
+    """Age of its newest tokens, in publications."""
     max_age: int | None = None
-    """Of the tokens of it that may be trained on; None: of any age."""
+    """Maximum age of its tokens that may be trained on; None: any age."""
     priority: float | None = None
-    """What the filter gave it; None where it gave nothing."""
+    """Priority from the filter; None without one."""
     key: Any = None
-    """What the metadata of its data row has under `rollout.buffer_key`; None without that option."""
+    """Value under `rollout.buffer_key` in the metadata of its data row; None without that option."""
     stale_tokens: int = 0
-    """Its tokens that are older than that."""
+    """Number of its tokens that are older than `max_age`."""
     stale_weights: tuple[float, ...] = ()
-    """Of its tokens of the ages `max_age` + 1, `max_age` + 2, …; those of other ages above it have 0."""
+    """Weights of its tokens of the ages `max_age` + 1, `max_age` + 2, …; tokens of higher ages have weight 0."""
     removed: tuple[int, ...] = ()
-    """Of a trained group: the samples, by their places in it, whose tokens are not trained on."""
+    """Samples of a trained group that are not trained on, by their positions in it."""
     disposition: Disposition = Disposition.DROP
 
     @property

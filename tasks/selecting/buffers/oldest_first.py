@@ -1,6 +1,6 @@
-"""The oldest groups are trained on, while `rollout.max_age` allows it: nothing that was paid for is wasted.
+"""Train on the oldest groups first, while `rollout.max_age` allows it, so that no generated group is wasted.
 
-finished: the oldest first, and of one age as they came; unfinished: as they came
+finished: the oldest first, those of equal age in order of arrival; unfinished: in order of arrival
 """
 
 from collections.abc import Sequence
@@ -9,5 +9,5 @@ from cairn.tasks.selecting.buffers.group import JudgedGroup
 
 
 def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:
-    """Stable: groups of one age stay as they stand."""
+    """Order the groups. Groups of equal age keep their order."""
     return sorted(groups, key=lambda group: 0 if group.unfinished else -group.age)

@@ -1,8 +1,8 @@
-"""The groups with the highest number are trained on.
+"""Train on the groups with the highest priority first.
 
-finished: by what their metadata has under `rollout.buffer_key`, or without that option by the `priority` that the
-filter gave, or where it gave none by the standard deviation of their rewards, that is by how much a group-relative
-advantage has to say; of one number as they came; unfinished: as they came, so that none waits for ever
+finished: by the value under `rollout.buffer_key` in their metadata; without that option by the filter's `priority`;
+without a priority by the standard deviation of their rewards, which measures how much a group-relative advantage can
+teach. Those of equal priority are in order of arrival. unfinished: in order of arrival, so that none waits forever
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from cairn.tasks.selecting.buffers.group import JudgedGroup
 
 
 def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:
-    """Stable. Raises BadPlugin where the metadata has something else than a number."""
+    """Order the groups. Those of equal priority keep their order. Raises BadPlugin where a value in the metadata is no
+    number."""
     return sorted(groups, key=lambda group: 0.0 if group.unfinished else -_priority(group))
 
 

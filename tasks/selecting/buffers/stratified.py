@@ -1,7 +1,7 @@
-"""Groups are trained on by turns, one of each stratum: the values that their metadata has under `rollout.buffer_key`.
+"""Take groups from the strata in turn; a stratum is a value under `rollout.buffer_key` in the metadata.
 
-finished: a turn takes the youngest group of each stratum that has one left, the strata in the order in which their
-longest-waiting groups came; unfinished: as they came
+finished: each turn takes the youngest remaining group of each stratum; the strata are in the order in which their first
+groups arrived. unfinished: in order of arrival
 """
 
 import json
@@ -12,7 +12,7 @@ from cairn.tasks.selecting.buffers.group import JudgedGroup
 
 
 def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:
-    """A group without the key is of a stratum of its own kind."""
+    """Order the groups. Groups without the key form a stratum of their own."""
     strata: dict[str, list[JudgedGroup]] = {}
     for group in groups:
         if not group.unfinished:

@@ -1,6 +1,6 @@
-"""The youngest groups are trained on, as close to the policy as can be; unfinished ones go on as long as they wait.
+"""Train on the youngest groups first, which are closest to the policy.
 
-finished: by age, and of one age as they came; unfinished: as they came, so that none waits for ever
+finished: by age, those of equal age in order of arrival; unfinished: in order of arrival, so that none waits forever
 """
 
 from collections.abc import Sequence
@@ -9,5 +9,5 @@ from cairn.tasks.selecting.buffers.group import JudgedGroup
 
 
 def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:
-    """Stable: groups of one age stay as they stand."""
+    """Order the groups. Groups of equal age keep their order."""
     return sorted(groups, key=lambda group: 0 if group.unfinished else group.age)

@@ -1,2 +1,2 @@
-"""Which prompts come back before the data's order brings them. One policy a file,
+"""Prompts that return before the order of the data brings them. One policy a file,
 `choose(state, results, count, config) -> (prompts, state)`."""

@@ -1,10 +1,9 @@
-"""Prompts that the policy gets right now and then come back: the others have nothing to teach, or not yet.
+"""Repeat the prompts that the policy solves only sometimes: all others teach nothing, or nothing yet.
 
-A group whose pass rate lies in [`low`, `high`] has a spread of rewards, so an advantage (Bae et al. 2025, "Online
-Difficulty Filtering for Reasoning Oriented Reinforcement Learning", equation 8). Its prompt waits, behind those that
-wait already; each draw takes first those that have waited longest. One that was drawn again waits again only if its new
-pass rate lies there too. What was never seen comes from the data's own order, which fills the rest of each draw, so
-everything is seen once an epoch whatever comes back.
+A group whose pass rate is in [`low`, `high`] has a spread of rewards, and so an advantage (Bae et al. 2025, "Online
+Difficulty Filtering for Reasoning Oriented Reinforcement Learning", equation 8). Its prompt is appended to a queue;
+each draw takes the prompts that have waited longest. A repeated prompt is queued again only if its new pass rate is in
+that range too. The data's own order fills the rest of each draw, so every prompt is seen once an epoch in any case.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,10 @@ from typing import Any
 
 
 def choose(state: Any, results: Sequence[Any], count: int, config: Any) -> tuple[list[int], list[int]]:
-    """The `state` is those that wait, the longest first; at most `max_waiting`."""
+    """Return the prompts of the next draw, and the remaining queue as the new state, the longest waiting first.
+
+    The queue has at most `max_waiting` prompts.
+    """
     waiting: list[int] = list(state or [])
     for group in results:
         if group.pass_rate is None:  # its grader failed, which says nothing of the prompt

@@ -16,7 +16,7 @@ from cairn.tasks.selecting.filters.sample import Filter, FilterDecision, GradedS
 
 
 def graded(sample: GradedSample, group_size: int) -> slime.OfGroup:
-    """What a filter is given."""
+    """Return a sample as a filter written for slime gets it."""
     return slime.OfGroup(
         prompt=sample.prompt,
         tokens=[*sample.prompt_ids, *sample.response_ids],
@@ -33,7 +33,8 @@ def graded(sample: GradedSample, group_size: int) -> slime.OfGroup:
 
 
 def judged(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterDecision:
-    """What a filter says of the samples of a group. Raises BadPlugin where it says something else."""
+    """Return the decision of a filter written for slime about a group. Raises BadPlugin where it returns something
+    else."""
     found = keep(slime.Arguments({}), [graded(sample, len(samples)) for sample in samples])
     said = found if hasattr(found, "keep") else slime.DynamicFilterOutput(found)
     kept, reason = bool(said.keep), getattr(said, "reason", None)
@@ -47,10 +48,10 @@ __all__ = ["Filter", "FilterDecision", "get_filter", "takes_samples"]
 
 
 def get_filter(name: str | None) -> Filter:
-    """The filter that `rollout.dynamic_sampling_filter` names; None keeps every group.
+    """Return the filter that `rollout.dynamic_sampling_filter` names; None keeps every group.
 
-    One of the user's may say no more than whether a group is kept. Raises BadPlugin if there is none of that name, or
-    if it takes other arguments; the filter does where it returns something else.
+    A user's filter may return only whether to keep a group. Raises BadPlugin if no filter has that name, or if it takes
+    other arguments. The filter raises it where it returns something else.
     """
     if name is None:
         return lambda given: FilterDecision(keep=True)
@@ -72,8 +73,8 @@ def get_filter(name: str | None) -> Filter:
 
 
 def takes_samples(name: str | None) -> bool:
-    """Whether a filter is given the samples of a group rather than their rewards: whether its argument is called
-    `samples`, or it was written for slime. Raises as `get_filter`."""
+    """Whether a filter takes the samples of a group rather than their rewards: its argument is called `samples`, or it
+    was written for slime. Raises as `get_filter`."""
     if name is None:
         return False
     function: Callable[..., Any] = FILTER.load(name)

@@ -6,7 +6,7 @@ import numpy as np
 from cairn.tasks.selecting.filters.sample import FilterDecision
 
 MIN_STD = 1e-6
-"""As in slime."""
+"""Minimum standard deviation of the rewards, as in slime."""
 
 
 def keep(rewards: np.ndarray) -> FilterDecision:

@@ -1,5 +1,5 @@
-"""Keep the groups whose rewards differ, as `check_reward_nonzero_std`, and fill with the others what is missing when
-the rounds of rollout are used up."""
+"""Keep the groups whose rewards differ, like `check_reward_nonzero_std`, and fill missing places with others once the
+rounds of rollout are used up."""
 
 from dataclasses import replace
 
@@ -10,5 +10,5 @@ from cairn.tasks.selecting.filters.sample import FilterDecision
 
 
 def keep(rewards: np.ndarray) -> FilterDecision:
-    """The decision on a group with these rewards, [G]."""
+    """Return the decision on a group with these rewards, [G]."""
     return replace(check_reward_nonzero_std.keep(rewards), keep_when_insufficient=True)

@@ -1,4 +1,4 @@
-"""What a filter may see of a sample."""
+"""Input and output of a filter."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,25 +9,23 @@ import pyarrow as pa
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.grading.shaping import as_graded
 
-# What a filter says.
-
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """What is to become of a group. slime: `DynamicFilterOutput`."""
+    """Decision of a filter on a group. slime: `DynamicFilterOutput`."""
 
     keep: bool
     reason: str | None = None
-    """Why it is dropped: counted under `dynamic_filter/drop_<reason>`."""
+    """Reason for dropping the group, counted under `dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
-    """A dropped group that is still better than none, once the rounds of rollout are used up."""
+    """Whether a dropped group is still better than none, once the rounds of rollout are used up."""
     priority: float | None = None
-    """What the buffer policy `priority` puts a kept group by, the highest first."""
+    """Number by which the buffer policy `priority` orders kept groups, the highest first."""
 
 
 Filter = Callable[[Any], FilterDecision]
-"""`filter(rewards)`: the rewards, [G] float64, are those of one group, none of them failed; or `filter(samples)`: a
-list of its `cairn.GradedSample`. A pure function: its answer is recorded once and never asked for again."""
+"""`filter(rewards)`, with the rewards of one group, [G] float64, none of them failed; or `filter(samples)`, with a list
+of its `cairn.GradedSample`. A pure function, whose result is recorded once."""
 
 
 ROLLOUT_COLUMNS = (
@@ -49,23 +47,23 @@ ROLLOUT_COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class GradedSample:
-    """One sample of a group of which none failed, as it was generated and graded."""
+    """A generated and graded sample of a group without failed samples."""
 
     group_id: int
     sample_index: int
-    """Its place in the group, from 0."""
+    """Position in the group, from 0."""
     reward: float
-    """As graded, before the overlong penalty, which is among the components."""
+    """Reward before the overlong penalty, which is among the components."""
     components: dict[str, Any]
-    """What the grader recorded beside the reward."""
+    """Components that the grader recorded with the reward."""
     response: str
-    """As text, without special tokens; of several trajectories the last one."""
+    """Text without special tokens; of the last trajectory if there are several."""
     response_ids: tuple[int, ...]
-    """Tokens, the end token included; of all trajectories."""
+    """Tokens of all trajectories, the end token included."""
     log_probs: tuple[float, ...]
-    """Of these tokens, under the rollout engine."""
+    """Log-probs of these tokens under the rollout engine."""
     loss_mask: tuple[int, ...]
-    """1 for those that may be trained on."""
+    """1 at tokens that may be trained on, else 0."""
     finish_reason: str
     """`stop` or `length`."""
     status: str
@@ -76,25 +74,25 @@ class GradedSample:
     """Row of the data set."""
     label: str | None
     metadata: dict[str, Any]
-    """Of the data row; empty where it has none."""
+    """Metadata of the data row; empty where it has none."""
 
     @property
     def length(self) -> int:
-        """Tokens of the response."""
+        """Number of tokens of the response."""
         return len(self.response_ids)
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut."""
+        """Whether the response was cut off."""
         return self.finish_reason == "length"
 
 
 def graded_samples(rollout: pa.Table, rewards: pa.Table) -> dict[int, list[GradedSample]]:
-    """The samples of every group by its id, but of groups of which one has no reward.
+    """Return the samples of every group, by the group's id, without groups in which a sample has no reward.
 
     Args:
-        rollout: with ROLLOUT_COLUMNS.
-        rewards: a reward table, row for row of the same samples.
+        rollout: a table with ROLLOUT_COLUMNS.
+        rewards: the reward table of the same samples, in the same order.
     """
     groups: dict[int, list[GradedSample]] = {}
     failed: set[int] = set()
@@ -108,7 +106,7 @@ def graded_samples(rollout: pa.Table, rewards: pa.Table) -> dict[int, list[Grade
 
 
 def places(samples: Sequence[GradedSample]) -> dict[int, list[int]]:
-    """The places in their groups of some samples, ascending, by the group's id."""
+    """Return the positions of some samples in their groups, ascending, by the group's id."""
     found: dict[int, list[int]] = {}
     for sample in samples:
         found.setdefault(sample.group_id, []).append(sample.sample_index)

@@ -1,5 +1,5 @@
-"""Which samples of a full batch are not trained on, though their rewards count in the baselines of their groups. One a
-file, `remove(groups) -> samples`."""
+"""Samples of a full batch that are not trained on, though their rewards count in the baselines of their groups. One
+filter a file, `remove(groups) -> samples`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,15 +9,17 @@ from cairn.tasks.selecting.filters.sample import GradedSample, places
 
 
 class NothingLeft(Exception):
-    """Of a batch, or of one of its optimizer steps, nothing is left to train on."""
+    """Nothing is left to train on, of a batch or of one of its optimizer steps."""
 
 
 def removed_by(name: str, groups: Sequence[Sequence[GradedSample]]) -> dict[int, list[int]]:
-    """What `rollout.rollout_sample_filter_path` removes of the groups of a batch: places of samples in their groups, by
+    """Return the samples of a batch that `rollout.rollout_sample_filter_path` removes: positions in their groups, by
     the group's id.
 
-    Raises BadPlugin if it cannot be had, takes other arguments or returns something else than samples that it was
-    given; NothingLeft if those are all.
+    Raises:
+        BadPlugin: the filter is not available, takes other arguments, or returns anything else than samples of the
+            batch.
+        NothingLeft: it removes all samples.
     """
     found = SAMPLE_FILTER.load(name)([list(group) for group in groups])
     removed = list(found) if isinstance(found, Iterable) else None

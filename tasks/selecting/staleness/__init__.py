@@ -1,4 +1,4 @@
-"""What becomes of tokens that are older than `rollout.max_age` allows, though it paces a stream. One policy a file,
+"""Tokens that are older than `rollout.max_age` allows, although that option paces the stream. One policy a file,
 `weigh(tokens, max_age) -> weights`."""
 
 import math
@@ -9,13 +9,14 @@ from cairn.configs.plugins import BadPlugin
 
 
 def stale_weights(name: str, tokens: Mapping[int, int], max_age: int) -> tuple[float, ...] | None:
-    """What `rollout.staleness_policy` says of a group with tokens that are too old: the weights, from 0 to 1, of those
-    of the ages max_age + 1, max_age + 2, … as far as there are any; None where the group is to be dropped.
+    """Return the decision of `rollout.staleness_policy` on a group with tokens that are too old.
+
+    The result has the weights, from 0 to 1, of tokens of the ages max_age + 1, max_age + 2, … up to the oldest; None
+    where the group is to be dropped. Raises BadPlugin if the policy is not available, takes other arguments or returns
+    something else.
 
     Args:
-        tokens: how many of the group's trained tokens are of each age.
-
-    Raises BadPlugin if it cannot be had, takes other arguments or returns something else.
+        tokens: number of the group's trained tokens of each age.
     """
     found = STALENESS.load(name)(dict(tokens), max_age)
     if found is None:

@@ -4,5 +4,5 @@ from collections.abc import Mapping
 
 
 def weigh(tokens: Mapping[int, int], max_age: int) -> dict[int, float]:
-    """0 for every age above the bound."""
+    """Return weight 0 for every age above the bound."""
     return {age: 0.0 for age in tokens if age > max_age}

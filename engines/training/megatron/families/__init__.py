@@ -1,4 +1,4 @@
-"""The families of models that Megatron trains, one a file."""
+"""Families of models that Megatron trains, one per file."""
 
 from transformers import PretrainedConfig
 
@@ -47,14 +47,14 @@ UNMAPPED = {
         "sequences"
     ),
 }
-"""Types that are known and left out, and why."""
+"""Known model types that are not supported, and why."""
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Raises:
-        BadModel: there is none, or Megatron would compute something else than the model's config asks for.
+        BadModel: there is none, or Megatron would compute something else than the model's config specifies.
     """
     family = FAMILIES.get(config.model_type)
     if (reason := UNMAPPED.get(config.model_type)) is not None:

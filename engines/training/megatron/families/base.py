@@ -1,4 +1,4 @@
-"""What a family of models says of itself: its configuration and parameters in Megatron's words.
+"""Description of a family of models: its configuration and parameters in Megatron's terms.
 
 The mapping is our own and not Megatron-Bridge's: see docs/engines/megatron.md for the reasons.
 """
@@ -14,31 +14,30 @@ from transformers import PretrainedConfig
 
 
 class Layout(Enum):
-    """How a Megatron parameter is made of Hugging Face tensors and cut over the tensor-parallel ranks."""
+    """Composition of a Megatron parameter from Hugging Face tensors, and its split over the tensor-parallel ranks."""
 
     REPLICATED = "replicated"
     """One tensor, whole on every rank."""
     COLUMN = "column"
-    """One tensor; each rank has some of its rows (a column of the transposed matrix)."""
+    """One tensor; each rank has some of its rows (columns of the transposed matrix)."""
     ROW = "row"
     """One tensor; each rank has some of its columns."""
     GATED = "gated"
-    """Gate and up projection, in two tensors or below each other in one: each rank has rows of the first, then of the
-    second."""
+    """Gate and up projection, in two tensors or stacked in one: each rank has rows of the first, then of the second."""
     QKV = "qkv"
-    """Query, key and value projection: for every key-value head its query heads' rows, then its own two."""
+    """Query, key and value projection: for every key-value head the rows of its query heads, key head and value head."""
     HEADS = "heads"
     """Rows of heads, one stretch after the other; each rank has some of the heads of every stretch."""
     EXPERT_IN = "expert in"
-    """Gate and up projection of an expert, whose columns take turns in one tensor of all experts [experts, in, out];
-    each rank has some of the gate's, as rows, then of the other's. Their biases in [experts, out] are cut as they."""
+    """Gate and up projection of an expert, whose columns alternate in one tensor of all experts [experts, in, out]. Each
+    rank has some columns of the gate, as rows, then of the up projection. Their biases in [experts, out] are cut alike."""
     EXPERT_OUT = "expert out"
-    """Down projection of an expert in one tensor of all experts [experts, in, out]; each rank has some of its rows, as
+    """Down projection of an expert in one tensor of all experts [experts, in, out]. Each rank has some of its rows, as
     columns."""
     EXPERT_BIAS = "expert bias"
     """A row of one tensor of all experts, whole on every rank."""
     GROUPS = "groups"
-    """The same rows, all of a head's together; each rank has some of the heads."""
+    """Rows of heads as in HEADS, but with all rows of a head together; each rank has some of the heads."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +45,29 @@ class Stretch:
     """Rows of a Hugging Face tensor that belong to heads."""
 
     part: int
-    """The tensor, as a place in `Source.names`."""
+    """Index of the tensor in `Source.names`."""
     rows: int
-    """Of the whole tensor."""
+    """Rows of the whole tensor."""
     heads: int
     height: int
     """Rows of one head."""
     first: int = 0
-    """Row at which the first head begins."""
+    """First row of the first head."""
     every: int | None = None
-    """Rows from one head's beginning to the next one's, where that is not `height`."""
+    """Rows from the start of one head to the start of the next; None where this is `height`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a Megatron parameter comes from."""
+    """Origin of a Megatron parameter."""
 
     layout: Layout
     names: tuple[str, ...]
-    """Of the Hugging Face tensors."""
+    """Names of the Hugging Face tensors."""
     stretches: Callable[[Any], Sequence[Stretch]] | None = None
-    """Of HEADS and GROUPS: what the parameter is made of, by Megatron's TransformerConfig."""
+    """Only for HEADS and GROUPS: the stretches of the parameter, from Megatron's TransformerConfig."""
     expert: int = 0
-    """Of EXPERT_IN, EXPERT_OUT and EXPERT_BIAS: the expert."""
+    """Only for EXPERT_IN, EXPERT_OUT and EXPERT_BIAS: index of the expert."""
 
 
 _OUTSIDE = {
@@ -91,21 +90,21 @@ _LAYER: Mapping[str, Source] = {
 
 
 class Family:
-    """A llama-like decoder; a family overrides what it does differently."""
+    """A llama-like decoder; a subclass overrides what differs."""
 
     model_type: ClassVar[str]
-    """As in config.json."""
+    """Model type in config.json."""
     post_norms: ClassVar[bool] = False
     """Whether the outputs of attention and feed-forward part are normalised before they are added."""
     whole_norms: ClassVar[bool] = False
     """Whether queries and keys are normalised over all their heads together."""
     latent_epsilon: ClassVar[float | None] = None
-    """Of the norms of latents in attention, where they have one of their own."""
+    """Epsilon of the norms of latents in attention, where it differs from that of the other norms."""
     layer: ClassVar[Mapping[str, Source]] = _LAYER
-    """Sources of a layer's parameters, but for experts; names on both sides without the layer's prefix."""
+    """Sources of a layer's parameters, except for experts; names on both sides without the layer's prefix."""
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Fields of Megatron's TransformerConfig."""
+        """Return the fields of Megatron's TransformerConfig."""
         return {
             "num_layers": hf.num_hidden_layers,
             "hidden_size": hf.hidden_size,
@@ -126,7 +125,7 @@ class Family:
         }
 
     def model(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Arguments of Megatron's GPTModel, but for the size of the vocabulary."""
+        """Return the arguments of Megatron's GPTModel, except for the size of the vocabulary."""
         return {
             "share_embeddings_and_output_weights": bool(hf.tie_word_embeddings),
             "max_sequence_length": hf.max_position_embeddings,
@@ -136,7 +135,7 @@ class Family:
         }
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        """Sentences on what Megatron would compute differently."""
+        """Return messages on what Megatron would compute differently."""
         found = []
         if hf.hidden_act != "silu":
             found.append(f"its activation is {hf.hidden_act}, not silu")
@@ -145,7 +144,7 @@ class Family:
         return found
 
     def parameter(self, name: str) -> Source:
-        """The source of a parameter, whose name counts layers and experts over the whole model.
+        """Return the source of a parameter, whose name counts layers and experts over the whole model.
 
         Raises:
             KeyError: the family has no such parameter.
@@ -159,8 +158,10 @@ class Family:
         return replace(source, names=tuple(f"model.layers.{match[1]}.{part}" for part in source.names))
 
     def held_together(self, layers: int) -> Iterator[tuple[str, ...]]:
-        """Names of the Hugging Face tensors that are parts of one Megatron parameter, but for experts'. A model may
-        lack some of these parameters."""
+        """Yield the names of Hugging Face tensors that are parts of one Megatron parameter, except for experts'.
+
+        A model may lack some of these parameters.
+        """
         for layer in range(layers):
             for name in self.layer:
                 source = self.parameter(f"decoder.layers.{layer}.{name}")
@@ -168,7 +169,7 @@ class Family:
                     yield source.names
 
     def _layer_parameter(self, name: str) -> Source:
-        """The source of a layer's parameter; names on both sides without the layer's prefix. Raises KeyError."""
+        """Return the source of a layer's parameter; names on both sides without the layer's prefix. Raises KeyError."""
         return self.layer[name]
 
     def _rope_types(self) -> Sequence[str]:

@@ -72,7 +72,7 @@ class DeepseekV3(Routed):
         return found
 
     def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
-        """Megatron's options of the rotary embedding's scaling (Peng et al., YaRN, 2023, arXiv:2309.00071)."""
+        """Return Megatron's options of the rotary embedding's scaling (Peng et al., YaRN, 2023, arXiv:2309.00071)."""
         if rope.get("rope_type", "default") == "default":
             return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
         return {

@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.6, GLM-4.7 and GLM-4.5-Air: experts as DeepSeek V3's, a rotary embedding of a part of the head."""
+"""GLM-4.5, GLM-4.6, GLM-4.7 and GLM-4.5-Air: experts like DeepSeek V3's, a rotary embedding of a part of the head."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""gpt-oss: a learnt offset of the softmax in every head, a sliding window in every other layer, YaRN, biases, and an
-expert's weights in tensors of all experts, transposed."""
+"""gpt-oss: a learnt softmax offset in every head, a sliding window in every other layer, YaRN, biases, and an expert's
+weights in tensors of all experts, transposed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from cairn.engines.training.megatron.families.base import Family, Layout, Source
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe, expert_parameter
 
 _LIMIT = 7.0
-"""Of an expert's two inner projections; fixed in the model's code, as are the 1.702 of quick_gelu and the 1 that is
-added to the second of them."""
+"""Clamp value of an expert's two inner projections, fixed in the model's code. Also fixed there are the 1.702 of
+quick_gelu and the 1 that is added to the second projection."""
 
 
 def _heads(config: Any) -> Sequence[Stretch]:

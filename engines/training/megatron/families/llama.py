@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from cairn.engines.training.megatron.families.base import Family
 
 _FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of Llama 3.1's rotary scaling, built into Megatron."""
+"""Parameters of Llama 3.1's rotary scaling that are built into Megatron."""
 
 
 class Llama(Family):

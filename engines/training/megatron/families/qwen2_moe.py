@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: biases in attention, and beside the routed experts a shared one behind a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: biases in attention, and a shared expert behind a gate as well as the routed experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ GATED_EXPERT: Mapping[str, Source] = {
     "mlp.shared_experts.linear_fc2.weight": Source(Layout.ROW, ("mlp.shared_expert.down_proj.weight",)),
     "mlp.shared_experts.gate_weight": Source(Layout.REPLICATED, ("mlp.shared_expert_gate.weight",)),
 }
-"""A shared expert whose output a gate scales."""
+"""Sources of a shared expert whose output a gate scales."""
 
 
 def gated_expert(hf: PretrainedConfig) -> dict[str, Any]:
-    """Megatron's options of it."""
+    """Return Megatron's options of this expert."""
     return {
         "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,

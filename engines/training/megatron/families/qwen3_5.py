@@ -1,5 +1,5 @@
-"""The language models of Qwen3.5, dense and with experts: as Qwen3-Next, with the input projection of a delta network
-in four tensors."""
+"""Language models of Qwen3.5, dense and with experts: like Qwen3-Next, with the input projection of a delta network in
+four tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from cairn.engines.training.megatron.families.qwen3_next import GatedDelta, Qwen
 
 
 def _input_projection(config: Any) -> Sequence[Stretch]:
-    """Queries, keys, values, their gates, beta and alpha, each of all heads."""
+    """Return the stretches of queries, keys, values, their gates, beta and alpha, each of all heads."""
     heads, width = config.linear_num_value_heads, config.linear_value_head_dim
     return [
         *convolved(config),

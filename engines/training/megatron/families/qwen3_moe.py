@@ -17,8 +17,10 @@ _MOE: Mapping[str, Source] = {
 
 
 def expert_parameter(name: str) -> tuple[int, str] | None:
-    """Of an expert's parameter the expert, and which it is, such as "fc1.weight". Experts stand one by one, as without
-    a GPU, or all of them in one module, as in Transformer Engine's."""
+    """Return an expert's index and the name of its parameter, such as "fc1.weight"; None for other parameters.
+
+    Experts are separate modules, as without a GPU, or all in one module, as in Transformer Engine.
+    """
     match = re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_(fc\d\.\w+)|linear_(fc\d\.[a-z]+)(\d+))", name)
     return None if match is None else (int(match[1] or match[4]), match[2] or match[3])
 
@@ -40,7 +42,7 @@ class Qwen3Moe(Qwen3):
             "moe_layer_freq": experts,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_topk": hf.num_experts_per_tok,
-            # Softmax over the chosen experts' logits is softmax over all of them, normalised among the chosen.
+            # A softmax over the chosen experts' logits is the softmax over all experts, normalised among the chosen.
             "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",

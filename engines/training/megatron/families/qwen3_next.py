@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta networks, and experts beside a gated one that all tokens share."""
+"""Qwen3-Next: gated delta networks, and experts next to a gated expert that all tokens share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +9,15 @@ from cairn.engines.training.megatron.families.base import Family, Layout, Source
 from cairn.engines.training.megatron.families.qwen2_moe import GATED_EXPERT, gated_expert
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 
-# What Qwen3-Next and Qwen3.5 have in common: gated delta networks in most layers and gated attention in the others,
-# norms whose weights deviate from 1, and a rotary embedding of a part of the head.
+# Common to Qwen3-Next and Qwen3.5: gated delta networks in most layers and gated attention in the others, norms whose
+# weights deviate from 1, and a rotary embedding of a part of the head.
 
 
 def _gated_attention(config: Any) -> Sequence[Stretch]:
-    """For every key-value head its query heads' rows, then those of their gates, then its own two; the query projection
-    has each gate behind its query head."""
+    """Return for every key-value head its query heads' rows, then those of their gates, then its own key and value rows.
+
+    In the query projection each gate follows its query head.
+    """
     width, groups = config.kv_channels, config.num_query_groups
     heads = config.num_attention_heads // groups
     of_queries = {"part": 0, "rows": 2 * groups * heads * width, "heads": groups, "every": 2 * heads * width}
@@ -27,7 +29,7 @@ def _gated_attention(config: Any) -> Sequence[Stretch]:
 
 
 def convolved(config: Any) -> Sequence[Stretch]:
-    """Queries, keys and values of a gated delta network."""
+    """Return the stretches of queries, keys and values of a gated delta network."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     width = config.linear_key_head_dim
     rows = 2 * keys * width + values * config.linear_value_head_dim
@@ -39,7 +41,7 @@ def convolved(config: Any) -> Sequence[Stretch]:
 
 
 def value_heads(config: Any) -> Sequence[Stretch]:
-    """A number for every value head."""
+    """Return a stretch with one number for every value head."""
     return [Stretch(0, config.linear_num_value_heads, config.linear_num_value_heads, 1)]
 
 
@@ -58,7 +60,7 @@ _GATED_LAYER: Mapping[str, Source] = {
 
 
 class GatedDelta(Family):
-    """The families add how the input projection of their delta networks is stored."""
+    """Base of these families; each adds how the input projection of its delta networks is stored."""
 
     layer = _GATED_LAYER
 
@@ -85,8 +87,11 @@ class GatedDelta(Family):
 
 
 def _input_projection(config: Any) -> Sequence[Stretch]:
-    """Queries, keys, values, their gates, beta and alpha, each of all heads. One tensor has for every key head the
-    first four below each other, of the value heads that share it, the other the last two."""
+    """Return the stretches of queries, keys, values, their gates, beta and alpha, each of all heads.
+
+    The first tensor holds, for every key head, the first four one below the other. The second tensor holds the last two.
+    Values, gates, beta and alpha are those of the value heads that share the key head.
+    """
     keys, width = config.linear_num_key_heads, config.linear_key_head_dim
     shared = config.linear_num_value_heads // keys
     values = shared * config.linear_value_head_dim

@@ -1,5 +1,5 @@
-"""Experts that sigmoid scores choose with a correction bias beside them (DeepSeek-AI, 2024, arXiv:2412.19437, equations
-12 to 16), and experts that all tokens share."""
+"""Experts chosen by sigmoid scores with a separate correction bias (DeepSeek-AI, 2024, arXiv:2412.19437, equations 12
+to 16), and experts that all tokens share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ _LAYER: Mapping[str, Source] = {
 
 
 def sigmoid_router(experts_per_token: int) -> dict[str, Any]:
-    """Megatron's options of a router whose bias decides who is chosen, and has no part in the weights."""
+    """Return Megatron's options of a router whose bias affects the choice of experts but not their weights."""
     return {
         "moe_router_topk": experts_per_token,
         "moe_router_score_function": "sigmoid",
@@ -36,7 +36,7 @@ def sigmoid_router(experts_per_token: int) -> dict[str, Any]:
 
 
 class Routed(Qwen3Moe):
-    """The families add their attention."""
+    """Base of these families; each adds its attention."""
 
     layer = _LAYER
 
@@ -66,5 +66,5 @@ class Routed(Qwen3Moe):
         return found
 
     def _layers_with_experts(self, hf: PretrainedConfig) -> list[int]:
-        """1 for every layer that has experts, 0 for every dense one."""
+        """Return 1 for every layer with experts and 0 for every dense one."""
         return [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)]
