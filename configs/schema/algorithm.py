@@ -52,12 +52,12 @@ class AlgorithmConfig(Section):
     """`grpo`, `grpo_turns`, `gspo`, `cispo`, `reinforce_plus_plus_baseline`: subtract the group's mean reward. slime:
     on unless `--disable-rewards-normalization`."""
 
-    grpo_std_normalization: bool = True
+    grpo_std_normalization: Annotated[bool, when("algorithm.rewards_normalization")] = True
     """`grpo`, `grpo_turns`: divide by the group's standard deviation. False removes the bias towards questions that
     nearly all samples answer correctly or wrongly. The loss still weights a token by the length of its response; with
     `loss_scale_factor` it is Dr. GRPO. slime: on unless `--disable-grpo-std-normalization`."""
 
-    normalize_advantages: bool = False
+    normalize_advantages: Annotated[bool, _OF_NO_PAIRS] = False
     """Shift and scale the advantages of all trained tokens of an iteration to mean 0 and variance 1.
     `reinforce_plus_plus` and `reinforce_plus_plus_baseline` require it. slime: `--normalize-advantages`."""
 
@@ -76,7 +76,7 @@ class AlgorithmConfig(Section):
     """`ppo`: replace the reward of a truncated response by the critic's value at its last token, which estimates the
     rest of the response."""
 
-    value_clip: float = Field(0.2, ge=0)
+    value_clip: Annotated[float, _SEVERAL_STEPS] = Field(0.2, ge=0)
     """`ppo`: clip range of values. A value that has moved this far from the one before the update gains nothing by
     moving further. slime: `--value-clip`."""
 
@@ -99,34 +99,34 @@ class AlgorithmConfig(Section):
     gdpo_reward_weights: Annotated[tuple[float, ...] | None, _TUPLE] = None
     """`gdpo`: weight of each of these rewards; 1 each by default. verl: `gdpo_reward_weights`."""
 
-    eps_clip: float = Field(0.2, ge=0)
+    eps_clip: Annotated[float, _RATIOS] = Field(0.2, ge=0)
     """Lower clip range of the probability ratio. Where it and `eps_clip_high` are left out, `gspo` uses its paper's
     3e-4 and 4e-4, because the ratios of whole responses stay near 1, and `cispo` uses 1 and 4. For `dppo_tv` and
     `dppo_kl` it is the divergence above which a token that becomes less probable is left out, by default the paper's
     0.15 and 0.05 nats. slime: `--eps-clip`, 0.2 for all."""
 
-    eps_clip_high: float | None = Field(None, ge=0)
+    eps_clip_high: Annotated[float | None, _RATIOS] = Field(None, ge=0)
     """Upper clip range of the probability ratio; `eps_clip` by default. slime: `--eps-clip-high`."""
 
-    eps_clip_c: float | None = Field(None, gt=1)
+    eps_clip_c: Annotated[float | None, _RATIOS] = Field(None, gt=1)
     """Dual-clip bound on the loss of tokens with a negative advantage. slime: `--eps-clip-c`."""
 
-    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    clip_cov_ratio: Annotated[float, when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")] = Field(2e-4, gt=0, le=1)
     """`clip_cov`: share of an optimizer step's tokens that get no gradient, at least one token. They are drawn from
     those whose covariance of advantage and log-prob is between `clip_cov_lb` and `clip_cov_ub`. verl:
     `policy_loss.clip_cov_ratio`."""
 
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: Annotated[float, when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")] = 1.0
     """`clip_cov`: lower bound of that covariance. verl: `policy_loss.clip_cov_lb`."""
 
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: Annotated[float, when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")] = 5.0
     """`clip_cov`: upper bound of that covariance. verl: `policy_loss.clip_cov_ub`."""
 
-    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    kl_cov_ratio: Annotated[float, when("algorithm.loss", "kl_cov", remedy="set algorithm.loss_type=kl_cov")] = Field(2e-4, gt=0, le=1)
     """`kl_cov`: share of an optimizer step's tokens that are penalised for moving, at least one token. These are the
     tokens with the highest covariance of advantage and log-prob. verl: `policy_loss.kl_cov_ratio`."""
 
-    ppo_kl_coef: float = Field(1.0, ge=0)
+    ppo_kl_coef: Annotated[float, when("algorithm.loss", "kl_cov", remedy="set algorithm.loss_type=kl_cov")] = Field(1.0, ge=0)
     """`kl_cov`: penalty of these tokens for each nat of the log-ratio. verl: `policy_loss.ppo_kl_coef`."""
 
     use_opsm: bool = False
@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
     less probable by more than `opsm_delta` than under the behaviour policy, whose log-probs the rollout engine
     returned. slime: `--use-opsm`, which compares with the trainer's log-probs."""
 
-    opsm_delta: float = Field(1e-4, ge=0)
+    opsm_delta: Annotated[float, when("algorithm.use_opsm")] = Field(1e-4, ge=0)
     """`use_opsm`: threshold in nats per token. slime: `--opsm-delta`."""
 
     entropy_coef: float = Field(0.0, ge=0)
@@ -145,117 +145,117 @@ class AlgorithmConfig(Section):
     ratio of the current to the behaviour policy, so that it estimates the divergence over tokens that the current
     policy would sample. slime: `--use-kl-loss`."""
 
-    kl_loss_coef: float = Field(0.0, ge=0)
+    kl_loss_coef: Annotated[float, when("algorithm.use_kl_loss")] = Field(0.0, ge=0)
     """Weight of the KL loss. slime: `--kl-loss-coef`."""
 
-    kl_loss_type: KLType | None = None
+    kl_loss_type: Annotated[KLType | None, _READS_KL] = None
     """Estimator of the KL divergence from the reference model; by default `k2` in the loss and `k1` in the rewards. In
     the loss the gradient matters. That of `k2` is the divergence's own where the policy is the one that sampled. That
     of `k1` is 0 on average, so `k1` is rejected with a positive `kl_loss_coef`. That of `k3` and `low_var_kl` is the
     gradient of the reverse divergence KL(reference ‖ policy). In the rewards the value matters: `k1` and `k3` are
     unbiased. slime: `--kl-loss-type`."""
 
-    use_unbiased_kl: bool = False
+    use_unbiased_kl: Annotated[bool, when("algorithm.use_kl_loss")] = False
     """Multiply a token's KL loss by the ratio of the current to the behaviour policy, whose log-probs the rollout
     engine returned, and differentiate through the ratio (DeepSeek-V3.2). Value and gradient are then those of the
     divergence for `k3`, the default with this option, and for `k1`, even where the policy has moved since it sampled.
     slime: `--use-unbiased-kl`, which takes the ratio over the trainer's log-probs."""
 
-    ref_update_interval: int | None = Field(None, ge=1)
+    ref_update_interval: Annotated[int | None, _READS_KL, _OF_NO_PAIRS] = Field(None, ge=1)
     """Number of iterations after which the current policy becomes the reference model: iteration i uses the weights
     from before iteration ⌊i / interval⌋ × interval. Null keeps the run's initial reference. slime:
     `--ref-update-interval`."""
 
-    use_opd: bool = False
+    use_opd: Annotated[bool, _OF_NO_PAIRS] = False
     """On-policy distillation: subtract from every token's advantage its log-prob under the policy minus that under the
     teacher, `model.teacher_path`, weighted by `opd_kl_coef`. slime: `--use-opd`."""
 
-    opd_kl_coef: float = Field(1.0, ge=0)
+    opd_kl_coef: Annotated[float, when("algorithm.use_opd")] = Field(1.0, ge=0)
     """Weight of the reverse KL divergence from the teacher in advantages. slime: `--opd-kl-coef`."""
 
-    distillation_loss_coef: float = Field(0.0, ge=0)
+    distillation_loss_coef: Annotated[float, _OF_NO_PAIRS] = Field(0.0, ge=0)
     """Weight of the loss `forward_kl_topk` when it is added to a loss that uses advantages. verl:
     `distillation_loss.distillation_loss_coef`."""
 
-    distillation_topk: int = Field(32, ge=1)
+    distillation_topk: Annotated[int, _TOP_K] = Field(32, ge=1)
     """Number of the teacher's most probable tokens, at each token of a response, that are learned from. Their ids and
     log-probs are stored with the scores. verl: `distillation_loss.topk`."""
 
-    use_rollout_logprobs: bool = False
+    use_rollout_logprobs: Annotated[bool, _OF_NO_PAIRS] = False
     """Use the rollout engine's log-probs as those of the old policy instead of recomputing them. slime:
     `--use-rollout-logprobs`."""
 
-    use_rollout_routing_replay: bool = False
+    use_rollout_routing_replay: Annotated[bool, _OF_NO_PAIRS] = False
     """Rollout routing replay for mixtures of experts (R3, arXiv 2510.11370): record the experts that the rollout engine
     chose for each token and make the trainer use the same ones, in the scores of the old policy and in every update.
     The trainer's router computes their weights. See docs/moe.md. slime: `--use-rollout-routing-replay`."""
 
-    use_tis: bool = False
+    use_tis: Annotated[bool, _OF_NO_PAIRS] = False
     """Correct for the difference between two log-probs by `custom_tis_function_path`: those of the proximal policy,
     which the trainer computes at the start of the update, and those of the behaviour policy, which the rollout engine
     returned. slime: `--use-tis`."""
 
-    custom_tis_function_path: Code = "tis"
+    custom_tis_function_path: Annotated[Code, when("algorithm.use_tis")] = "tis"
     """Correction of `use_tis`. `tis`: truncated importance sampling. `icepop`: leaves out tokens whose ratio is outside
     the bounds. `mis`: either of these, for tokens or responses, with rejection besides, by the options below. Or a
     function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--custom-tis-function-path`."""
 
-    tis_clip: float = Field(2.0, gt=0)
+    tis_clip: Annotated[float, _CORRECTED] = Field(2.0, gt=0)
     """Upper bound of the importance weight. slime: `--tis-clip`."""
 
-    tis_clip_low: float = Field(0.0, ge=0)
+    tis_clip_low: Annotated[float, _CORRECTED, when("algorithm.reads_lower_bound", because="algorithm.tis_mode is truncate", remedy="set algorithm.tis_mode=clip")] = Field(0.0, ge=0)
     """Lower bound of the importance weight. slime: `--tis-clip-low`."""
 
-    tis_level: RatioLevel = "token"
+    tis_level: Annotated[RatioLevel, when("algorithm.use_tis")] = "token"
     """`mis`: ratio from which the weight is computed. `token`: of each token. `sequence`: product over a response.
     `geometric`: geometric mean over a response, whose bounds are near 1, such as 0.9999 and 1.0001. slime: `tis_level`
     of its mis example; verl: `rollout_is`."""
 
-    tis_mode: RatioMode = "truncate"
+    tis_mode: Annotated[RatioMode, when("algorithm.use_tis")] = "truncate"
     """`mis`: use of the bounds. `truncate`: limits the ratio to at most `tis_clip`. `clip`: limits it to the range from
     `tis_clip_low` to `tis_clip`. `mask`: leaves out ratios outside this range. slime: `tis_mode` of its mis example."""
 
-    use_rs: bool = False
+    use_rs: Annotated[bool, when("algorithm.use_tis")] = False
     """`mis`: leave out tokens or responses whose ratio is outside `rs_lower_bound` and `rs_upper_bound`. slime:
     `use_rs` of its mis example; verl: `rollout_rs`."""
 
-    rs_level: RatioLevel = "token"
+    rs_level: Annotated[RatioLevel, when("algorithm.use_tis"), when("algorithm.use_rs")] = "token"
     """`mis`: ratio that is compared with these bounds, as in `tis_level`. slime: `rs_level` of its mis example."""
 
-    rs_lower_bound: float | None = Field(None, ge=0)
+    rs_lower_bound: Annotated[float | None, when("algorithm.use_tis"), when("algorithm.use_rs")] = Field(None, ge=0)
     """`mis`: smallest ratio that is not rejected; `tis_clip_low` by default. slime: `rs_lower_bound` of its mis
     example."""
 
-    rs_upper_bound: float | None = Field(None, gt=0)
+    rs_upper_bound: Annotated[float | None, when("algorithm.use_tis"), when("algorithm.use_rs")] = Field(None, gt=0)
     """`mis`: largest ratio that is not rejected; `tis_clip` by default. slime: `rs_upper_bound` of its mis example."""
 
-    rs_veto_threshold: float | None = Field(None, gt=0, lt=1)
+    rs_veto_threshold: Annotated[float | None, when("algorithm.use_tis")] = Field(None, gt=0, lt=1)
     """`mis`: leave out responses that have a token with a ratio below this, such as 1e-4. slime: `rs_veto_threshold` of
     its mis example."""
 
-    tis_batch_normalize: bool = False
+    tis_batch_normalize: Annotated[bool, when("algorithm.use_tis")] = False
     """Divide the weights by their mean over the optimizer step: over its tokens, or over its responses where
     `tis_level` is not `token`. Those that are left out do not count. The old policy's log-probs are then computed even
     for a single optimizer step, because the mean must be known before the first micro-batch. slime:
     `tis_batch_normalize` of its mis example; verl: `rollout_is_batch_normalize`."""
 
-    get_mismatch_metrics: bool = False
+    get_mismatch_metrics: Annotated[bool, _OF_NO_PAIRS] = False
     """Record the difference between trainer and rollout engine, whether or not it is corrected: perplexities,
     divergences, and the share of tokens whose ratio is outside `tis_clip_low` and `tis_clip`. With
     `use_rollout_logprobs` the trainer's log-probs are those of the update itself. Then nothing more is computed, and
     from the second optimizer step of an iteration on the difference includes the policy's own movement. slime:
     `--get-mismatch-metrics`."""
 
-    custom_pg_loss_reducer_function_path: Code = "mean"
+    custom_pg_loss_reducer_function_path: Annotated[Code, _OF_NO_PAIRS] = "mean"
     """Reduction of the losses of tokens to that of the batch. `mean`: as the two options below say. Or a function of
     your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--custom-pg-loss-reducer-function-path`."""
 
-    calculate_per_token_loss: bool = False
+    calculate_per_token_loss: Annotated[bool, _OF_NO_PAIRS] = False
     """Average the loss over all tokens of the batch instead of over samples. slime: `--calculate-per-token-loss`."""
 
-    loss_scale_factor: int | None = Field(None, ge=1)
+    loss_scale_factor: Annotated[int | None, _OF_NO_PAIRS] = Field(None, ge=1)
     """Divide the sum over a sample's trained tokens, in the policy loss, by this constant instead of by their number. A
     token then has the same weight in short and long responses; `rollout.rollout_max_response_len` is a natural choice.
     With `grpo_std_normalization` false this is Dr. GRPO. Metrics remain means over tokens. verl:

@@ -99,8 +99,8 @@ def pin(
     """Keep an iteration's weights and samples permanently, whatever the run's retention says.
 
     The iteration's snapshots and its checkpoint are kept. If it has no checkpoint, the last one before it and the
-    snapshots since then are kept: they restore the weights bit for bit. So you can fork, export, evaluate and inspect the
-    iteration later.
+    snapshots since then are kept: they restore the weights bit for bit. So you can fork, export, evaluate and inspect
+    the iteration later.
 
     Examples:
 

@@ -1,5 +1,5 @@
-"""Token F1 of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, section 4.2): the overlap of the response's words with the
-label's. For yes and no the rule of HotpotQA applies (Yang et al. 2018, arXiv:1809.09600).
+"""Token F1 of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, section 4.2): the overlap of the response's words with
+the label's. For yes and no the rule of HotpotQA applies (Yang et al. 2018, arXiv:1809.09600).
 
 Each occurrence of a word counts; case, punctuation and the articles a, an, the do not. Precision is the share of the
 response's words that the label has too, recall the share of the label's words that the response has too, and

@@ -19,8 +19,8 @@ def kl_divergence(
     Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
     With log-probs of the behaviour policy μ, which sampled the tokens, the estimate is multiplied by π / μ, through
-    which the gradient flows. For k1 and k3 the expectation over μ is then KL(π ‖ reference), and that of the gradient is
-    its gradient, however far μ and π are apart. DeepSeek-AI, "DeepSeek-V3.2" (2025), section 3.1, "Unbiased KL
+    which the gradient flows. For k1 and k3 the expectation over μ is then KL(π ‖ reference), and that of the gradient
+    is its gradient, however far μ and π are apart. DeepSeek-AI, "DeepSeek-V3.2" (2025), section 3.1, "Unbiased KL
     estimate".
     """
     estimate = _estimate(log_probs - ref_log_probs, kind)

@@ -104,8 +104,8 @@ class Uploads:
 def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: torch.device) -> Iterator[Path]:
     """Yield a folder, one per machine, that Megatron may read.
 
-    The machine's ranks together fetch and verify the files of tensors. One of these ranks writes the other files anew; see
-    metadata.py.
+    The machine's ranks together fetch and verify the files of tensors. One of these ranks writes the other files anew;
+    see metadata.py.
 
     Raises:
         Damaged: a file is missing, altered, or not what Megatron writes.
@@ -189,8 +189,8 @@ class MegatronState(Described):
     """Content of `megatron_state.json`."""
 
     use_distributed_optimizer: bool
-    """Whether the distributed optimizer wrote the state. It stores master weights separately, also in float32, so a state
-    must be read with the same setting."""
+    """Whether the distributed optimizer wrote the state. It stores master weights separately, also in float32, so a
+    state must be read with the same setting."""
     files: list[CheckpointFile]
     frozen: tuple[str, ...] = ()
     """Hugging Face tensors of the actor without moments."""
@@ -298,9 +298,9 @@ def load(
     for role, learner in learners.items():
         learner.set_steps(1)  # Megatron leaves a count of 0 out, and torch's Adam does not load without one
         wanted = _sharded_state(learner, loading=True)
-        # The number of optimizers of a model depends on the layout, so everything except tensors is this rank's own. It is
-        # not passed to Megatron, which drops empty values. The key separates the tensors from the saved options, with which
-        # Megatron would merge them.
+        # The number of optimizers of a model depends on the layout, so everything except tensors is this rank's own. It
+        # is not passed to Megatron, which drops empty values. The key separates the tensors from the saved options,
+        # with which Megatron would merge them.
         optimizer, wanted["tensors"] = _apart(wanted.pop("optimizer"))
         loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
         fill(learner.chunks, loaded)
@@ -426,7 +426,8 @@ def _to_save(part: MegatronLearner | Reference) -> dict[str, Any]:
 
 def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]:
     state = sharded_weights(learner.chunks)
-    # A checkpoint stores all layers' tensors of a kind as one tensor, which must be complete. With frozen ones it is not.
+    # A checkpoint stores all layers' tensors of a kind as one tensor, which must be complete. With frozen ones it is
+    # not.
     of_moments = sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
     optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
     return {**state, "optimizer": optimizer}
@@ -439,12 +440,12 @@ def _names(chunks: Sequence[Any]) -> list[str]:
 def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None]) -> None:
     """Write a state: Megatron plans which rank writes what, and this process writes.
 
-    Megatron's own writers are forked, which a process with Ray's threads must not do. They also report through a manager,
-    a process that outlives a killed rank.
+    Megatron's own writers are forked, which a process with Ray's threads must not do. They also report through a
+    manager, a process that outlives a killed rank.
 
     Args:
-        written: called with every file of tensors once it is complete. A file's tensors are copied to the host only when
-            that file is written.
+        written: called with every file of tensors once it is complete. A file's tensors are copied to the host only
+            when that file is written.
     """
     filesystem_async._results_queue = queue.Queue()
     held = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))

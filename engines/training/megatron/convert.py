@@ -51,7 +51,9 @@ _THEIR_NAMES = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.nor
 
 
 def find_torch_dist(source: Path) -> Path | None:
-    """Return the folder of a `torch_dist` checkpoint: `source`, or the newest that `source` names; None for anything else.
+    """Return the folder of a `torch_dist` checkpoint: `source` itself, or the newest checkpoint that `source` names.
+
+    Returns None for anything else.
 
     Raises:
         BadModel: a Megatron checkpoint in another format.

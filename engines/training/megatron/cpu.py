@@ -61,7 +61,10 @@ class Norm(torch.nn.RMSNorm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and the linear layer after it, like Transformer Engine's LayerNormLinear: `layer_norm_weight`, `weight`."""
+    """A norm and the linear layer after it, like Transformer Engine's LayerNormLinear.
+
+    Parameters are `layer_norm_weight` and `weight`.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -75,7 +78,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer that is whole on every tensor-parallel rank, like Transformer Engine's Linear with "duplicated"."""
+    """A linear layer that is whole on every tensor-parallel rank, like Transformer Engine's "duplicated" Linear."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
@@ -101,10 +104,10 @@ class ExpertRowLinear(RowParallelLinear):
 
 
 class Attention(torch.nn.Module):
-    """Causal attention over packed sequences, with a sliding window and a learnt softmax offset where the model has them.
+    """Causal attention over packed sequences, with sliding window and learnt softmax offset where the model has them.
 
-    With context parallelism every rank gathers all keys and values. Megatron's DotProductAttention, the only one without
-    a GPU, supports neither packed sequences nor context parallelism.
+    With context parallelism every rank gathers all keys and values. Megatron's DotProductAttention, the only one
+    without a GPU, supports neither packed sequences nor context parallelism.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
@@ -324,7 +327,8 @@ def _patch_router_gemm() -> None:
 def _patch_token_counts() -> None:
     """Convert token counts to numpy arrays on the CPU too.
 
-    0.16.1, transformer.moe, does so only with counts from a GPU, and torch's all-to-all accepts no tensors as split sizes.
+    0.16.1, transformer.moe, does so only with counts from a GPU, and torch's all-to-all accepts no tensors as split
+    sizes.
     """
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher

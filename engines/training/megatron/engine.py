@@ -44,8 +44,8 @@ from cairn.storage.store.store import Store, StoredFile
 class Policy:
     """Loss and log-probs of the policy, where each tensor-parallel rank has the logits of a part of the vocabulary.
 
-    The logits are divided by the rollout's temperature. Padding of the vocabulary and tokens outside the sampling support
-    do not count.
+    The logits are divided by the rollout's temperature. Padding of the vocabulary and tokens outside the sampling
+    support do not count.
     """
 
     def __init__(self, vocabulary: int, temperature: float) -> None:
@@ -102,7 +102,9 @@ def log_probs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_of(logits: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
-    """Return [N] entropies of the next-token distributions, in nats: log-sum-exp of the logits minus the expected logit.
+    """Return [N] entropies of the next-token distributions, in nats.
+
+    The entropy is the log-sum-exp of the logits minus the expected logit.
 
     Args:
         logits: [N, V / ranks] float32.

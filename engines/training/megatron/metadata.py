@@ -44,7 +44,8 @@ def read_metadata(data: bytes, files: Collection[str]) -> Metadata:
     """Return the description in `.metadata` of tensors stored in `files`; other values and all plans are left out.
 
     Raises:
-        ValueError: the data is not what Megatron writes, or a tensor is stored elsewhere. The message states the problem.
+        ValueError: the data is not what Megatron writes, or a tensor is stored elsewhere. The message states the
+            problem.
     """
     try:
         top = _fields(_Records(io.BytesIO(data)).load(), "Metadata")

@@ -1,4 +1,4 @@
-"""Megatron's process groups, model and optimizer for a configuration. Values in config.json are not configured again."""
+"""Megatron's process groups, model and optimizer for a configuration, which need not repeat values of config.json."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,10 +110,10 @@ SOURCES = {
 
 
 class ValueHead(torch.nn.Linear):
-    """Value head on the last pipeline stage, whole on every tensor-parallel rank and called like Megatron's output layer.
+    """Value head on the last pipeline stage, whole on every tensor-parallel rank.
 
-    With sequence parallelism each rank computes the values of its own tokens. The values are gathered, and Megatron sums
-    the gradients of the parameters, which are marked for it.
+    Megatron calls it like its output layer. With sequence parallelism each rank computes the values of its own tokens.
+    The values are gathered, and Megatron sums the gradients of the parameters, which are marked for it.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -198,8 +198,8 @@ def transformer_config(
         "deterministic_mode": training.deterministic_mode and backend.device.type != "cpu",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # Each token's weight in the loss is known in advance, so gradients are summed and never divided. This is set before
-        # DistributedDataParallel is built, which would otherwise average silently.
+        # Each token's weight in the loss is known in advance, so gradients are summed and never divided. This is set
+        # before DistributedDataParallel is built, which would otherwise average silently.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": training.pipeline_model_parallel_size > 1,
     }
@@ -309,9 +309,9 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
 def _count_padding(buffer: Any) -> None:
     """Count the padding between a buffer's parameters as content.
 
-    0.16.1 writes checkpoints of the distributed optimizer from tensors that are as long as a buffer without this padding,
-    but at offsets that include it. After a parameter whose size is no multiple of 64, states are cut off and shifted. With
-    the padding counted, they are not.
+    0.16.1 writes checkpoints of the distributed optimizer from tensors that are as long as a buffer without this
+    padding, but at offsets that include it. After a parameter whose size is no multiple of 64, states are cut off and
+    shifted. With the padding counted, they are not.
     """
     buffer.numel_unpadded = buffer.numel
     for bucket in buffer.buckets:
@@ -431,7 +431,8 @@ def _block_spec(
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
         if family.whole_norms:
-            # Not by `qk_layernorm`: with it Megatron sums these norms' gradients over ranks, each of which has other heads.
+            # Not by `qk_layernorm`: with it Megatron sums these norms' gradients over ranks, each of which has other
+            # heads.
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})

@@ -169,8 +169,8 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group:
 class _SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks of a group.
 
-    The loss is the sum of the ranks' shares. Each share may depend on every rank's tensor through this sum, so the gradient
-    is the sum of the ranks' gradients.
+    The loss is the sum of the ranks' shares. Each share may depend on every rank's tensor through this sum, so the
+    gradient is the sum of the ranks' gradients.
     """
 
     @staticmethod

@@ -25,8 +25,8 @@ from cairn.engines.training.megatron.packing import own_tokens
 class Balance:
     """Load-balancing biases of a trained model's experts (`cairn.engines.models.published`).
 
-    Counts the tokens of each expert over an optimizer step, and updates the biases from the counts. Megatron's own update
-    runs while gradients are summed, before it is known whether they are finite, and it counts padding.
+    Counts the tokens of each expert over an optimizer step, and updates the biases from the counts. Megatron's own
+    update runs while gradients are summed, before it is known whether they are finite, and it counts padding.
     """
 
     def __init__(self, config: Any, chunks: Sequence[Any], rate: float) -> None:
@@ -94,7 +94,7 @@ class GivenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., RouterChoice] | None = None,
     ) -> RouterChoice:
-        """Return values and indices [T, top-k] of `scores` [T, experts], in the form that Megatron's router requires."""
+        """Return values and indices [T, top-k] of `scores` [T, experts], as Megatron's router requires them."""
         assert default_compute_topk is not None
         own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         given = self.given if self.forward else self.again.popleft()

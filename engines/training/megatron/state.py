@@ -88,8 +88,8 @@ def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:
 def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
     """Return a piece's elements of a block, and their offset in the whole tensor.
 
-    For a block that is narrower than the tensor these are whole rows, zero where other ranks hold them: zeros add nothing
-    to a fingerprint.
+    For a block that is narrower than the tensor these are whole rows, zero where other ranks hold them: zeros add
+    nothing to a fingerprint.
     """
     width = block.height if block.transposed else block.width  # of the local parameter
     first = block.local_row * width
@@ -259,7 +259,8 @@ class State:
     def set_rates(self, lr: float, weight_decay: float) -> None:
         """Set learning rate and weight decay of the next step.
 
-        This applies `wd_mult`, by which only matrices decay. In Megatron only its own scheduler does, which is not used.
+        This applies `wd_mult`, by which only matrices decay. In Megatron only its own scheduler does, which is not
+        used.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -306,8 +307,8 @@ class State:
     def _pieces(self) -> Iterator[Piece]:
         """Yield the pieces that this rank contributes to fingerprints.
 
-        With the distributed optimizer these are its own part of what its replicas hold together, otherwise everything that it
-        owns.
+        With the distributed optimizer these are its own part of what its replicas hold together, otherwise everything
+        that it owns.
         """
         by_parameter: dict[torch.Tensor, Parameter] = {p.value: p for p in self._parameters}
         for parameter in self._parameters:

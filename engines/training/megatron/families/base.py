@@ -25,12 +25,13 @@ class Layout(Enum):
     GATED = "gated"
     """Gate and up projection, in two tensors or stacked in one: each rank has rows of the first, then of the second."""
     QKV = "qkv"
-    """Query, key and value projection: for every key-value head the rows of its query heads, key head and value head."""
+    """Query, key and value projection: for every key-value head its query heads' rows, then its key and value rows."""
     HEADS = "heads"
     """Rows of heads, one stretch after the other; each rank has some of the heads of every stretch."""
     EXPERT_IN = "expert in"
-    """Gate and up projection of an expert, whose columns alternate in one tensor of all experts [experts, in, out]. Each
-    rank has some columns of the gate, as rows, then of the up projection. Their biases in [experts, out] are cut alike."""
+    """Gate and up projection of an expert, whose columns alternate in one tensor of all experts [experts, in, out].
+    Each rank has some columns of the gate, as rows, then of the up projection. Their biases in [experts, out] are cut
+    alike."""
     EXPERT_OUT = "expert out"
     """Down projection of an expert in one tensor of all experts [experts, in, out]. Each rank has some of its rows, as
     columns."""

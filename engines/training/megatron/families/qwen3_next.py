@@ -14,7 +14,7 @@ from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 
 
 def _gated_attention(config: Any) -> Sequence[Stretch]:
-    """Return for every key-value head its query heads' rows, then those of their gates, then its own key and value rows.
+    """Return for every key-value head its query heads' rows, then their gates' rows, then its own key and value rows.
 
     In the query projection each gate follows its query head.
     """
@@ -89,8 +89,8 @@ class GatedDelta(Family):
 def _input_projection(config: Any) -> Sequence[Stretch]:
     """Return the stretches of queries, keys, values, their gates, beta and alpha, each of all heads.
 
-    The first tensor holds, for every key head, the first four one below the other. The second tensor holds the last two.
-    Values, gates, beta and alpha are those of the value heads that share the key head.
+    The first tensor holds, for every key head, the first four one below the other. The second tensor holds the last
+    two. Values, gates, beta and alpha are those of the value heads that share the key head.
     """
     keys, width = config.linear_num_key_heads, config.linear_key_head_dim
     shared = config.linear_num_value_heads // keys
