@@ -1,4 +1,5 @@
-"""What each benchmark measures is in bench/README.md. Its processes import no compiler, as those of the product."""
+"""Benchmarks; bench/README.md describes what each measures. Their processes do not import the compiler, like those of
+the product."""
 
 from cairn.engines.processes.deferred import defer_compiler
 

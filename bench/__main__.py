@@ -1,10 +1,10 @@
-"""All benchmarks, one after the other, each in a fresh process: `python -m bench [--smoke]`, which `make bench` runs.
+"""Run all benchmarks one after the other, each in a fresh process: `python -m bench [--smoke]`, called by `make bench`.
 
-    build/bench/NAME.json       all numbers of each
-    build/bench/machine.json    what they were measured on, and what else the machine was doing
+    build/bench/NAME.json       all numbers of each benchmark
+    build/bench/machine.json    the machine, and its other load during the measurement
 
-About half an hour on two idle cores. The Ceph gateway of two of them needs Debian or Ubuntu. See bench/README.md for
-what each measures.
+Takes about half an hour on two idle cores. The Ceph gateway of two of them needs Debian or Ubuntu. See bench/README.md
+for what each measures.
 """
 
 import argparse
@@ -51,7 +51,7 @@ BENCHMARKS = {
 
 
 def main() -> None:
-    """Run them all; exits non-zero, at the end, if one failed."""
+    """Run all benchmarks; exit non-zero, at the end, if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="each once and short: do they work?")
     smoke = ["--smoke"] if parser.parse_args().smoke else []
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """Its name, as Linux tells it."""
+    """Return the processor's name, as Linux reports it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 

@@ -1,19 +1,19 @@
-"""GRPO on the same engines as a durable run, and with nothing around them: what is left when durability is taken away.
+"""GRPO on the same engines as a durable run, but without durability: the baseline for its cost.
 
     python -m bench.bare_loop [RECIPE] [--set a.b=c] [--seeds 42 1 2 3 4] [--apart 0 1] [--smoke] [--json FILE]
 
-Rollout engines run in processes of their own, the training engine in this one; they talk through pipes. There is no
-Prefect, no Ray, no ledger and no file: a durable run of the same configuration does the same arithmetic (its
-`state_digest` is the same) and its time beyond this loop's is what durability costs.
+Rollout engines run in their own processes, the training engine in this one; they communicate through pipes. There is no
+Prefect, no Ray, no ledger and no file. A durable run of the same configuration does the same arithmetic (its
+`state_digest` is equal), so its additional time is the cost of durability.
 
-With `rollout.pipeline=lagged` the halves of two iterations are side by side, as in `cairn.flows.pipeline` with a lag of
+With `rollout.pipeline=lagged` the halves of two iterations run concurrently, as in `cairn.flows.pipeline` with a lag of
 1. Iteration i samples from the weights after i-2, the first two from the initial ones:
 
     a half          does                          in                    begins after
-    collect of i    rollout, reward, advantage    a thread of its own   collect of i-1, learn of i-2
+    collect of i    rollout, reward, advantage    a separate thread     collect of i-1, learn of i-2
     learn of i      train, sync                   the caller's thread   collect of i, learn of i-1
 
-With `--apart A B` the trainer has the core B alone, and A is for all else.
+With `--apart A B` the trainer runs alone on core B, and everything else on core A.
 """
 
 import argparse
@@ -54,51 +54,51 @@ Weights = tuple[int, dict[str, np.ndarray]]
 """A version, and all tensors by name."""
 
 Apart = tuple[int, int] | None
-"""The trainer has the second of these cores alone, all else the first; None: any."""
+"""Two cores: the trainer runs alone on the second, everything else on the first; None: any cores."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One pass of the loop."""
+    """An iteration of the loop."""
 
     reward: float
     tokens: int
-    """Of responses."""
+    """Number of response tokens."""
     seconds: dict[str, float]
-    """By step. In turn their sum is the iteration's time; side by side the steps of two iterations share the clock, and
-    a rollout includes the loading of the weights that it samples from, which is part of `sync` in turn."""
+    """Seconds by step. Without overlap their sum is the iteration's time. With overlap the steps of two iterations run
+    concurrently, and a rollout includes the loading of its weights, which otherwise is part of `sync`."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What one half of an iteration leaves to the other."""
+    """Results that one half of an iteration passes to the other."""
 
     batch: TrainBatch
     reward: float
-    """The mean."""
+    """Mean reward."""
     seconds: dict[str, float]
-    """By step."""
+    """Seconds by step."""
 
 
 @dataclass
 class Outcome:
-    """A whole run."""
+    """Results of a whole run."""
 
     seed: int
     score_before: dict[str, float]
-    """By benchmark."""
+    """Score by benchmark."""
     score_after: dict[str, float] = field(default_factory=dict)
     state_digest: str = ""
     iterations: list[Iteration] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    """Seconds from the first rollout's start to the end of each iteration: the last is the time of all."""
+    """Seconds from the first rollout's start to the end of each iteration; the last is the time of the whole run."""
 
 
 class EngineProcess:
-    """A rollout engine in a process of its own."""
+    """A rollout engine in a separate process."""
 
     def __init__(self, model_path: str, config: RolloutConfig) -> None:
-        """Start it; `wait_until_up` waits until it can be asked."""
+        """Start the process; `wait_until_up` waits until it accepts requests."""
         context = get_context("spawn")
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, model_path, config), daemon=True)
@@ -106,15 +106,15 @@ class EngineProcess:
         there.close()
 
     def wait_until_up(self) -> None:
-        """Return when the model is loaded."""
+        """Wait until the model is loaded."""
         self._connection.recv()
 
     def start_generating(self, requests: Sequence[GenerateRequest]) -> None:
-        """Hand in requests; `completions` waits for them."""
+        """Send requests; `completions` waits for their results."""
         self._connection.send(("generate", list(requests)))
 
     def completions(self) -> list[Completion]:
-        """What was asked for last."""
+        """Wait for the results of the last requests and return them."""
         completions: list[Completion] = self._connection.recv()
         return completions
 
@@ -123,7 +123,7 @@ class EngineProcess:
         self._connection.send(("update", weights))
 
     def finish_update(self) -> None:
-        """End an update."""
+        """Wait for the end of an update."""
         self._connection.recv()
 
     def close(self) -> None:
@@ -151,8 +151,8 @@ def _serve(connection: Connection, model_path: str, config: RolloutConfig) -> No
 
 
 class BareLoop:
-    """The loop's workers. `config` has the pipeline `sync`, or `lagged` with a lag of 1, no dynamic sampling, no top-p
-    or top-k, no reference model and one optimizer step a rollout."""
+    """The loop's engines. `config` must have the pipeline `sync`, or `lagged` with a lag of 1, no dynamic sampling, no
+    top-p or top-k, no reference model and one optimizer step a rollout."""
 
     def __init__(self, config: RunConfig, apart: Apart = None) -> None:
         rollout, steps = config.rollout, config.training.num_steps_per_rollout
@@ -178,22 +178,22 @@ class BareLoop:
         for engine in self.engines:
             engine.wait_until_up()
         self.beside = ThreadPoolExecutor(1)
-        """For what is done while the caller's thread trains."""
+        """Executes work while the caller's thread trains."""
         if apart is not None:  # engines and graders are where this process was
             self.beside.submit(os.sched_setaffinity, 0, {apart[0]}).result()
             os.sched_setaffinity(0, {apart[1]})
 
     def iterate(self, index: int) -> Iteration:
-        """Both halves of an iteration in turn: roll out, grade, estimate advantages, train and bring the rollout
-        engines up to date."""
+        """Execute both halves of an iteration one after the other: generate, grade, estimate advantages, train and
+        update the rollout engines."""
         iteration, weights = self._learn(index, self._collect(index))
         with _timed(iteration.seconds, "sync"):
             self._update_engines(weights)
         return iteration
 
     def iterate_side_by_side(self) -> Iterator[Iteration]:
-        """All iterations; each is collected while the one before is learned, with weights one iteration older than in
-        turn. Engines serve the last weights at the end."""
+        """Execute all iterations. Each is collected while the previous one learns, with weights one iteration older
+        than without overlap. At the end the engines serve the last weights."""
         total = self.config.rollout.num_rollout
         weights: Weights | None = None
         collecting = self.beside.submit(self._collect, 0)
@@ -207,7 +207,7 @@ class BareLoop:
             self._update_engines(weights)
 
     def _collect(self, index: int, weights: Weights | None = None) -> Collected:
-        """Make the batch of an iteration, with `weights`, or with those that the engines have already."""
+        """Generate the batch of an iteration, with `weights`, or with those that the engines already have."""
         config, rollout = self.config, self.config.rollout
         seconds: dict[str, float] = {}
         with _timed(seconds, "rollout"):
@@ -268,7 +268,7 @@ class BareLoop:
         return Collected(batch, float(rewards.mean()), seconds)
 
     def _learn(self, index: int, collected: Collected) -> tuple[Iteration, Weights]:
-        """Update the newest weights on an iteration's batch, and copy what comes out."""
+        """Update the newest weights on an iteration's batch, and return a copy of the new ones."""
         batch, seconds = collected.batch, dict(collected.seconds)
         with _timed(seconds, "train"):
             result = self.trainer.train(batch, num_steps=1, expected_version=index, input_digest=str(index))
@@ -279,7 +279,7 @@ class BareLoop:
         return iteration, (result.weight_version, weights)
 
     def score(self, benchmark: BenchmarkConfig) -> float:
-        """Mean reward on a benchmark, drawn with the seeds of the `eval` step."""
+        """Return the mean reward on a benchmark, sampled with the seeds of the `eval` step."""
         data = PromptData.open(benchmark, benchmark.path, self.tokenizer)
         rows = [data.row(index) for index in range(len(data))]
         params = SamplingParams(
@@ -340,8 +340,8 @@ class BareLoop:
 
 
 def run(config: RunConfig, apart: Apart = None) -> Iterator[Outcome]:
-    """Execute the configuration; yields the growing outcome after each iteration and once more at the end. With `apart`
-    the process is to be on the first of these cores already."""
+    """Execute the configuration; yield the growing outcome after each iteration and once more at the end. With `apart`
+    the process must already be pinned to the first of these cores."""
     loop = BareLoop(config, apart)
     try:
         outcome = Outcome(config.seed, {b.name: loop.score(b) for b in config.eval.benchmarks})

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common: `--smoke`, `--json`, and a word on how far they are."""
+"""Shared parts of the benchmarks' command lines: `--smoke`, `--json`, and progress messages."""
 
 import argparse
 import sys
@@ -13,14 +13,16 @@ SMALL_RUN = (
     "eval.eval_interval=null",
     "eval.benchmarks=[]",
 )
-"""Options that make a run of a recipe a short one."""
+"""Options that make a run of a recipe short."""
 
 _BEGAN = time.monotonic()
 
 
 def parse(parser: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
-    """The arguments. With `--smoke` those that are not given take the values of `smoke`, by which everything is done
-    once, and short: it shows that a benchmark works, and its numbers mean nothing."""
+    """Return the parsed arguments. With `--smoke`, unset arguments get the values of `smoke`.
+
+    A smoke run does everything once and briefly: it shows that a benchmark works, and its numbers mean nothing.
+    """
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     parser.add_argument("--smoke", action="store_true", help="once and short: does it work? The numbers mean nothing")
     if parser.parse_known_args()[0].smoke:
@@ -29,5 +31,5 @@ def parse(parser: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
 
 
 def say(text: str) -> None:
-    """How far it is, with the seconds since it began."""
+    """Print a progress message with the seconds since the start."""
     print(f"{time.monotonic() - _BEGAN:6.0f} s  {text}", file=sys.stderr, flush=True)

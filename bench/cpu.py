@@ -1,13 +1,13 @@
-"""Where the CPU time of a durable iteration goes: by process and, where py-spy is installed, by function.
+"""CPU time of a durable iteration: by process and, where py-spy is installed, by function.
 
     python -m bench.cpu [RECIPE] [--set a.b=c] [--iterations 40] [--stacks FOLDER] [--smoke] [--json FILE]
 
-A run is started as a user starts it; what its processes have computed is read after its second iteration, when all
-imports are made, and after its last. What other processes of the machine do is left out.
+A run is started as a user starts it. The CPU time of its processes is read after its second iteration, when all imports
+are complete, and after its last. Other processes of the machine are ignored.
 
 With `--stacks` py-spy (`pip install py-spy`) samples the stacks of driver and engines meanwhile, which takes some of
-their time. They are left in the folder, one file a process, to be drawn by speedscope or flamegraph.pl; printed is
-which functions of Cairn the driver was in, as shares of its time on a CPU.
+their time. It writes one file for each process into the folder, for speedscope or flamegraph.pl. Cairn's functions in
+the driver's stacks are printed, as shares of its CPU time.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 
 FIRST = 1
-"""The iteration after which time counts."""
+"""Iteration after which time counts."""
 ROOMS = ("flows/", "tasks/", "engines/", "storage/")
 MOST = 25
-"""Functions that are printed."""
+"""Number of functions that are printed."""
 DRIVER = "driver"
 SAMPLED = (DRIVER, "rollout engine", "training engine")
-"""The processes whose stacks are sampled."""
+"""Processes whose stacks are sampled."""
 
 
 def role(process: psutil.Process, driver: int) -> str:
-    """What a process of a run is."""
+    """Return the role of a process of a run."""
     command = " ".join(process.cmdline())
     if process.pid == driver:
         return DRIVER
@@ -58,15 +58,15 @@ def role(process: psutil.Process, driver: int) -> str:
 
 
 class Processes:
-    """Of a run. An engine that is at something else than to generate or to train has the name of that: what it is, it
-    was seen to be before."""
+    """Processes of a run. The name of an engine's process changes with its current call, so a recognized role is
+    retained."""
 
     def __init__(self, driver: int) -> None:
         self._driver = psutil.Process(driver)
         self.roles: dict[int, str] = {}
 
     def look(self) -> dict[int, float]:
-        """CPU seconds of each so far."""
+        """Return the CPU seconds of each process so far."""
         found = {}
         with suppress(psutil.NoSuchProcess):
             for process in [self._driver, *self._driver.children(recursive=True)]:
@@ -79,7 +79,7 @@ class Processes:
 
 
 def wait_for(iteration: int, store: str, run: subprocess.Popen[bytes], processes: Processes) -> dict[int, float]:
-    """Wait until the weights of an iteration are published; returns the CPU seconds of all processes then."""
+    """Wait until the weights of an iteration are published; return the CPU seconds of all processes at that time."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end and run.poll() is None:
         found = processes.look()
@@ -91,7 +91,7 @@ def wait_for(iteration: int, store: str, run: subprocess.Popen[bytes], processes
 
 
 def functions(stacks: Path) -> list[tuple[str, float]]:
-    """Cairn's functions in which a process was, itself or by what they called, with the share of its time."""
+    """Return Cairn's functions on a process's stacks, anywhere in the call chain, with the share of its time."""
     counts: Counter[str] = Counter()
     total = 0
     for line in stacks.read_text().splitlines():
@@ -103,12 +103,12 @@ def functions(stacks: Path) -> list[tuple[str, float]]:
 
 
 def _own(frames: Sequence[str]) -> set[str]:
-    """Cairn's functions of a stack, without their lines: a function is in many."""
+    """Return Cairn's functions of a stack without line numbers, since a function may appear with several lines."""
     return {f"{frame.rpartition(':')[0]})" for frame in frames if frame.rpartition(" (")[2].startswith(ROOMS)}
 
 
 def measure(recipe: str, options: Sequence[str], iterations: int, stacks: Path | None) -> dict[str, float]:
-    """CPU seconds an iteration, by what a process is; and those on the clock."""
+    """Return CPU seconds an iteration by role of the process, and wall-clock seconds."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
         words = [word for option in options for word in ("--set", option)]
         run = subprocess.Popen(

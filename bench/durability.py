@@ -1,12 +1,12 @@
-"""What durability costs an iteration: a durable run and the same engines in a bare loop, turn by turn in one process.
+"""Cost of durability for an iteration: a durable run and the same engines in a bare loop, alternating in one process.
 
     python -m bench.durability [RECIPE] [--set a.b=c] [--iterations 20] [--smoke] [--json FILE]
 
 After each iteration of the durable run (Prefect flow and tasks, Ray actors, Parquet snapshots, commits) the bare loop
-of `bench/bare_loop.py` does the same iteration: the same prompts, samples and updates, which the equal state digest at
-the end proves. The difference is split by cause:
+of `bench/bare_loop.py` does the same iteration: the same prompts, samples and updates, as the equal state digest at the
+end proves. The difference is split by cause:
 
-    Prefect    what passes in an iteration while no step is at work
+    Prefect    time of an iteration in which no step is running
     files      encoding tables, writing them, fsync
     commits    lease check, exclusive create, fsync
     Ray        the rest of the steps' time beyond the bare loop's: actor calls, batches and weights through shared
@@ -36,11 +36,11 @@ from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 
 WARM_UP = 3
-"""Iterations that are not counted."""
+"""Number of first iterations that are not counted."""
 
 
 class SideBySide:
-    """Takes the durable run's events, and does each iteration again in the bare loop once it is done."""
+    """Receives the durable run's events, and repeats each completed iteration in the bare loop."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -49,9 +49,9 @@ class SideBySide:
         self._began = time.perf_counter()
         self._turns = threading.Condition()
         self._done = -1
-        """The newest iteration that the bare loop has done too."""
+        """Newest iteration that the bare loop has completed too."""
         self._ended: dict[int, float] = {}
-        """When the next iteration began its first step."""
+        """Time of the first step of the next iteration, by iteration."""
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.snapshot_bytes = self.tokens = 0
         self.state_digests: set[str] = set()
@@ -75,14 +75,16 @@ class SideBySide:
             self._bare.close()
 
     def _wait_for_turn(self, iteration: int) -> None:
-        """Called in the iteration's own thread, which is made ahead, before each of its steps."""
+        """Wait until the bare loop has completed the previous iteration. Called before each step, in the iteration's
+        own thread, which is created ahead."""
         with self._turns:
             self._ended.setdefault(iteration - 1, time.perf_counter())
             self._turns.notify_all()
             self._turns.wait_for(lambda: self._done >= iteration - 1)
 
     def _end_of(self, iteration: int) -> float:
-        """The next iteration begins when this one's flow run is about to end; nothing begins after the last."""
+        """Return the end of an iteration: the next one begins when the flow run of this one is about to end; nothing
+        begins after the last."""
         if iteration + 1 == self._config.rollout.num_rollout:
             return time.perf_counter()
         with self._turns:
@@ -112,7 +114,7 @@ class SideBySide:
 
 
 def _slowest_shard(commits: list[Commit], seconds: dict[str, float]) -> float:
-    """Sum over steps; shards of a step work at the same time."""
+    """Return the sum over steps of the slowest shard's seconds, because shards of a step run concurrently."""
     by_step: dict[Step, float] = defaultdict(float)
     for commit in commits:
         by_step[commit.step] = max(by_step[commit.step], seconds[commit.name])

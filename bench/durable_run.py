@@ -22,7 +22,7 @@ from cairn.storage.opening import open_store
 
 RUN = "measured"
 DEADLINE = 1200
-"""Seconds of one run."""
+"""Seconds that one run may take."""
 
 CAIRN = str(Path(sys.executable).with_name("cairn"))
 
@@ -32,49 +32,49 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration of a run was."""
+    """Measurements of one iteration of a run."""
 
     response_lengths: list[int]
-    """Tokens, group by group."""
+    """Response lengths in tokens, group by group."""
     rollout_seconds: float
-    """In which a rollout engine worked on it, the mean over engines."""
+    """Seconds in which a rollout engine worked on it, averaged over engines."""
     train_seconds: float
-    """Of its update alone."""
+    """Seconds of its update alone."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A whole run."""
+    """Measurements of a whole run."""
 
     seconds: float
     scores: dict[str, float]
-    """By benchmark, after the last update."""
+    """Score by benchmark, after the last update."""
     ends: list[float] = field(default_factory=list)
-    """Seconds at the end of each iteration's update."""
+    """Seconds until the end of each iteration's update."""
     points: dict[int, float] = field(default_factory=dict)
-    """Score of the first benchmark after so many iterations."""
+    """Score of the first benchmark, by number of iterations."""
     tokens: int = 0
-    """Of the responses that were sampled and taken into batches."""
+    """Number of tokens of responses that were sampled and taken into batches."""
     group_size: int = 1
     iterations: list[Iteration] = field(default_factory=list)
     rollout_seconds: float = 0.0
-    """In which a rollout engine worked on rollouts, the mean over engines."""
+    """Seconds in which a rollout engine worked on rollouts, averaged over engines."""
     train_seconds: float = 0.0
-    """In which the trainer worked."""
+    """Seconds in which the trainer worked."""
     sync_seconds: float = 0.0
-    """Of them, publishing weights and what else is not the update."""
+    """Seconds of these that were not the update, such as publishing weights."""
 
 
 def durable_run(
     recipe: str, overrides: Sequence[str], after: int = 0, *, score_every: int | None = None, pinned: Sequence[str] = ()
 ) -> Outcome:
-    """Execute a recipe in processes of its own; its seconds are those from the first rollout's start, or the end of so
-    many iterations, to the last update's end.
+    """Execute a recipe in separate processes and measure it. The outcome's seconds count from the first rollout's
+    start, or the end of `after` iterations, to the last update's end.
 
     Args:
-        score_every: evaluate the weights of every so many iterations on the recipe's benchmarks, if it has any, after
-            the run, which then has no evaluation of its own. They are checkpoints.
-        pinned: the beginning of each command.
+        score_every: evaluate the weights after every N-th iteration on the recipe's benchmarks, if it has any. The
+            evaluation follows the run, which then has none of its own. The weights are checkpoints.
+        pinned: prefix of each command.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
         config = load(recipe, list(overrides))
@@ -130,7 +130,8 @@ def _measured(ledger: Ledger, config: RunConfig, after: int) -> Outcome:
 
 
 def _rollout_seconds(rollouts: Iterable[Commit], config: RunConfig) -> float:
-    """A stream says how long all engines worked; otherwise each works in its own shards."""
+    """Return the seconds in which a rollout engine worked, averaged over engines. A streaming run records the working
+    time of all engines; otherwise each engine works on its own shards."""
     streamed = 0.0
     shards: list[list[Interval]] = [[] for _ in range(config.rollout.num_engines)]
     for commit in rollouts:
@@ -151,7 +152,7 @@ def _iteration(ledger: Ledger, commits: Sequence[Commit], config: RunConfig) -> 
 
 
 def _response_lengths(ledger: Ledger, commit: Commit) -> list[int]:
-    """In tokens, of the samples of a rollout shard."""
+    """Return the response lengths of a rollout shard's samples, in tokens."""
     table = read_table(ledger.store, commit.run, commit.table, ["response_ids"])
     lengths: list[int] = pc.list_value_length(table["response_ids"]).to_pylist()
     return lengths

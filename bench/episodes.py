@@ -1,17 +1,18 @@
-"""What durable turns cost episodes, and what thousands of them hold while they wait: the same episodes with their
-records and without, turn by turn.
+"""Cost of durable turns for episodes, and memory of thousands of waiting episodes: the same episodes with and without
+records, alternating.
 
     python -m bench.episodes [--open 2000] [--turns 3] [--tokens 8] [--wait 1] [--rounds 3] [--smoke] [--json FILE]
 
-Each episode asks the policy, a tiny model on the transformers engine in this process, for a few tokens and then a tool
-for a page of an HTTP server, which answers after `--wait` seconds; `--turns` times, all episodes at once:
+Each episode samples a few tokens from the policy, a tiny model on the transformers engine in this process. Then it
+calls a tool that fetches a page from an HTTP server, which responds after `--wait` seconds. It repeats this `--turns`
+times; all episodes run concurrently:
 
-  with       what the code is given is recorded, and logged on local files with fsync as by a driver
+  with       each result for the code is recorded and logged to local files with fsync, as by a driver
   without    the same code in the same process, with a context that records nothing
 
-A round is one of each, in turn; the first is not counted. CPU seconds are those of the process of the engine, which is
-the driver's here, and of that of the code. Memory is what the process of the code holds at its most beyond what it
-holds with four episodes.
+A round is one of each, one after the other; the first is not counted. CPU seconds are those of the engine's process,
+which is also the driver's here, and of the code's process. Memory is the peak of the code's process beyond its memory
+with four episodes.
 """
 
 import argparse
@@ -66,7 +67,7 @@ _sessions: dict[Any, aiohttp.ClientSession] = {}
 
 @cairn.tool(kind="pure", timeout=300)
 async def page(url: str) -> str:
-    """What the server says."""
+    """Return the server's response."""
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         _sessions[loop] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
@@ -75,7 +76,7 @@ async def page(url: str) -> str:
 
 
 class Forgetful:
-    """A recorder that keeps nothing of what it is told."""
+    """A recorder that stores nothing."""
 
     records, replaying, awaited, acting = True, False, None, False
 
@@ -86,7 +87,7 @@ class Forgetful:
 
 
 async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
-    """As many turns as the sample says; a page after each."""
+    """Generate the sample's number of turns, with a page after each."""
     if sample.metadata["way"] == "without":
         ctx._recorder = Forgetful()  # type: ignore[assignment]
     ids, segments = list(sample.prompt_ids), list[Segment]()
@@ -99,7 +100,7 @@ async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
 
 
 def serve_pages() -> None:
-    """In a process of its own: answer after the seconds that the path says. Prints its port."""
+    """Serve pages, each after the seconds in its path. Runs in a separate process and prints its port."""
 
     async def answer(request: web.Request) -> web.Response:
         await asyncio.sleep(float(request.match_info["seconds"]))
@@ -120,7 +121,7 @@ def serve_pages() -> None:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """URL of the pages."""
+    """Start a server and yield the URL of its pages."""
     command = [sys.executable, "-c", "from bench.episodes import serve_pages; serve_pages()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
         try:
@@ -132,19 +133,19 @@ def server() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All episodes, once."""
+    """Measurements of all episodes, run once."""
 
     seconds: float
     cpu: float
     megabytes: float
-    """That the process of the code holds at its most."""
+    """Peak memory of the code's process."""
     records: int
     bytes: int
-    """Of the log."""
+    """Size of the log."""
 
 
 class Episodes:
-    """An engine, and the process of the code beside it."""
+    """An engine, and the code's process next to it."""
 
     def __init__(self, folder: Path, tokens: int, url: str, running: int) -> None:
         config = RolloutConfig(
@@ -164,7 +165,7 @@ class Episodes:
         self._times = itertools.count()
 
     def generate(self, way: str, count: int, turns: int, wait: float) -> Outcome:
-        """All episodes at once, to their end."""
+        """Run all episodes concurrently, to their end."""
         words = {"way": way, "turns": turns, "url": f"{self._url}/{wait}"}
         samples = [SampleRequest(number, 0, [20, 21, 22], number, metadata=words) for number in range(count)]
         attempt = self._ledger.attempt(next(self._times), Step.ROLLOUT, "00-000")  # which has nothing to go on from
@@ -185,7 +186,7 @@ class Episodes:
         return Outcome(seconds, self._cpu() - before, most[0], records, sum(part.stat().st_size for part in parts))
 
     def _cpu(self) -> float:
-        """Seconds of this process and that of the code."""
+        """Return the CPU seconds of this process and the code's."""
         return sum(sum(one.cpu_times()[:2]) for one in (psutil.Process(), *self._process()))
 
     def _process(self) -> list[psutil.Process]:
@@ -194,7 +195,7 @@ class Episodes:
 
     @contextmanager
     def _most(self) -> Iterator[list[float]]:
-        """Watches how much the process of the code holds."""
+        """Record the peak memory of the code's process while the block runs."""
         most, over = [0.0], threading.Event()
 
         def watch() -> None:

@@ -1,4 +1,4 @@
-"""The object store of the benchmarks that measure one."""
+"""The object store of benchmarks that measure one."""
 
 import os
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ STORE_HELP = "s3://bucket/prefix to measure, instead of a Ceph gateway that is s
 
 @contextmanager
 def bucket(url: str | None) -> Iterator[str]:
-    """A store's address: the one given, or a fresh bucket of a Ceph gateway on this machine, which ends with the block
-    (see tests/ceph/rgw.py)."""
+    """Yield a store's address: the one passed, or a fresh bucket of a Ceph gateway on this machine, which ends with the
+    block (see tests/ceph/rgw.py)."""
     if url is not None:
         yield url
         return

@@ -1,14 +1,14 @@
-"""What batch invariance costs the transformers engine: the engine as it is and without the measures, turn by turn.
+"""Cost of batch invariance for the transformers engine: the engine with and without its measures, alternating.
 
     python -m bench.invariance [--hidden 64 512] [--batch 8 64 256] [--rounds 5] [--smoke] [--json FILE]
 
-Without means, for this benchmark only: prompts of a batch share one prefill whatever their lengths, padded to the
-longest; no row of padding and no least number of rows; attention over as many positions as there are, not the next
+"Without" exists only for this benchmark: prompts of a batch share one prefill whatever their lengths, padded to the
+longest; no padding rows and no minimum number of rows; attention over the existing positions, not up to the next
 multiple of 16. Everything else is the same code, and both sides generate the same prompts with the same seeds, on one
 thread: a run uses further cores with further engines, which costs no invariance. The models, prompts and the workloads
 `fixed` and `groups` are those of bench/rollout.py.
 
-Speeds are tokens per CPU second, the median of the rounds; the order of the sides turns with every round.
+Speeds are tokens per CPU second, the median of the rounds; the order of the sides alternates with every round.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from cairn.engines.rollout.transformers.engine import TransformersEngine
 
 
 class FreeDecoder(Decoder):
-    """Takes none of the measures."""
+    """A decoder without the measures for batch invariance."""
 
     longest = 0
-    """Of what is generated from."""
+    """Length of the longest prompt."""
 
     def num_rows(self, size: int) -> int:
         return size
@@ -44,7 +44,7 @@ class FreeDecoder(Decoder):
 
 
 def build_engine(path: Path, batch_size: int, decoder_type: type[Decoder] = Decoder) -> TransformersEngine:
-    """An engine with one thread."""
+    """Return an engine with one thread."""
     config = RolloutConfig(
         num_rollout=1, rollout_batch_size=1, rollout_max_response_len=NEW_TOKENS, max_running_requests=batch_size
     )
@@ -55,7 +55,7 @@ def build_engine(path: Path, batch_size: int, decoder_type: type[Decoder] = Deco
 
 
 def measure(path: Path, workload: str, batch_size: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per CPU second of every counted turn, with the measures and without."""
+    """Return the tokens per CPU second of every counted turn, with the measures and without."""
     requests = make_requests(workload, batch_size)
     engines = {"with": build_engine(path, batch_size), "without": build_engine(path, batch_size, FreeDecoder)}
     speeds: dict[str, list[float]] = {side: [] for side in engines}

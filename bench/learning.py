@@ -1,11 +1,11 @@
-"""Does every algorithm learn, on every seed?
+"""Test that every algorithm learns on every seed.
 
     python -m bench.learning [--algorithms grpo …] [--seeds 1 2 …] [--set a.b=c] [--store DIR] [--plot FILE] [--smoke]
                              [--json FILE]
 
-The quickstart as durable runs, one for each algorithm and seed: the same model, data, number of samples and learning
-rate, and of each algorithm one setting, that of `ALGORITHMS`. What counts is the worst seed. Runs lie in the store by
-their names: a bench that was broken off goes on where it was.
+Trains the quickstart as durable runs, one for each algorithm and seed: with the same model, data, number of samples and
+learning rate, and for each algorithm the setting in `ALGORITHMS`. The worst seed counts. Runs have fixed names in the
+store: an interrupted benchmark resumes them.
 """
 
 import argparse
@@ -31,10 +31,11 @@ from matplotlib import pyplot
 
 RECIPE = "configs/recipes/quickstart.yaml"
 TARGET = 0.80
-"""Held-out accuracy that the worst seed is to reach."""
+"""Held-out accuracy that the worst seed must reach."""
 
 SEVERAL_STEPS = ("training.num_steps_per_rollout=4", "training.lr=8.0e-4")
-"""What is clipped differs from step to step: with one step a rollout every ratio is 1, and these would be GRPO."""
+"""Options of algorithms that differ in their clipping: with one step a rollout every ratio is 1, and they would be
+equal to GRPO."""
 
 ALGORITHMS = {
     "grpo": (),
@@ -65,11 +66,11 @@ ALGORITHMS = {
         "training.critic_lr_warmup_iters=2",
     ),
 }
-"""Options beside those of the recipe."""
+"""Options in addition to the recipe's."""
 
 
 def trained(store: str, algorithm: str, seed: int, more: Sequence[str]) -> Ledger:
-    """The run of an algorithm and a seed, made or gone on with where it is not whole."""
+    """Return the completed run of an algorithm and a seed; create or resume it where necessary."""
     name = f"{algorithm}-{seed}".replace("_", "-")
     options = [word for option in (*ALGORITHMS[algorithm], *more, f"seed={seed}") for word in ("--set", option)]
     command = [CAIRN, "train", RECIPE, "--run", name, "--store", store, *options]
@@ -78,14 +79,14 @@ def trained(store: str, algorithm: str, seed: int, more: Sequence[str]) -> Ledge
 
 
 def rewards(ledger: Ledger) -> list[float]:
-    """The mean reward of each iteration."""
+    """Return the mean reward of each iteration."""
     last = ledger.last_iteration()
     commits = [ledger.find(index, Step.ADVANTAGE) for index in range(0 if last is None else last + 1)]
     return [commit.metrics["raw_reward"] for commit in commits if commit is not None]
 
 
 def plot(curves: dict[str, list[list[float]]], scores: dict[str, list[float]], file: Path) -> None:
-    """The reward curves of every algorithm, one panel each, and the accuracy of every seed in the last one."""
+    """Draw the reward curves of every algorithm, one panel each, and the accuracy of every seed in the last panel."""
     figure, panels = pyplot.subplots(2, 4, figsize=(14, 6), sharey=True, layout="constrained")
     for panel, (name, runs) in zip(panels.flat, curves.items(), strict=False):
         for run in runs:
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, more: Sequence[str]) -> None:
-    """Train them all, say how well each did, and exit non-zero where a seed is below the target."""
+    """Train all runs, print their results, and exit non-zero where a seed is below the target."""
     curves, scores = defaultdict(list), defaultdict(list)
     for algorithm in arguments.algorithms:
         for seed in arguments.seeds:

@@ -1,22 +1,22 @@
-"""What a long history costs: requests and seconds on a Ceph object gateway, by the number of iterations a run has.
+"""Cost of a long history: requests and seconds on a Ceph object gateway, by the number of iterations of a run.
 
     python -m bench.ledger [--iterations 100 1000 10000] [--read 1000] [--epochs 1000] [--smoke] [--json FILE]
 
-Runs of eight steps an iteration (two shards of rollout and reward, filter, advantage, train, sync), with a checkpoint
-and a benchmark every tenth, are written as a driver writes them, but for the snapshots' files, which no listing shows.
-The newest iteration ends after its train step, as if the driver had been killed there. Then, each with a connection of
-its own, and counting every HTTP request:
+Writes runs of eight steps an iteration (two shards of rollout and reward, filter, advantage, train, sync), with a
+checkpoint and a benchmark every tenth, as a driver writes them, but without the snapshots' files, which no listing
+shows. The newest iteration ends after its train step, as if the driver had been killed there. Then it measures, each
+with its own connection, and counting every HTTP request:
 
-  resume   what a driver asks the store from opening the run to the step at which it goes on; the six requests that
-           first make sure of a store come to it
+  resume   a driver's requests from opening the run to the step at which it resumes; the six requests
+           before that verify a store are not counted
   status   `cairn status`
   runs     `cairn runs` over all runs written so far
-  verify   `cairn verify`: all commits; for runs up to `--read` iterations, for it takes minutes on longer ones
-  gc       `cairn gc`, a dry run; likewise
-  acquire  taking a lease that has changed hands `--epochs` times
+  verify   `cairn verify`: all commits; for runs up to `--read` iterations, because it takes minutes on longer ones
+  gc       `cairn gc`, a dry run; for the same runs
+  acquire  acquiring a lease that has changed hands `--epochs` times
 
-The gateway is a real one, of Debian's packages (see tests/ceph/rgw.py), on this machine: add a round trip to a request
-for a store that is further away.
+The gateway is a real one, from Debian's packages (see tests/ceph/rgw.py), on this machine: for a remote store, add a
+network round trip to each request.
 """
 
 import argparse
@@ -59,7 +59,7 @@ REQUESTS = 16
 
 
 class CountingStore(S3Store):
-    """Counts what it sends, new tries included."""
+    """Counts the requests that it sends, retries included."""
 
     requests = 0
 
@@ -73,7 +73,7 @@ class CountingStore(S3Store):
 
 
 def config_of(iterations: int) -> RunConfig:
-    """A run that has all its iterations after the one it stands in."""
+    """Return the configuration of a run with one iteration more than `iterations`."""
     benchmark = {"name": "heldout", "path": "test.jsonl", "max_response_len": 8}
     return loader.parse(
         {
@@ -93,7 +93,7 @@ def config_of(iterations: int) -> RunConfig:
 
 
 def commits_of(run: str, iterations: int) -> Iterator[Commit]:
-    """All commits of a run, each made from those before it."""
+    """Yield all commits of a run, each with inputs from the earlier ones."""
     config, trained = config_of(iterations), None
     for index in range(iterations):
 
@@ -149,7 +149,7 @@ def write_share(url: str, run: str, iterations: int, share: int) -> None:
 
 
 def write_run(url: str, iterations: int) -> str:
-    """A run with a manifest, a driver that ended, and its commits; the run's name."""
+    """Write a run with a manifest, a driver that ended, and its commits; return the run's name."""
     run = f"run-{iterations}"
     ledger = Ledger.create(S3Store(url), run, config_of(iterations).model_dump(mode="json"))
     ledger.acquire().release(Outcome.STOPPED)
@@ -159,7 +159,7 @@ def write_run(url: str, iterations: int) -> str:
 
 
 def find_the_place(store: S3Store, run: str) -> Lease:
-    """All that a driver asks the store on its way to the first step that is not committed."""
+    """Send all requests of a driver until the first step that is not committed."""
     ledger = Ledger.open(store, run)
     lease = ledger.acquire()
     config = loader.from_manifest(ledger.manifest.config)
@@ -202,7 +202,7 @@ def find_the_place(store: S3Store, run: str) -> Lease:
 
 
 def measure(url: str, work: Callable[[S3Store], Any]) -> tuple[int, float]:
-    """Requests and seconds of a piece of work, on a connection that it opens itself."""
+    """Return the number of requests and the seconds of a piece of work, on a new connection."""
     store = CountingStore(url)
     began = time.perf_counter()
     work(store)
@@ -210,7 +210,7 @@ def measure(url: str, work: Callable[[S3Store], Any]) -> tuple[int, float]:
 
 
 def acquire_many(store: S3Store, run: str, epochs: int) -> None:
-    """Change the lease's holder."""
+    """Change the lease's holder `epochs` times."""
     for _ in range(epochs):
         Lease.acquire(store, run).release(Outcome.STOPPED)
 

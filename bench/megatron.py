@@ -4,9 +4,9 @@
 
 One optimizer step of GRPO on 64 samples with prompts of 18 to 27 tokens and responses of 4 to 128, in float32 on one
 rank and one CPU thread, on a tiny Qwen3 model. The bare loop calls Megatron's schedule, clipping and optimizer on the
-samples of the engine's micro-batches, packed before the first step, and computes the loss alone: what the engine takes
-above it are packing, checks, metrics (the entropy of every token among them) and the digest of the state. The variants
-take turns in one process; the first turn of each is not counted. Times are CPU seconds, the median of the rounds.
+samples of the engine's micro-batches, packed before the first step, and computes only the loss. The engine's additional
+time is packing, checks, metrics (including the entropy of every token) and the digest of the state. The variants
+alternate in one process; the first turn of each is not counted. Times are CPU seconds, the median of the rounds.
 """
 
 import argparse
@@ -117,7 +117,8 @@ def engine_step(engine: str, folder: str, batch: TrainBatch) -> Callable[[], Any
 
 
 def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
-    """Megatron's own pieces in a loop of a few lines, over micro-batches that were packed beforehand."""
+    """Return a step of a minimal loop around Megatron's own functions, over micro-batches that were packed
+    beforehand."""
     from cairn.engines.training.megatron.backend import backend_for
     from cairn.engines.training.process import join_process_group, prepare_process
 
@@ -170,8 +171,8 @@ def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
 
 
 def packed_samples(batch: TrainBatch, samples: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Of samples one behind the other: tokens [1, T], where each begins and ends [B + 1], where response tokens are
-    predicted [N], which they are [N], and their advantages over the loss's counts [N]."""
+    """Return concatenated samples: tokens [1, T], boundaries of samples [B + 1], positions that predict response tokens
+    [N], these tokens [N], and their advantages divided by the loss's counts [N]."""
     assert batch.advantages is not None
     rows = [batch.input_ids[i] for i in samples]
     ends = np.cumsum([0, *map(len, rows)])

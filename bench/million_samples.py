@@ -1,4 +1,4 @@
-"""A ledger of many samples as a run would leave it: its schemas, Parquet files and sealed commits, short responses."""
+"""A ledger of many samples as a run would write it: its schemas, Parquet files and sealed commits, short responses."""
 
 import hashlib
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ _ENVIRONMENT = Environment(
 
 
 def write(folder: Path, config: RunConfig, iterations: int, samples: int, tokens: int) -> None:
-    """A run of iterations with that many samples each, in groups of eight, of `tokens` tokens a response; every group
-    is trained on. Two shards, and nine commits an iteration. Its files are not synced."""
+    """Write a run whose iterations have `samples` samples each, in groups of eight, with `tokens` tokens a response;
+    every group is trained on. Two shards, and nine commits an iteration. Files are not synced."""
     ledger = Ledger.create(open_store(str(folder)), RUN, config)
     ledger.acquire().release(Outcome.COMPLETED)
     shares = [(folder, range(writer, iterations, _WRITERS), samples, tokens) for writer in range(_WRITERS)]

@@ -1,16 +1,16 @@
-"""What Prefect costs an iteration: eight steps that do nothing, called directly and as flow runs of an embedded server.
+"""Cost of Prefect for an iteration: eight no-op steps, called directly and as flow runs of an embedded server.
 
     python -m bench.orchestration [--rounds 20] [--pause 0] [--home DIR] [--smoke] [--json FILE]
 
-  direct   the steps, called one after the other: what the other shapes are compared with.
-  tasks    the same as Prefect tasks of the driver's flow run: no graph of its own for each iteration.
+  direct   the steps, called one after the other: the baseline.
+  tasks    the same as Prefect tasks of the driver's flow run: no separate graph for each iteration.
   subflow  what `train` does: those tasks inside `cairn.flows.orchestration.flow_runs.subflow`, on the embedded server.
   pages    the same and the run's pages, until Prefect has them; the next iteration need not wait for that.
-  plain    a flow and tasks as Prefect's decorators make them, on the same server.
+  plain    a flow and tasks as Prefect's decorators create them, on the same server.
 
-Each round runs every shape once and the order turns, so that whatever else the machine does falls on all alike; the
-first round is not counted. Iterations follow each other at once, or after `--pause` seconds, in which the server works
-off the events of the one before.
+Each round runs every shape once in rotating order, so that other load of the machine affects all alike; the first round
+is not counted. Iterations follow each other at once, or after `--pause` seconds, in which the server processes the
+events of the previous one.
 """
 
 import argparse
@@ -50,7 +50,7 @@ STEPS = [step for step in Step if step is not Step.EVAL]
 
 @dataclass
 class Shape:
-    """One way to run an iteration, and what it took."""
+    """A way to run an iteration, and its measurements."""
 
     name: str
     run: Callable[[int], object]
@@ -68,7 +68,7 @@ class NoOp:
     name: Step
 
     def body(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __call__(self, run: object, index: int, shard: str | None, *inputs: Commit) -> Commit:
         return Commit(
@@ -91,7 +91,7 @@ class NoOp:
 
 
 def one_iteration(call: Callable[..., Commit], index: int) -> None:
-    """Every step in turn; each reads what the two before it made."""
+    """Execute every step in order; each reads the results of the two before it."""
     made: list[Commit] = []
     for name in STEPS:
         made.append(call(NoOp(name), index, None, *made[-2:]))
@@ -112,7 +112,7 @@ def plain_iteration(index: int) -> None:
 
 
 def watched_run(folder: str) -> tuple[SimpleNamespace, tuple[Commit, ...]]:
-    """What pages read of a run, and an iteration of six samples."""
+    """Return the parts of a run that pages read, and an iteration of six samples."""
     ledger = new_run(f"{folder}/store", rollout={"num_rollout": 100_000})
     write_iteration(ledger, 0)
 
@@ -125,7 +125,7 @@ def watched_run(folder: str) -> tuple[SimpleNamespace, tuple[Commit, ...]]:
 
 @prefect.flow(name="bench", persist_result=False)
 def measure(rounds: int, pause: float, folder: str) -> list[Shape]:
-    """Take turns."""
+    """Run all shapes in every round, and return them with their measurements."""
     with driving("bench", tempfile.gettempdir()) as tags:
         run = SimpleNamespace(retries=RetryTally(RetryConfig()), stopping=threading.Event())
         call = PrefectSteps(cast(Any, run)).call

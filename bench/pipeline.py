@@ -1,31 +1,30 @@
-"""What it brings to learn while the next batches are collected: whole durable runs, in turns.
+"""Benefit of learning while the next batches are collected: whole durable runs, alternating.
 
     python -m bench.pipeline [RECIPE] [--set a.b=c] [--modes sync lagged …] [--iterations 24] [--seeds 42 1 2 3 4]
                              [--score-every 2] [--hidden 256] [--pairs 1] [--apart] [--smoke] [--json FILE]
 
-    sync         one rollout engine and the trainer, a core each, in turn
-    lagged       the same side by side, with weights one iteration older
-    streaming S  the same, all the time: with the newest weights, trained on at an age of S at most
-    two threads  in turn, with both cores for rollout (an engine each), and both for training
-    two engines  in turn, with both cores for rollout, and one for training
-    bare         the loop of bench/bare_loop.py, in turn, a core each: nothing is durable; it learns as `sync` does
-    bare lagged  the same loop with its halves side by side: it learns as `lagged` does
+    sync         one rollout engine and the trainer, a core each, one after the other
+    lagged       the same concurrently, with weights one iteration older
+    streaming S  the same without pauses: with the newest weights, trained on at an age of at most S
+    two threads  one after the other, with both cores for rollout (an engine each), and both for training
+    two engines  one after the other, with both cores for rollout, and one for training
+    bare         the loop of bench/bare_loop.py, one after the other, a core each: not durable; it learns as `sync` does
+    bare lagged  the same loop with its halves concurrent: it learns as `lagged` does
 
-From the first rollout's start to the last update's end: starts are left out, and evaluations come after the run, of the
-weights that it left on its way. Every run has processes of its own; each seed is a round with one run of each.
-By default the task is that of examples/counting, whose answers are long-tailed; it is built on first use.
+Time counts from the first rollout's start to the last update's end: startup is left out, and evaluations follow the
+run, on the weights that it saved. Every run has its own processes; each seed is a round with one run of each mode. The
+default task is that of examples/counting, whose answers are long-tailed; it is built on first use.
 
-With `--pairs N` so many runs stand side by side, each pinned to two cores of its own. With `--apart` the trainer has
-one of them alone in modes with a core each, and the rollout engine, the driver, Prefect and Ray share the other, as
-they take none of its time where the trainer has a GPU; otherwise the system places them. With `--hidden N` a random
-model as wide as that takes the place of the recipe's: iterations last longer, and nothing is learned. What was found is
-written to the file after every run; a run that fails is told of and left out.
+With `--pairs N` that many runs are concurrent, each pinned to its own two cores. With `--apart` the trainer has one of
+them alone in modes with a core each. The rollout engine, the driver, Prefect and Ray share the other, because they take
+none of the trainer's time where it has a GPU; otherwise the system places them. With `--hidden N` a random model of
+that width replaces the recipe's: iterations last longer, and nothing is learned. Results are written to the file after
+every run; a failed run is reported and left out.
 
     after it     seconds an iteration, from the end of the first one's update to that of the last
-    to 0.80      seconds until weights score 0.80 at the first benchmark, between two that were evaluated on a
-                 straight line
+    to 0.80      seconds until weights score 0.80 at the first benchmark, linearly interpolated between two evaluations
     idle         share of the time in which the rollout engines, and the trainer, did not work
-    p99/median   of the lengths of all responses; the model ends them itself
+    p99/median   of the lengths of all responses, which the model itself ends
 """
 
 import argparse
@@ -62,10 +61,10 @@ GOAL = 0.80
 """Score to reach."""
 
 HEAD_DIM = 32
-"""Of a model that `--hidden` asks for; two of its heads share one of keys and values."""
+"""Head dimension of a model for `--hidden`; two query heads share one head of keys and values."""
 
 LOOK_INTERVAL = 2.0
-"""Seconds between two looks for a trainer that is to have a core of its own."""
+"""Seconds between two searches for a trainer process that must have its own core."""
 
 ONE_CORE_EACH = ("rollout.num_engines=1", "training.num_threads=1")
 LAGGED = (*ONE_CORE_EACH, "rollout.pipeline=lagged")
@@ -86,14 +85,15 @@ TWO_CORES = ("two threads", "two engines")
 USUAL = [name for name in MODES if name not in ("two engines", *BARE)]
 
 STAGGER = 2
-"""Seconds between the first starts side by side: clusters that look for free ports at the same moment find the same."""
+"""Seconds between the first starts of concurrent runs: clusters that search for free ports at the same time find the
+same ones."""
 
 Cores = Sequence[int] | None
-"""Those that a run is pinned to; None for any."""
+"""Cores that a run is pinned to; None for any."""
 
 
 def pinned(cores: Cores) -> list[str]:
-    """The beginning of a command that runs on these cores alone."""
+    """Return the prefix of a command that runs only on these cores."""
     if not cores:
         return []
     program = f"import os, sys; os.sched_setaffinity(0, {set(cores)}); os.execv(sys.argv[1], sys.argv[1:])"
@@ -101,7 +101,7 @@ def pinned(cores: Cores) -> list[str]:
 
 
 def pairs_of_cores(count: int, *, apart: bool) -> list[Cores]:
-    """Disjoint ones of those that this process may use; for one pair whose sides are not apart, whatever there is."""
+    """Return disjoint pairs of the cores that this process may use; no pinning for a single pair without `apart`."""
     if count == 1 and not apart:
         return [None]
     cores = sorted(os.sched_getaffinity(0))
@@ -112,7 +112,7 @@ def pairs_of_cores(count: int, *, apart: bool) -> list[Cores]:
 
 @contextmanager
 def trainer_apart(cores: Sequence[int]) -> Iterator[None]:
-    """Meanwhile, a trainer of Ray's that is found on the first of the cores is moved to the second."""
+    """While the block runs, move a trainer process of Ray from the first of the cores to the second."""
     over = threading.Event()
 
     def move() -> None:
@@ -134,7 +134,7 @@ def trainer_apart(cores: Sequence[int]) -> Iterator[None]:
 
 
 def widened(recipe: str, overrides: Sequence[str], hidden_size: int, folder: str) -> str:
-    """Save a model like the recipe's with random weights, so wide, and its tokenizer; returns the folder."""
+    """Save a model like the recipe's with random weights and this hidden size, and its tokenizer; return the folder."""
     model = load(recipe, list(overrides)).model.path
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     config.update({"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, "head_dim": HEAD_DIM})
@@ -147,7 +147,7 @@ def widened(recipe: str, overrides: Sequence[str], hidden_size: int, folder: str
 
 
 def bare(recipe: str, overrides: list[str], seed: int, cores: Cores, *, apart: bool) -> Outcome:
-    """A run of the bare loop, which is evaluated before and after."""
+    """Execute the bare loop, with evaluations before and after, and return the outcome."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         options = [word for option in overrides for word in ("--set", option)]
@@ -170,7 +170,8 @@ def bare(recipe: str, overrides: list[str], seed: int, cores: Cores, *, apart: b
 
 
 def seconds_to(goal: float, outcome: Outcome) -> float | None:
-    """When the score reached `goal`; None if it never did. Nothing is known before the first evaluation."""
+    """Return the seconds until the score reached `goal`; None if it never did. Nothing is known before the first
+    evaluation."""
     before: tuple[float, float] | None = None
     for iterations, score in sorted(outcome.points.items()):
         now = outcome.ends[iterations - 1] if iterations else 0.0
@@ -184,13 +185,13 @@ def seconds_to(goal: float, outcome: Outcome) -> float | None:
 
 
 def tail(lengths: Sequence[int]) -> tuple[float, float]:
-    """Median and 99th percentile."""
+    """Return median and 99th percentile."""
     median, last = np.percentile(lengths, [50, 99])
     return float(median), float(last)
 
 
 def _spread(values: Sequence[float | None], digits: int = 1) -> str:
-    """Median and range; a value that is missing is greater than all others."""
+    """Return median and range; a missing value counts as larger than all others."""
     known = sorted(value for value in values if value is not None)
     if len(known) <= len(values) // 2:
         return f"not in {len(values) - len(known)} of {len(values)}"
@@ -200,7 +201,7 @@ def _spread(values: Sequence[float | None], digits: int = 1) -> str:
 
 
 def _faster(found: dict[int, Outcome], sync: dict[int, Outcome]) -> str:
-    """How many times as fast to the goal as `sync` with the same seed."""
+    """Return the speedup to the goal over `sync` with the same seed."""
     pairs = [(sync[seed], outcome) for seed, outcome in found.items() if seed in sync]
     to_goal = [(seconds_to(GOAL, one), seconds_to(GOAL, other)) for one, other in pairs]
     ratios = [one / other for one, other in to_goal if one is not None and other is not None]
@@ -208,7 +209,7 @@ def _faster(found: dict[int, Outcome], sync: dict[int, Outcome]) -> str:
 
 
 def table(found: dict[str, dict[int, Outcome]]) -> Table:
-    """A row for each mode: medians over seeds, and ranges in parentheses."""
+    """Return a table with a row for each mode: medians over seeds, and ranges in parentheses."""
     goal = f"to {GOAL:.2f}"
     times = "seconds", "the first", "after it", f"{goal}, s", f"× sync {goal}"
     columns = "", *times, "tokens/s", "rollout idle", "trainer idle", "scores"

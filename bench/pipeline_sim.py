@@ -1,32 +1,31 @@
-"""How fast the three pipelines are on other machines: a simulation of their events, with rates that are published or
-measured.
+"""Speed of the three pipelines on other machines: a discrete-event simulation with published or measured rates.
 
     python -m bench.pipeline_sim [--measured FILE] [--seed 0] [--smoke] [--json FILE]
 
 Without a file: 64 and 1,024 GPUs, half of them for rollouts, 512 prompts of 16 responses an iteration. Rates are those
 of Qwen2.5-Math-7B on H20:
 
-    decoding       a step reads the weights (15.2 GB) and the caches (57 kB a token) at 4 TB/s, and has 1 ms beside
+    decoding       a step reads the weights (15.2 GB) and the caches (57 kB a token) at 4 TB/s, plus 1 ms
     lengths        log-normal, the 99th percentile ten times the median (Laminar, arXiv 2510.12633), cut at 28 k tokens;
-                   the median is the one with which 64 GPUs generate for 151 s in turn, as verl measured
+                   the median is the one with which 64 GPUs generate for 151 s without overlap, as verl measured
     training       157 s a batch on 32 GPUs, as verl measured (its docs/advance/fully_async.md, table of 7B), in
                    proportion to tokens and GPUs
     new weights    2 s (NeMo-RL 0.7 to 1.5 s for 30B, verl 2.5 to 3 s for 27B)
 
-With the results of `python -m bench.pipeline --json FILE`: rates are taken from its runs of `sync` alone, by least
-squares over their iterations, and what they predict is compared with the other runs.
+With the results of `python -m bench.pipeline --json FILE`: rates come from its `sync` runs alone, by least squares over
+their iterations, and the predictions are compared with the other runs.
 
-The model. An engine decodes all of its samples in step; a step takes `step` seconds, and `step_each` more for every
-sample. What is read first, a prompt, or the prefixes of interrupted samples under new weights, holds it up. The trainer
-takes a batch as it was cut. An iteration has `fixed` seconds that neither side works in, half of them before its batch
-is cut and half before it is trained; on two cores both sides are slower by what these take beside them. Evaluations are
-left out. The rules are those of docs/architecture.md:
+The model. An engine decodes all of its samples in step; a step takes `step` seconds, plus `step_each` for every sample.
+A prefill stalls the engine: of a prompt, or of the prefixes of interrupted samples under new weights. The trainer
+consumes a batch as it was cut. An iteration has `fixed` seconds in which neither side works, half of them before its
+batch is cut and half before it is trained; on two cores this work slows down both sides. Evaluations are left out. The
+rules are those of docs/architecture.md:
 
     sync          prompts of iteration i are admitted when i - 1 is learned
     lagged        when i - 2 is learned and the batch before is complete
     streaming S   when i - 1 - S is learned, and learning waited for one of its last three batches while engines have
                   less than a batch to work on and less than a batch waits, or nothing else is left for the next batch;
-                  a batch takes what the next finds too old, then what was complete first
+                  a batch first takes groups that would be too old for the next one, then the earliest complete ones
 """
 
 import argparse
@@ -47,42 +46,42 @@ from rich.table import Table
 from bench.command import parse, say
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
-"""Draws the lengths of the responses of a group, tokens."""
+"""Function that draws the response lengths of a group, in tokens."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is made on, and of."""
+    """Machine and workload of a run."""
 
     engines: int
-    """Of rollout; they have no part in training."""
+    """Number of rollout engines; they do not train."""
     groups: int
-    """Prompts of an iteration."""
+    """Number of prompts of an iteration."""
     group_size: int
     lengths: Lengths
     prompt_tokens: float
     step: float
-    """Seconds of a decoding step, …"""
+    """Seconds of a decoding step."""
     step_each: float
-    """… and of each sample in it."""
+    """Additional seconds of a decoding step for each sample in it."""
     prefill_rate: float
-    """Tokens per second of an engine."""
+    """Tokens per second of an engine's prefill."""
     train_fixed: float
-    """Seconds of an update, …"""
+    """Constant seconds of an update."""
     train_rate: float
-    """… which trains so many response tokens per second, …"""
+    """Response tokens per second of an update."""
     update: float
-    """… and hands on its weights, in which it is not trained."""
+    """Seconds to publish new weights, in which nothing is trained."""
     fixed: float = 0.0
     """Seconds of an iteration in which neither side works."""
     slots: int = 1024
-    """Samples that an engine decodes at once; others wait."""
+    """Number of samples that an engine decodes concurrently; others wait."""
     cores: int | None = None
-    """Of the whole machine, where one engine, the trainer and what takes `fixed` seconds share them; None: each side
-    has its own."""
+    """Number of cores of the whole machine, where one engine, the trainer and the work of `fixed` seconds share them;
+    None: each side has its own."""
 
     def slowed(self, by: float) -> "Machine":
-        """Both sides take so many times as long."""
+        """Return a machine on which both sides take `by` times as long."""
         return replace(
             self,
             step=self.step * by,
@@ -96,7 +95,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`lag` publications: 0 is `sync`, 1 `lagged`. With `max_age` it streams."""
+    """Lag in publications: 0 is `sync`, 1 `lagged`. With `max_age` the pipeline is `streaming`."""
 
     lag: int = 0
     max_age: int | None = None
@@ -111,43 +110,43 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a run, evaluations left out."""
+    """Predicted figures of a run without evaluations."""
 
     seconds: float
-    """Of an iteration, the mean."""
+    """Mean seconds of an iteration."""
     tokens_per_second: float
     rollout_idle: float
-    """Share of the time in which an engine does not work, the mean over engines."""
+    """Share of the time in which an engine does not work, averaged over engines."""
     train_idle: float
 
 
 @dataclass(eq=False)
 class _Group:
     iteration: int
-    """That admitted it."""
+    """Iteration that admitted it."""
     left: int
-    """Samples that have not ended."""
+    """Number of unfinished samples."""
     tokens: int = 0
     oldest: int | None = None
-    """Weights that its first token was sampled with; None before."""
+    """Version of the weights that sampled its first token; None before."""
 
 
 @dataclass
 class _Engine:
     machine: Machine
     queue: deque[tuple[int, _Group]] = field(default_factory=deque)
-    """Lengths, and whose."""
+    """Length and group of each waiting sample."""
     open: list[tuple[float, int, float, _Group]] = field(default_factory=list)
-    """A heap: the step at which a sample ends, a number, the step at which it began, and whose it is."""
+    """Heap of (step at which a sample ends, counter, step at which it began, group)."""
     now: float = 0.0
     steps: float = 0.0
     stalled: float = 0.0
-    """Seconds that it is held up."""
+    """Seconds of stall that are left."""
     busy: float = 0.0
     begun: int = 0
 
     def advance(self, to: float) -> None:
-        """Work until then."""
+        """Simulate the engine until `to`."""
         seconds, self.now = to - self.now, to
         if not self.open and not self.stalled:
             return
@@ -159,7 +158,7 @@ class _Engine:
             self.steps += (seconds - held) / self._step()
 
     def fill(self, version: int) -> None:
-        """Begin what there is room for."""
+        """Start waiting samples while there are free slots."""
         while self.queue and len(self.open) < self.machine.slots:
             length, group = self.queue.popleft()
             self.begun += 1
@@ -168,13 +167,13 @@ class _Engine:
             group.oldest = version if group.oldest is None else group.oldest
 
     def take_weights(self) -> None:
-        """Load new ones and read the prefixes of all that is open again."""
+        """Load new weights and prefill all running samples again."""
         if self.open:
             tokens = sum(self.steps - began + self.machine.prompt_tokens for _, _, began, _ in self.open)
             self.stalled += self.machine.update + tokens / self.machine.prefill_rate
 
     def next_end(self) -> float:
-        """When the next sample ends, as things are."""
+        """Return when the next sample ends in the current state."""
         if not self.open:
             return math.inf
         return self.now + self.stalled + max(0.0, self.open[0][0] - self.steps) * self._step()
@@ -184,7 +183,7 @@ class _Engine:
 
 
 def simulate(machine: Machine, pipeline: Pipeline, iterations: int, seed: int = 0) -> Prediction:
-    """A run of so many iterations, from its beginning to its last update's end."""
+    """Simulate `iterations` iterations, from the start to the last update's end."""
     found = _simulate(machine, pipeline, iterations, seed)
     if machine.cores is None or pipeline == Pipeline():
         return found
@@ -195,7 +194,7 @@ def simulate(machine: Machine, pipeline: Pipeline, iterations: int, seed: int = 
 
 
 _ROUNDS = 6
-"""In which the length of an iteration settles, on which depends what is left for both sides."""
+"""Number of simulations until the length of an iteration converges; the cores left for both sides depend on it."""
 
 
 def _simulate(machine: Machine, pipeline: Pipeline, iterations: int, seed: int) -> Prediction:
@@ -219,20 +218,21 @@ class _Run:
         self.open: list[_Group] = []
         self.complete: list[_Group] = []
         self.batches: deque[tuple[float, int]] = deque()
-        """When a batch is ready to be trained, and its tokens."""
+        """Time at which each batch is ready for training, and its tokens."""
         self.learning: float | None = None
-        """When the update that is being made ends."""
+        """End of the current update."""
         self.free_since = 0.0
-        """When the last one ended."""
+        """End of the previous update."""
         self.waited = deque[bool](maxlen=3)
-        """Of the last batches: was it ready after the update before?"""
+        """Whether each of the last batches was ready only after the previous update."""
         self.ends: list[tuple[float, int, int]] = []
-        """A heap: when an engine's next sample ends, as things were after so many of its changes, and its number."""
+        """Heap of (end of an engine's next sample, value of the engine's change counter at that estimate, engine
+        number)."""
         self.changes = [0] * machine.engines
         self._progress()
 
     def next_event(self) -> None:
-        """Go on to whatever happens next."""
+        """Advance to the next event."""
         while self.ends and self.ends[0][1] != self.changes[self.ends[0][2]]:
             heapq.heappop(self.ends)
         ending = self.ends[0][0] if self.ends else math.inf
@@ -255,7 +255,7 @@ class _Run:
         self._progress()
 
     def _end_samples(self, number: int) -> bool:
-        """Of an engine; whether a group is complete by that."""
+        """End the due samples of an engine; return whether that completes a group."""
         complete = len(self.complete)
         engine = self.engines[number]
         engine.advance(self.now)
@@ -303,7 +303,7 @@ class _Run:
         return self.learned >= iteration - self.pipeline.lag and self.cut >= iteration
 
     def _wants_more(self) -> bool:
-        """As `cairn.tasks.streaming.stream.Pacing` does."""
+        """Whether more prompts are admitted; the same rule as `cairn.tasks.streaming.stream.Pacing`."""
         batch = self.machine.groups
         waiting = len(self.batches) * batch + len(self.complete)
         if waiting + len(self.open) < batch:
@@ -329,7 +329,7 @@ class _Run:
         if age is None:
             due, chosen = [g for g in self.open if g.iteration == self.cut], self.complete
         else:
-            # What batch i + 1 would find more than `age` publications old has to be in batch i.
+            # Groups that would be more than `age` publications old in batch i + 1 must be in batch i.
             def is_due(group: _Group) -> bool:
                 return group.oldest is not None and self.cut + 1 - group.oldest > age
 
@@ -346,7 +346,7 @@ class _Run:
 
 
 def log_normal(median: float, sigma: float, longest: int) -> Lengths:
-    """Lengths of at least one token, cut at `longest`."""
+    """Return a distribution with lengths from one token to `longest`."""
 
     def draw(chance: np.random.Generator, count: int) -> np.ndarray:
         return np.clip(np.rint(chance.lognormal(math.log(median), sigma, count)), 1, longest)
@@ -359,13 +359,13 @@ TAIL = math.log(10) / 2.326
 
 MEDIAN_LENGTH, LONGEST = 1400, 28_000
 H20_BYTES = 4e12
-"""Per second."""
+"""Memory bandwidth of H20 in bytes per second."""
 WEIGHTS, CACHE = 15.2e9, 57_344
 """Bytes of the 7B model in bfloat16, and of a token's keys and values: 28 layers, 4 heads of 128."""
 
 
 def gpus(rollout: int, training: int) -> Machine:
-    """The published rates on so many GPUs, an engine each."""
+    """Return a machine with the published rates and these numbers of GPUs, one engine on each rollout GPU."""
     lengths = log_normal(MEDIAN_LENGTH, TAIL, LONGEST)
     mean = float(lengths(np.random.default_rng(0), 100_000).mean())
     batch = 512 * 16 * mean
@@ -385,8 +385,8 @@ def gpus(rollout: int, training: int) -> Machine:
 
 
 def calibrated(rows: dict[str, list[dict[str, Any]]]) -> Machine:
-    """The machine on which these runs of `sync` were made, by least squares over their iterations: rollouts on steps
-    and tokens, updates on a constant and tokens."""
+    """Return the machine of these `sync` runs, by least squares over their iterations: rollouts on steps and tokens,
+    updates on a constant and tokens."""
     iterations = [iteration for run in rows["sync"] for iteration in run["iterations"]]
     lengths = [np.asarray(iteration["response_lengths"]) for iteration in iterations]
     tokens = np.array([own.sum() for own in lengths], float)
@@ -419,7 +419,7 @@ def calibrated(rows: dict[str, list[dict[str, Any]]]) -> Machine:
 
 
 def _least_squares(columns: Sequence[np.ndarray], wanted: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients, none of them negative: a column whose own would be is left out."""
+    """Return nonnegative least-squares coefficients: a column whose coefficient would be negative is left out."""
     matrix, target = np.stack(columns, 1), np.asarray(wanted, float)
     found = np.linalg.lstsq(matrix, target, rcond=None)[0]
     if (found < 0).any():
@@ -430,7 +430,7 @@ def _least_squares(columns: Sequence[np.ndarray], wanted: Sequence[float]) -> tu
 
 
 def predictions(machine: Machine, iterations: int, seed: int) -> dict[str, Prediction]:
-    """Of every pipeline."""
+    """Return the prediction for every pipeline."""
     return {name: simulate(machine, pipeline, iterations, seed) for name, pipeline in PIPELINES.items()}
 
 
@@ -444,7 +444,7 @@ def _shown(title: str, found: dict[str, Prediction]) -> Table:
 
 
 def compare(rows: dict[str, list[dict[str, Any]]], seed: int) -> tuple[Table, dict[str, dict[str, float]]]:
-    """What is predicted for the machine of these runs, beside what was measured there."""
+    """Return the predictions for the machine of these runs, next to the measurements there."""
     if "sync" not in rows:
         raise SystemExit(
             "there is no run of sync to take rates from: measure with `python -m bench.pipeline --modes sync …`"

@@ -1,20 +1,20 @@
-"""How long a killed run stands still: from SIGKILL of its driver to the next new commit, and what the time goes into.
+"""Downtime of a killed run: from SIGKILL of its driver to the next new commit, split by cause.
 
     python -m bench.recovery [RECIPE] [--outlived] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
 
-A driver with a Prefect server and a Ray cluster of its own is killed just after a train step was committed; its
-weights are lost with its engines. Its successor, started at once as by `cairn resume`, restores them for
-the next step, `sync`. With `--outlived`, server and cluster are not the driver's; the successor finds them, and the
-engines on the cluster with what they did. The round ends with the commit of that step. One after the other:
+A driver with its own Prefect server and Ray cluster is killed just after a train step was committed; its weights are
+lost with its engines. Its successor, started at once as by `cairn resume`, restores them for the next step, `sync`.
+With `--outlived`, server and cluster do not belong to the driver; the successor finds them, and the engines on the
+cluster with their state. The round ends with the commit of that step. One after the other:
 
     Python      the interpreter, and importing Cairn, PyTorch's tokenizers, Prefect and Ray
-    open        the store, model and data checked; the lease taken; graders started
-    Prefect     further, until the server answers
+    open        checks of store, model and data; acquiring the lease; starting graders
+    Prefect     further, until the server responds
     engines     further, until all engines are up
     restore     checkpoint loaded, committed train steps replayed
-    step        the rest: what Prefect adds to a run's and an iteration's start, and the step itself
+    step        the rest: Prefect's overhead at the start of a run and an iteration, and the step itself
 
-Ray and the engines start beside the rest; how long each start takes by itself is told too.
+Ray and the engines start concurrently with the rest; the duration of each start by itself is reported too.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from bench.command import SMALL_RUN, parse, say
 from tests.ray_fixtures import ray_head
 
 DEADLINE = 600.0
-"""Seconds that one driver may take to the commit that is waited for."""
+"""Seconds that one driver may take to the expected commit."""
 
 
 def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
-    """In the driver's process: go on with the run, and print every mark as a line of JSON."""
+    """Resume the run, and print every mark as a line of JSON. Runs in the driver's process."""
     mark("start", at=psutil.Process().create_time())
     from cairn.configs.loader import load
     from cairn.engines.fleet import warm
@@ -87,7 +87,8 @@ def mark(name: str, at: float | None = None, **more: float) -> None:
 
 
 def span(owner: Any, name: str, label: str, *, is_static: bool = False, enters: bool = False) -> None:
-    """Mark the end of every call of a function, with its seconds; `enters`: of the entering of a context."""
+    """Mark the end of every call of a function, with its seconds; `enters`: of entering the context manager that it
+    returns."""
     function: Callable[..., Any] = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +108,7 @@ def span(owner: Any, name: str, label: str, *, is_static: bool = False, enters: 
 
 
 class Driver:
-    """A driver process, read mark by mark."""
+    """A driver process whose marks are read."""
 
     def __init__(self, arguments: list[str], api_url: str | None) -> None:
         command = [sys.executable, "-m", "bench.recovery", "--drive", *arguments]
@@ -120,7 +121,7 @@ class Driver:
         self.marks: dict[str, dict[str, float]] = {}
 
     def until(self, wanted: Callable[[str], bool]) -> float:
-        """Read marks up to the first that is wanted; returns when it was."""
+        """Read marks up to the first wanted one; return its time."""
         end = time.monotonic() + DEADLINE
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -134,12 +135,12 @@ class Driver:
         sys.exit("a driver did not come to the commit that was waited for; its message stands above")
 
     def cpu_seconds(self) -> float:
-        """That the process itself has used."""
+        """Return the CPU seconds of the process itself."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 
     def kill(self) -> float:
-        """SIGKILL; returns when."""
+        """Send SIGKILL; return the time."""
         at = time.time()
         self._process.send_signal(signal.SIGKILL)
         return at
@@ -150,8 +151,8 @@ class Driver:
 
 
 def one_round(arguments: list[str], driver: Driver) -> tuple[dict[str, float], dict[str, float], Driver]:
-    """Kill a driver after its next train step, and time its successor, which is returned with what it took: seconds
-    one after the other, and seconds of each start by itself."""
+    """Kill a driver after its next train step, and time its successor. Return the consecutive seconds, the seconds of
+    each start by itself, and the successor."""
     driver.until(lambda name: name.endswith("/train"))
     killed = driver.kill()
     successor = Driver(arguments, driver.api_url)

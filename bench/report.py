@@ -1,10 +1,10 @@
-"""What a report of a long run costs: seconds to write it, its size, and how soon a browser has it ready.
+"""Cost of a report of a long run: seconds to write it, its size, and how soon a browser displays it.
 
     python -m bench.report [--samples 100000] [--tokens 200] [--smoke] [--json FILE]
 
-A run of a thousand samples an iteration, eight a group, is written as a driver writes it, but for its weights:
-responses of the quickstart's vocabulary with random log-probs, lengths spread log-normally around `--tokens`. Then
-`cairn report` of it, in a process of its own, and the page in headless Chromium:
+Writes a run of a thousand samples an iteration, eight a group, as a driver writes it, but without weights: responses
+from the quickstart's vocabulary with random log-probs, lengths log-normal around `--tokens`. Then measures `cairn
+report` of it, in a separate process, and the page in headless Chromium:
 
   curves      from opening the file until the last curve is drawn
   ready       until every sample can be read, searched and filtered
@@ -71,7 +71,7 @@ class Writer:
         self.ledger.acquire()
 
     def iteration(self, number: int) -> None:
-        """Rollout, reward, filter, advantage and train."""
+        """Write rollout, reward, filter, advantage and train."""
         n = GROUPS * SIZE
         groups = np.repeat(np.arange(GROUPS) + number * GROUPS, SIZE)
         keys = {"group_id": groups, "sample_index": np.tile(np.arange(SIZE), GROUPS)}
@@ -186,7 +186,7 @@ def _table(columns: dict[str, Any], schema: pa.Schema) -> pa.Table:
 
 
 def write_run(folder: Path, samples: int, tokens: int) -> None:
-    """A run of about so many samples."""
+    """Write a run of about `samples` samples."""
     iterations = max(1, samples // (GROUPS * SIZE))
     writer = Writer(folder, iterations, tokens)
     for number in range(iterations):
@@ -198,7 +198,7 @@ def write_run(folder: Path, samples: int, tokens: int) -> None:
 
 
 def report(folder: Path, *options: str) -> tuple[float, int]:
-    """Seconds of `cairn report` and its peak of memory in bytes."""
+    """Return the seconds of `cairn report` and its peak memory in bytes."""
     command = [
         sys.executable,
         "-c",
@@ -217,7 +217,7 @@ def report(folder: Path, *options: str) -> tuple[float, int]:
 
 
 def browse(file: Path) -> dict[str, float]:
-    """Seconds in a browser, see the module, and what it keeps in memory in bytes."""
+    """Return the seconds in a browser, see the module, and its memory in bytes."""
     from playwright.sync_api import sync_playwright
 
     program, environment = executable()

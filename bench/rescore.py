@@ -1,17 +1,18 @@
-"""What `cairn rescore` takes beside the graders' own time.
+"""Overhead of `cairn rescore` beyond the graders' own time.
 
     python -m bench.rescore [--graders exact_match math] [--groups 1000] [--tokens 256] [--rounds 3] [--smoke]
                             [--json FILE]
 
 Writes a ledger of `--groups` groups of eight responses with `--tokens` tokens each, in iterations of a hundred groups
-with two shards, and grades it again by
+with two shards, and grades it again with
 
-  exact_match   cheap: what is left is reading, handing over and counting
-  math          computer algebra, a millisecond or so a sample
+  exact_match   cheap: reading, transfer and counting dominate
+  math          computer algebra, about a millisecond a sample
 
-each in turns: `own` is the loop `for sample in samples: grade(sample)` in a process that has the samples in memory and
-the grader imported; `rescore` is the function behind the command, in a new process, without Python's start and imports;
-`command` is `cairn rescore`, with both. Medians of `--rounds`. Target: rescore in 1.2 × own + 1 s.
+in each of these ways, alternating: `own` is the loop `for sample in samples: grade(sample)` in a process with the
+samples in memory and the grader imported; `rescore` is the function behind the command, in a new process, without
+Python's start and imports; `command` is `cairn rescore`, with both. Medians of `--rounds`. Target: rescore in
+1.2 × own + 1 s.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from bench.million_samples import GROUP, RUN, write
 
 GRADERS = ("exact_match", "math")
 GROUPS = 100
-"""Of an iteration."""
+"""Number of groups in an iteration."""
 _OWN = """
 import importlib, sys, time
 from cairn.storage.ledger.commits import Step
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def measure(folder: Path, grader: str, rounds: int) -> dict[str, float]:
-    """Median seconds of each way."""
+    """Return the median seconds of each way."""
     ways: dict[str, Callable[[], float]] = {
         "own": lambda: _timed(_OWN, folder, grader),
         "rescore": lambda: _timed(_RESCORE, folder, grader),
@@ -103,7 +104,7 @@ def measure(folder: Path, grader: str, rounds: int) -> dict[str, float]:
 
 
 def _write(folder: Path, iterations: int, samples: int, tokens: int) -> None:
-    """With a tokenizer where the run says that its model is: the graders see whole samples."""
+    """Write the ledger, with a tokenizer where the run's model would be: the graders read whole samples."""
     from examples.quickstart.model import build_tokenizer
 
     model = folder / "model"
@@ -115,7 +116,7 @@ def _write(folder: Path, iterations: int, samples: int, tokens: int) -> None:
 
 
 def _timed(code: str, folder: Path, grader: str) -> float:
-    """What a new process prints."""
+    """Run the code in a new process and return the number that it prints."""
     run = subprocess.run(
         [sys.executable, "-c", code, str(folder), RUN, grader], check=True, capture_output=True, text=True
     )

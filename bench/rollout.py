@@ -4,19 +4,19 @@
 
 Tiny Qwen3 models (2 layers; hidden 64 has 123k parameters), prompts of 16 to 47 tokens, up to 64 new ones, temperature
 1. Two workloads:
-  fixed   one batch, a prompt of its own for each sample, all of which run to 64 tokens: decoding alone.
+  fixed   one batch with a different prompt for each sample, all of which run to 64 tokens: decoding alone.
   groups  two batches of 8 samples a prompt, where 1 token in 50 ends a response: a rollout of GRPO. `generate` is
-          called once a batch; the engine gets all requests and runs as many samples at a time.
+          called once a batch; the engine gets all requests and runs as many samples concurrently.
 
-Both sides generate the same kind of samples from the same prompts, in one process, taking turns; the first turn of each
-is not counted. Speeds are tokens of responses per CPU second, the median of the rounds; on an idle machine that is the
-time on the clock, on a shared one it is steadier.
+Both sides generate the same kind of samples from the same prompts, in one process, alternating; the first turn of each
+is not counted. Speeds are tokens of responses per CPU second, the median of the rounds. On an idle machine CPU time
+equals wall-clock time; on a shared one it is more stable.
 
-`limit` is of `fixed`, by the matrices of the model's linear layers alone, measured in the same turns: a decoding step
-reads all of them once, as a product with one row does, and multiplies them by a row for each sample, at the rate of
-products with many rows; it takes as long as the longer of the two. So does reading a prompt, by its rows. `products`
-is what PyTorch's products alone reach with as many rows as there are samples. Attention, norms and sampling are none of
-either.
+`limit` is an upper bound for `fixed` from the matrices of the model's linear layers, measured in the same turns. A
+decoding step reads all of them once, as a product with one row does, and multiplies them by a row for each sample, at
+the rate of products with many rows; it takes as long as the longer of the two. The same holds for the prefill of a
+prompt, by its rows. `products` is the speed of PyTorch's products alone with as many rows as there are samples. Neither
+includes attention, norms and sampling.
 """
 
 import argparse
@@ -47,7 +47,7 @@ NEW_TOKENS = 64
 GROUP_SIZE = 8
 STOP_SHARE = 50
 MANY_ROWS = 512
-"""Of a product that takes as long as its arithmetic."""
+"""Number of rows of a product whose time is limited by its arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Result:
     generate: float
     engine: float
     speedup: float
-    """Median over the rounds of their ratio."""
+    """Median over the rounds of the ratio of both sides."""
     of_limit: float | None
-    """Likewise of the engine to the limit; None where a step's samples are not known."""
+    """Median ratio of the engine to the limit; None where the number of samples in a step is unknown."""
     of_products: float | None
-    """Likewise to PyTorch's products alone."""
+    """Median ratio of the engine to PyTorch's products alone."""
 
 
 def build_model(hidden_size: int, folder: Path) -> Path:
-    """Save a Qwen3 model with random weights, wide enough apart that its distributions are not flat."""
+    """Save a Qwen3 model with random weights, large enough that its distributions are not flat."""
     torch.manual_seed(0)
     head_dim = 16 if hidden_size < 512 else 64
     config = Qwen3Config(
@@ -90,7 +90,7 @@ def build_model(hidden_size: int, folder: Path) -> Path:
 
 
 def make_requests(workload: str, batch_size: int) -> list[GenerateRequest]:
-    """What a workload generates."""
+    """Return the requests of a workload."""
     draw = np.random.default_rng(batch_size)
     samples = GROUP_SIZE if workload == "groups" else 1
     stops = tuple(range(0, VOCAB_SIZE, STOP_SHARE)) if workload == "groups" else ()
@@ -105,13 +105,14 @@ def make_requests(workload: str, batch_size: int) -> list[GenerateRequest]:
 
 
 def run_engine(engine: TransformersEngine, requests: list[GenerateRequest]) -> int:
-    """Generate all samples; returns the number of response tokens."""
+    """Generate all samples; return the number of response tokens."""
     return sum(len(sample.response_ids) for samples in engine.generate(requests) for sample in samples)
 
 
 @torch.inference_mode()
 def run_generate(model: PreTrainedModel, requests: list[GenerateRequest]) -> int:
-    """The same through `generate`: left padding, and log-probs gathered from the logits that it returns."""
+    """Generate all samples through `generate`, with left padding, and log-probs gathered from its logits; return the
+    number of response tokens."""
     params = requests[0].sampling_params
     prompts = [list(request.input_ids) for request in requests]
     width = max(map(len, prompts))
@@ -142,7 +143,7 @@ def run_generate(model: PreTrainedModel, requests: list[GenerateRequest]) -> int
 
 @torch.inference_mode()
 def seconds_of_products(model: PreTrainedModel, rows: int) -> float:
-    """CPU seconds of multiplying the matrices of all linear layers by so many rows, one after the other."""
+    """Return the CPU seconds of multiplying the matrices of all linear layers by `rows` rows, one after the other."""
     weights = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
     start = time.process_time()
@@ -152,8 +153,8 @@ def seconds_of_products(model: PreTrainedModel, rows: int) -> float:
 
 
 def limits_of(model: PreTrainedModel, requests: list[GenerateRequest]) -> tuple[float, float]:
-    """Tokens of responses per CPU second of samples that are all decoded together: that no engine could surpass, and
-    that the products alone reach."""
+    """Return two speeds for samples that are all decoded together, in response tokens per CPU second: an upper bound
+    for any engine, and the speed of the products alone."""
     count, prompt_tokens = len(requests), sum(len(request.input_ids) for request in requests)
     read, together = (statistics.median(seconds_of_products(model, rows) for _ in range(30)) for rows in (1, count))
     multiply = statistics.median(seconds_of_products(model, MANY_ROWS) for _ in range(5)) / MANY_ROWS
@@ -165,7 +166,7 @@ def limits_of(model: PreTrainedModel, requests: list[GenerateRequest]) -> tuple[
 
 
 def measure(model: PreTrainedModel, path: Path, workload: str, batch_size: int, rounds: int) -> Result:
-    """Let both take turns on one workload."""
+    """Measure both sides, alternating, on one workload."""
     config = RolloutConfig(
         num_rollout=1, rollout_batch_size=1, rollout_max_response_len=NEW_TOKENS, max_running_requests=batch_size
     )

@@ -1,11 +1,11 @@
-"""Where an iteration's fixed time goes: what a driver asks of Prefect, of Ray's actors and of its store, call by call.
+"""Fixed time of an iteration: a driver's calls to Prefect, to Ray's actors and to its store, one by one.
 
     python -m bench.round_trips [RECIPE] [--set a.b=c] [--iterations 20] [--smoke] [--json FILE]
 
-A durable run as `cairn train` drives it, in this process. For each kind of call: how often an iteration makes it, and
-the milliseconds from asking to the answer, the work that was asked for included. What a store does at once counts for
-each. Counts do not depend on what else the machine does; compare those first. `python -m bench.durability` has what all
-of it costs.
+Runs a durable run as `cairn train` does, in this process. For each kind of call it counts the calls of an iteration,
+and measures the milliseconds from request to response, including the requested work. Concurrent calls of a store each
+count in full. Counts do not depend on the machine's other load; compare those first. `python -m bench.durability`
+measures the total cost.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from cairn.storage.store.local import LocalStore
 from cairn.tasks.durable.events import StepCommitted
 
 WARM_UP = 3
-"""Iterations at each end that are not counted."""
+"""Number of iterations at each end that are not counted."""
 
 STORE = ("read", "read_many", "write", "create", "exists", "list", "page", "find", "delete")
 
@@ -44,7 +44,7 @@ _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
 
 
 class Calls:
-    """Calls by whom they ask and for what, while it counts. Thread-safe."""
+    """Calls by target and kind, while counting is on. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,14 +53,14 @@ class Calls:
         self.milliseconds: dict[tuple[str, str], list[float]] = {}
 
     def add(self, whom: str, what: str, began: float) -> None:
-        """One that has ended."""
+        """Add a call that has ended."""
         if self.counting:
             with self._lock:
                 self.milliseconds.setdefault((whom, what), []).append(1e3 * (time.perf_counter() - began))
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Have every call of this process counted for the length of the block."""
+        """Intercept every call of this process while the block runs."""
         asked, asked_async = httpx.Client.send, httpx.AsyncClient.send
         submit, wait = Callee.call, EngineHandle._result
         calls = self

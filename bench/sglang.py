@@ -1,12 +1,12 @@
-"""Cairn's SGLang engine against a bare client of the same server, and how long a server takes to start.
+"""Cairn's SGLang engine against a bare client of the same server, and the startup time of a server.
 
     python -m bench.sglang [--hidden 64 512] [--samples 16 64 256] [--rounds 5] [--starts 2] [--smoke] [--json FILE]
 
 Tiny Qwen3 models (2 layers), prompts of 16 to 47 tokens in groups of 8 samples, 64 new tokens each, log-probs on. Both
-sides send one `/generate` a sample, all at once, and take turns on one server; the first turn of each is not counted.
-The bare client does nothing with a reply but parse its JSON and count its tokens; the engine checks every request and
-turns the replies into arrays. Speeds are tokens of responses per second on the clock. The CPU time is the client
-process's alone, without the server's.
+sides send one `/generate` request a sample, all concurrently, and alternate on one server; the first turn of each is
+not counted. The bare client only parses the JSON of a response and counts its tokens; the engine checks every request
+and converts the responses into arrays. Speeds are response tokens per wall-clock second. The CPU time is that of the
+client process alone, without the server's.
 """
 
 import argparse
@@ -35,7 +35,7 @@ START_TIMEOUT = 600.0
 
 
 def make_requests(samples: int) -> list[GenerateRequest]:
-    """Groups of so many samples in all, none of which ends before its last token."""
+    """Return requests for groups with `samples` samples in all, none of which ends before its last token."""
     draw = np.random.default_rng(samples)
     requests = []
     for number in range(samples // GROUP_SIZE):
@@ -47,12 +47,12 @@ def make_requests(samples: int) -> list[GenerateRequest]:
 
 
 def run_engine(engine: SGLangEngine, requests: Sequence[GenerateRequest]) -> int:
-    """Generate all samples; returns the number of response tokens."""
+    """Generate all samples; return the number of response tokens."""
     return sum(len(sample.response_ids) for samples in engine.generate(requests) for sample in samples)
 
 
 def run_client(url: str, requests: Sequence[GenerateRequest]) -> int:
-    """The same with nothing around it."""
+    """Generate all samples with the bare client; return the number of response tokens."""
 
     async def sample(http: aiohttp.ClientSession, body: dict[str, Any]) -> int:
         async with http.post("/generate", json=body) as reply:
@@ -74,7 +74,7 @@ def run_client(url: str, requests: Sequence[GenerateRequest]) -> int:
 
 
 def start(path: Path, log: Path) -> tuple[SGLangEngine, float]:
-    """An engine, and the seconds until its server served."""
+    """Start an engine; return it, and the seconds until its server served."""
     config = RolloutConfig(
         num_rollout=1,
         rollout_batch_size=1,
@@ -89,7 +89,7 @@ def start(path: Path, log: Path) -> tuple[SGLangEngine, float]:
 
 
 def measure(engine: SGLangEngine, samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second on the clock and CPU milliseconds of the client a sample, of every counted turn."""
+    """Return tokens per wall-clock second, and the client's CPU milliseconds a sample, of every counted turn."""
     requests = make_requests(samples)
     sides: dict[str, Callable[[], int]] = {
         "engine": lambda: run_engine(engine, requests),

@@ -1,10 +1,10 @@
-"""Size and speed of snapshots: what a sample's rollout, reward and advantage rows take as committed Parquet.
+"""Size and speed of snapshots: a sample's rollout, reward and advantage rows as committed Parquet.
 
     python -m bench.snapshots [--samples 2048] [--tokens 512] [--smoke] [--json FILE]
 
 Token ids are drawn from a Zipf distribution over 151,000 words, log-probs from an exponential one, and texts from
-twenty words: the columns that decide, the ids and the float32 log-probs, compress no better than those of a language
-model. Written through the storage layer to a temporary folder, fsync included.
+twenty words. The dominant columns, the ids and the float32 log-probs, compress no better than those of a language
+model. They are written through the storage layer to a temporary folder, fsync included.
 """
 
 import argparse
@@ -29,7 +29,7 @@ GROUP = 8
 
 
 def tables(samples: int, tokens: int) -> dict[Step, pa.Table]:
-    """The three snapshots of one batch."""
+    """Return the three snapshots of one batch."""
     draw = np.random.default_rng(0)
     ids = [draw.zipf(1.3, tokens).clip(0, 151_000).astype(np.int32) for _ in range(samples)]
     prompts = [draw.integers(0, 151_000, 96).astype(np.int32) for _ in range(samples // GROUP)]

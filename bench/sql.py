@@ -1,14 +1,14 @@
-"""What a question to a million samples takes: SQL over 1,000 iterations on local files.
+"""Time of a query on a million samples: SQL over 1,000 iterations on local files.
 
     python -m bench.sql [--iterations 1000] [--samples 1000] [--tokens 16] [--questions 5] [--rounds 3] [--folder DIR]
                         [--smoke] [--json FILE]
 
 Writes a ledger of `--iterations` iterations of `--samples` samples of `--tokens` tokens, with nine commits each, into a
-temporary folder (or `--folder`, which is kept and used again), and asks it, each time in a new process:
+temporary folder (or `--folder`, which is retained and reused), and queries it, each time in a new process:
 
-  first     without an index: every commit that the question needs is read
-  second    with the index that the first has left
-  command   `cairn sql`, with the index: Python's start, imports and printing besides
+  first     without an index: every commit that the query needs is read
+  second    with the index that the first has written
+  command   `cairn sql`, with the index: includes Python's start, imports and printing
 
 The files are in the page cache. Medians of `--rounds`.
 """
@@ -51,7 +51,7 @@ print(time.perf_counter() - began, rows)
 
 
 def ask(folder: Path, text: str, cache: Path) -> float:
-    """Seconds of a question in a new process, without Python's start and imports."""
+    """Return the seconds of a query in a new process, without Python's start and imports."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     answer = subprocess.run(
         [sys.executable, "-c", _ASK, str(folder), text], env=environment, check=True, capture_output=True, text=True
@@ -60,7 +60,7 @@ def ask(folder: Path, text: str, cache: Path) -> float:
 
 
 def command(cache: Path, *arguments: str) -> float:
-    """Seconds of a `cairn` command."""
+    """Return the seconds of a `cairn` command."""
     began = time.perf_counter()
     subprocess.run(
         [Path(sys.executable).with_name("cairn"), *arguments],
@@ -97,7 +97,7 @@ def main() -> None:
 def measure(
     questions: Mapping[str, str], folder: Path, scratch: Path, last: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of each question and way of asking."""
+    """Return the median seconds of each query in each way."""
     found = {}
     for question, template in questions.items():
         say(question)

@@ -1,10 +1,10 @@
-"""How long a run takes to begin: from `cairn train` in an empty folder to its first step commit, and which processes
-compute meanwhile; or how long `cairn up` does, until a browser is given the interface and a form can be filled in.
+"""Startup time of a run: from `cairn train` in an empty folder to its first step commit, with the CPU time of its
+processes; or of `cairn up`, until a browser receives the UI and a form can be filled in.
 
     python -m bench.start [RECIPE] [--up] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
 
-Without an evaluation before training. Seconds of CPU time depend little on what else the machine does, unlike the time
-on the clock: on two idle cores that is half of their sum and what no core computed.
+Without an evaluation before training. CPU seconds depend little on the machine's other load, unlike wall-clock time: on
+two idle cores, wall-clock time is half of the sum of the CPU seconds and of the cores' idle time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.command import SMALL_RUN, parse, say
 
 DEADLINE = 600.0
-"""Seconds to the first commit."""
+"""Seconds to the first commit at most."""
 
 CAIRN = str(Path(sys.executable).with_name("cairn"))
 
@@ -46,7 +46,7 @@ PARTS = {
     "cairn.engines.fleet.warm": "engines",
     "Agent": "Ray and its agents",
 }
-"""By what is in a command line; the last that fits."""
+"""Part of the startup by text in the command line; the last match counts."""
 
 
 def one_round(recipe: str, overrides: list[str]) -> dict[str, float]:
@@ -63,7 +63,7 @@ def one_round(recipe: str, overrides: list[str]) -> dict[str, float]:
 
 
 def one_start_of_up() -> dict[str, float]:
-    """Start Prefect, the deployments and a Ray head in an empty folder, and stop them when they can be used."""
+    """Start Prefect, the deployments and a Ray head in an empty folder, and stop them when they are ready."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", "RAY_ADDRESS")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -88,7 +88,7 @@ def one_start_of_up() -> dict[str, float]:
 
 
 def until(begun: Callable[[], bool], driver: "subprocess.Popen[bytes]") -> dict[str, float]:
-    """Seconds since now until it has begun: on the clock, and of CPU time by part."""
+    """Return the seconds from now until `begun` is true: wall-clock, and CPU time by part."""
     began = time.monotonic()
     used: dict[int, tuple[str, float]] = {}
     while not begun():

@@ -1,11 +1,11 @@
-"""Seconds that new weights take to an SGLang server, by transport and by the bytes that move.
+"""Seconds to transfer new weights to an SGLang server, by transport and by the number of bytes.
 
     python -m bench.sync [--hidden 64 512] [--rounds 5] [--smoke] [--json FILE]
 
 A fleet of one training rank and one server, without GPUs, on tiny Qwen3 models of those hidden sizes (2 layers, fp32).
-The transports take turns; the first turn of each is not counted. A turn is publication and update: the weights laid,
-the server made idle, the weights loaded, its cache flushed, the new version served. The folder of the transport `disk`
-is on --disk, the machine's temporary folder by default.
+The transports alternate; the first turn of each is not counted. A turn is publication and update: the weights stored,
+the server idle, the weights loaded, its cache flushed, the new version served. The folder of the transport `disk` is on
+--disk, the machine's temporary folder by default.
 """
 
 import argparse
@@ -33,7 +33,7 @@ START_TIMEOUT = 600.0
 
 
 def run_config(model: Path) -> RunConfig:
-    """A fleet of one engine and one rank; no data is read."""
+    """Return the configuration of a fleet of one engine and one rank; no data is read."""
     return RunConfig.model_validate(
         {
             "model": {"path": str(model)},
@@ -53,7 +53,7 @@ def run_config(model: Path) -> RunConfig:
 
 
 def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every counted turn."""
+    """Return the seconds of every counted turn."""
     (engine,) = fleet.rollout
     transports = {}
     for name in TRANSPORTS:
@@ -77,7 +77,7 @@ def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[st
 
 
 def size_of(model: Path) -> int:
-    """Bytes of the weights, tied ones once, as they travel in float32."""
+    """Return the bytes of the weights in float32, as they are transferred; tied ones count once."""
     with safe_open(model / "model.safetensors", framework="np") as file:
         return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
 

@@ -1,12 +1,12 @@
-"""Time of one training step on samples of skewed lengths: in one padded micro-batch and in sorted ones, and what the
-state digest takes of it.
+"""Time of one training step on samples of skewed lengths: in one padded micro-batch and in sorted ones, and the share
+of the state digest.
 
     python -m bench.training [--hidden 64 512] [--max-tokens 2048 4096 8192] [--rounds 5] [--smoke] [--json FILE]
 
 One optimizer step of GRPO on 256 samples with prompts of 18 to 27 tokens and responses of 4 to 128 (exponential, mean
 28), through the torch engine in float32, on tiny Qwen3 models (2 layers; hidden 64 has 123k parameters) and one CPU
-thread. The variants take turns in one process; the first turn of each is not counted. Times are CPU seconds, the median
-of the rounds; on an idle machine that is the time on the clock, on a shared one it is steadier.
+thread. The variants alternate in one process; the first turn of each is not counted. Times are CPU seconds, the median
+of the rounds. On an idle machine CPU time equals wall-clock time; on a shared one it is more stable.
 """
 
 import argparse
@@ -39,23 +39,23 @@ SAMPLES = 256
 
 @dataclass(frozen=True)
 class Result:
-    """One variant of the step on one model."""
+    """A variant of the step on one model."""
 
     hidden_size: int
     parameters: int
     max_tokens_per_gpu: int | None
-    """None: one micro-batch."""
+    """Token limit of a micro-batch; None: one micro-batch for all samples."""
     seconds: float
     tokens_per_second: float
-    """Of prompts and responses, without padding."""
+    """Tokens of prompts and responses per second, without padding."""
     speedup: float
-    """Over one micro-batch, median over the rounds."""
+    """Speedup over one micro-batch, median over the rounds."""
     digest_share: float
-    """Of the step's time."""
+    """Share of the digest in the step's time."""
 
 
 def build_model(hidden_size: int, folder: str) -> int:
-    """Save a Qwen3 model with random weights; returns the number of its parameters."""
+    """Save a Qwen3 model with random weights; return the number of its parameters."""
     torch.manual_seed(0)
     head_dim = 16 if hidden_size < 512 else 64
     config = Qwen3Config(
@@ -75,7 +75,7 @@ def build_model(hidden_size: int, folder: str) -> int:
 
 
 def make_batch() -> TrainBatch:
-    """The samples."""
+    """Return the samples."""
     draw = np.random.default_rng(0)
     prompts = draw.integers(18, 28, SAMPLES)
     responses = np.minimum(128, draw.exponential(24, SAMPLES).astype(int) + 4)
@@ -97,7 +97,7 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int) -> list[Result]:
-    """Let the variants, and the digest of a state of the same size, take turns."""
+    """Measure the variants, and the digest of a state of the same size, alternating."""
     batch = make_batch()
     engines = {
         budget: TorchEngine(

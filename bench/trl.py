@@ -1,17 +1,17 @@
-"""One training step and one iteration of GRPO against TRL's GRPOTrainer: same model, same prompts, turn by turn.
+"""A training step and an iteration of GRPO against TRL's GRPOTrainer: same model, same prompts, alternating.
 
     python -m bench.trl [RECIPE] [--set a.b=c] [--rounds 24] [--smoke] [--json FILE]
 
-Two comparisons; in each, both sides take turns in one run:
+Two comparisons; in each, both sides alternate in one run:
 
-  one thread   Cairn's engines in this process, nothing around them, against TRL. TRL generates samples of its own and
-               then trains on Cairn's: both train on the same batches and keep the same weights, or this ends in an
-               error.
+  one thread   Cairn's engines in this process, without any framework, against TRL. TRL generates its own samples and
+               then trains on Cairn's: both train on the same batches and must have the same weights, otherwise the
+               benchmark ends with an error.
   durable run  `cairn train` (Prefect, Ray, Parquet, commits, all its processes) as the recipe has it, and `lagged` with
-               a core for each half, against TRL with one thread and with two, each with samples of its own. Turns are
-               whole runs without their starts, and as many steps of TRL.
+               a core for each half, against TRL with one thread and with two, each with its own samples. Turns are
+               whole runs without their startup, and as many steps of TRL.
 
-The first three iterations of each do not count. TRL has an environment of its own in .venv-trl, made on first use from
+The first three iterations of each do not count. TRL has its own environment in .venv-trl, created on first use from
 bench/trl-requirements.txt, and runs as a process that does one step on command; `bench.trl_process` has its settings.
 The learning rate is constant on both sides.
 """
@@ -54,16 +54,16 @@ from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.rewards.sample import Sample
 
 WARM_UP = 3
-"""Iterations that are not counted."""
+"""Number of first iterations that are not counted."""
 
 TOLERANCE = 0.02
-"""How far the weights that both sides trained may lie apart, as a share of the way that training moved them."""
+"""Largest distance between the weights of both sides, as a share of the distance that training moved them."""
 
 DURABLE_ROUNDS = 3
-"""Turns of whole runs."""
+"""Number of turns of whole runs."""
 
 PIPELINES = {"cairn, sync": (), "cairn, lagged": LAGGED}
-"""Options beyond the recipe's."""
+"""Options in addition to the recipe's."""
 
 
 class OneProcess:
@@ -85,7 +85,8 @@ class OneProcess:
         self.cursor = 0
 
     def iterate(self, index: int) -> tuple[Step, list[list[int]]]:
-        """What the iteration took, and its responses: those of the first prompt, then those of the second, …"""
+        """Return the iteration's measurements, and its responses: those of the first prompt, then those of the second,
+        …"""
         config, rollout = self.config, self.config.rollout
         meter = Meter()
         drawn = draw_prompts(config, self.data, self.cursor, rollout.rollout_batch_size)
@@ -142,7 +143,7 @@ class OneProcess:
 
 
 def draw_prompts(config: RunConfig, data: PromptData, cursor: int, count: int) -> Draw:
-    """As the `rollout` step draws them."""
+    """Draw prompts as the `rollout` step does."""
     return draw(
         data,
         cursor,
@@ -154,13 +155,13 @@ def draw_prompts(config: RunConfig, data: PromptData, cursor: int, count: int) -
 
 
 def prompts_of_rounds(config: RunConfig, rounds: int) -> Draw:
-    """The prompts that so many iterations take."""
+    """Return the prompts of `rounds` iterations."""
     data = PromptData.open(config.data, config.data.path, AutoTokenizer.from_pretrained(config.model.path))
     return draw_prompts(config, data, 0, rounds * config.rollout.rollout_batch_size)
 
 
 def compare_engines(config: RunConfig, rounds: int) -> dict[str, Any]:
-    """Both in one thread: the steps of each side, and how far the trained weights lie apart."""
+    """Run both sides in one thread; return the steps of each, and the distance between the trained weights."""
     drawn = prompts_of_rounds(config, rounds)
     cairn = OneProcess(config)
     steps: dict[str, list[Step]] = {"cairn": [], "trl": []}
@@ -185,7 +186,8 @@ def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def compare_durable(config: RunConfig, recipe: str, overrides: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Wall seconds of an iteration on each side, a mean over as many as `config` makes, in every round."""
+    """Return the wall-clock seconds of an iteration on each side in every round, averaged over the iterations of
+    `config`."""
     count = config.rollout.num_rollout - WARM_UP
     drawn = prompts_of_rounds(config, WARM_UP + rounds * count)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -210,13 +212,13 @@ def compare_durable(config: RunConfig, recipe: str, overrides: Sequence[str], ro
 
 
 def print_engines(console: Console, found: dict[str, Any]) -> None:
-    """Medians of the counted rounds, part by part."""
+    """Print medians of the counted rounds, part by part."""
     table = Table("one thread, s", "Cairn CPU", "TRL CPU", "ratio", "Cairn wall", "TRL wall", "ratio")
     sides = {name: found[name][WARM_UP:] for name in ("cairn", "trl")}
     for part in ("generation", "reward", "training", "iteration"):
         cells = []
         for clock in ("cpu", "wall"):
-            # Cairn's iteration also holds the sync, which has no part of its own because TRL has one model only.
+            # The row `iteration` includes Cairn's sync. The sync has no row of its own, because TRL has only one model.
             ours, theirs = (
                 [sum(step[clock].values()) if part == "iteration" else step[clock][part] for step in sides[name]]
                 for name in ("cairn", "trl")
@@ -233,7 +235,7 @@ def print_engines(console: Console, found: dict[str, Any]) -> None:
 
 
 def print_durable(console: Console, seconds: dict[str, list[float]]) -> None:
-    """Medians of all rounds."""
+    """Print medians of all rounds."""
     table = Table("durable runs, two cores", "median wall s", "range", *(f"× {name}" for name in PIPELINES))
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     for name, taken in seconds.items():

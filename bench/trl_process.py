@@ -16,23 +16,23 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = Path(__file__).with_name("trl-requirements.txt")
 ENVIRONMENT = ROOT / ".venv-trl"
 DEADLINE = 600.0
-"""Seconds that any one answer may take."""
+"""Seconds until a response of the process at most."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step, and with it one iteration, took: seconds by part."""
+    """Measurements of one step, which is one iteration: seconds by part."""
 
     cpu: dict[str, float]
     wall: dict[str, float]
     tokens: int
-    """Of the responses that were generated."""
+    """Number of tokens of the generated responses."""
     reward: float
-    """Mean over the samples trained on."""
+    """Mean reward of the trained samples."""
 
 
 def install() -> None:
-    """Bring the environment up to what bench/trl-requirements.txt asks for, with this project in it."""
+    """Update the environment to bench/trl-requirements.txt, with this project in it."""
     stamp = ENVIRONMENT / ".installed"
     required = REQUIREMENTS.read_text() + f"# for {ROOT}\n"
     if stamp.exists() and stamp.read_text() == required:
@@ -40,7 +40,7 @@ def install() -> None:
     print(f"installing TRL into {ENVIRONMENT.name}, once", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
     pip = [str(ENVIRONMENT / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-    # Alone first: asked for by name it comes as the CPU build, and then nothing pulls CUDA packages.
+    # torch first, by its own line: pip then selects the CPU build, and later installs pull in no CUDA packages.
     subprocess.run([*pip, next(line for line in required.splitlines() if line.startswith("torch=="))], check=True)
     subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True)
     subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
@@ -48,9 +48,9 @@ def install() -> None:
 
 
 def trl_settings(config: RunConfig, steps: int) -> dict[str, Any]:
-    """Options of GRPOConfig: the arithmetic of `config`, and else whatever is fastest on a CPU.
+    """Return options of GRPOConfig: the arithmetic of `config`, otherwise the fastest settings on a CPU.
 
-    Nothing is logged, saved or recomputed, no reference model is loaded, and samples are scored once only, in the pass
+    Nothing is logged, saved or recomputed, no reference model is loaded, and samples are scored only once, in the pass
     that trains on them.
     """
     rollout, algorithm, training = config.rollout, config.algorithm, config.training
@@ -90,14 +90,14 @@ def trl_settings(config: RunConfig, steps: int) -> dict[str, Any]:
 
 
 class TrlProcess:
-    """GRPOTrainer in a process and an environment of its own."""
+    """GRPOTrainer in a separate process and environment."""
 
     def __init__(self, config: RunConfig, drawn: Draw, folder: Path, *, threads: int) -> None:
-        """Start it and wait until it is ready.
+        """Start the process and wait until it is ready.
 
         Args:
             drawn: the prompts of all steps, in order.
-            folder: gets the trained model.
+            folder: receives the trained model.
         """
         ours, theirs = Pipe()
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -124,7 +124,7 @@ class TrlProcess:
         self._answer()
 
     def step(self, responses: list[list[int]] | None = None) -> Step:
-        """Generate for the next prompts and train: on the given responses, or else on its own.
+        """Generate for the next prompts and train: on the passed responses, or else on its own.
 
         Args:
             responses: those of the first prompt, then those of the second, …

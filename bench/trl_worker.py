@@ -2,9 +2,9 @@
 
     python -m bench.trl_worker DESCRIPTOR
 
-The descriptor is that of a pipe. What to do comes first (see `bench.trl_process`), then a command for each step: the
-responses to train on, or None for TRL's own. The answer is what the step took. At the end the model is saved.
-Of this project it imports nothing but the meter and the grader, which need the standard library alone.
+DESCRIPTOR is the file descriptor of a pipe. The first message contains the settings (see `bench.trl_process`), then one
+for each step the responses to train on, or None for TRL's own. The reply contains the step's measurements. At the end
+the model is saved. From this project it imports only the meter and the grader, which need only the standard library.
 """
 
 import sys
@@ -23,7 +23,7 @@ from cairn.tasks.rewards.sample import Sample
 
 
 class MeteredTrainer(GRPOTrainer):
-    """TRL's trainer as it is; it tells when samples are generated and when they are ready to train on."""
+    """TRL's trainer, unchanged except for marks when samples are generated and when they are ready to train on."""
 
     def __init__(self, task: dict[str, Any], connection: Connection) -> None:
         self.connection = connection
@@ -51,7 +51,7 @@ class MeteredTrainer(GRPOTrainer):
 
 
 def roll_out(prompts: list[str], trainer: MeteredTrainer) -> dict[str, Any]:
-    """What the trainer does by itself; then other responses take the place of its own, if there are any."""
+    """Generate as the trainer does by itself; then replace its responses by the passed ones, if there are any."""
     trainer.prompt_ids, images, others = trainer._tokenize_prompts(prompts)
     responses, _ = trainer._generate_single_turn(trainer.prompt_ids, images, others, trainer.num_generations)
     trainer.meter.mark("generation")
@@ -60,7 +60,7 @@ def roll_out(prompts: list[str], trainer: MeteredTrainer) -> dict[str, Any]:
 
 
 class OnCommand(TrainerCallback):
-    """Begins each step when told to, and answers with what it took."""
+    """Begins each step on command, and replies with its measurements."""
 
     def __init__(self, trainer: MeteredTrainer) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""One iteration: the DAG of steps, top to bottom, in two halves that share nothing but commits.
+"""An iteration: the DAG of steps, top to bottom, in two halves that share nothing but commits.
 
     collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
     learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
 from cairn.configs.schema.base import Code, Section
-from cairn.configs.schema.unread import unread
+from cairn.configs.schema.effect import when
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators that require `normalize_advantages`: their baseline or scale is that of the whole batch."""
@@ -21,6 +21,39 @@ RatioMode = Literal["truncate", "clip", "mask"]
 LearnsFrom = Literal["responses", "demonstrations", "preferences"]
 """Responses on which a run trains: those that its policy samples, or those in the rows of its data."""
 
+
+_CLIP_COV = when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")
+_KL_COV = when("algorithm.loss", "kl_cov", remedy="set algorithm.loss_type=kl_cov")
+_READS_KL = when(
+    "algorithm.reads_kl",
+    because="algorithm.use_kl_loss is false and algorithm.kl_coef is 0",
+    remedy="set algorithm.use_kl_loss=true",
+)
+_TOP_K = when(
+    "algorithm.learns_from_top_k",
+    because="algorithm.distillation_loss_coef is 0",
+    remedy="set algorithm.distillation_loss_coef or algorithm.loss_type=forward_kl_topk",
+)
+_SAMPLED = when(
+    "algorithm.learns_from",
+    "responses",
+    "demonstrations",
+    because="algorithm.advantage_estimator is dpo, which learns from pairs",
+    remedy="choose another estimator",
+)
+_TIS = when("algorithm.use_tis")
+_CORRECTED = _TIS | when("algorithm.get_mismatch_metrics")
+_SEVERAL_STEPS = when(
+    "training.takes_several_steps",
+    because="training.num_steps_per_rollout is 1: the policy that is trained is the one that ratios and values are "
+    "compared with",
+    remedy="raise num_steps_per_rollout",
+)
+_RATIOS = (
+    _SEVERAL_STEPS
+    | when("algorithm.use_rollout_logprobs")
+    | when("algorithm.ratio_to_behaviour", because="the loss takes no ratio to the policy that sampled")
+)
 
 _TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Converts a list to a tuple. After a validator in mode "before", strict validation no longer accepts JSON lists for
@@ -57,7 +90,7 @@ class AlgorithmConfig(Section):
     nearly all samples answer correctly or wrongly. The loss still weights a token by the length of its response; with
     `loss_scale_factor` it is Dr. GRPO. slime: on unless `--disable-grpo-std-normalization`."""
 
-    normalize_advantages: Annotated[bool, _OF_NO_PAIRS] = False
+    normalize_advantages: Annotated[bool, _SAMPLED] = False
     """Shift and scale the advantages of all trained tokens of an iteration to mean 0 and variance 1.
     `reinforce_plus_plus` and `reinforce_plus_plus_baseline` require it. slime: `--normalize-advantages`."""
 
@@ -111,22 +144,22 @@ class AlgorithmConfig(Section):
     eps_clip_c: Annotated[float | None, _RATIOS] = Field(None, gt=1)
     """Dual-clip bound on the loss of tokens with a negative advantage. slime: `--eps-clip-c`."""
 
-    clip_cov_ratio: Annotated[float, when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")] = Field(2e-4, gt=0, le=1)
+    clip_cov_ratio: Annotated[float, _CLIP_COV] = Field(2e-4, gt=0, le=1)
     """`clip_cov`: share of an optimizer step's tokens that get no gradient, at least one token. They are drawn from
     those whose covariance of advantage and log-prob is between `clip_cov_lb` and `clip_cov_ub`. verl:
     `policy_loss.clip_cov_ratio`."""
 
-    clip_cov_lb: Annotated[float, when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")] = 1.0
+    clip_cov_lb: Annotated[float, _CLIP_COV] = 1.0
     """`clip_cov`: lower bound of that covariance. verl: `policy_loss.clip_cov_lb`."""
 
-    clip_cov_ub: Annotated[float, when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")] = 5.0
+    clip_cov_ub: Annotated[float, _CLIP_COV] = 5.0
     """`clip_cov`: upper bound of that covariance. verl: `policy_loss.clip_cov_ub`."""
 
-    kl_cov_ratio: Annotated[float, when("algorithm.loss", "kl_cov", remedy="set algorithm.loss_type=kl_cov")] = Field(2e-4, gt=0, le=1)
+    kl_cov_ratio: Annotated[float, _KL_COV] = Field(2e-4, gt=0, le=1)
     """`kl_cov`: share of an optimizer step's tokens that are penalised for moving, at least one token. These are the
     tokens with the highest covariance of advantage and log-prob. verl: `policy_loss.kl_cov_ratio`."""
 
-    ppo_kl_coef: Annotated[float, when("algorithm.loss", "kl_cov", remedy="set algorithm.loss_type=kl_cov")] = Field(1.0, ge=0)
+    ppo_kl_coef: Annotated[float, _KL_COV] = Field(1.0, ge=0)
     """`kl_cov`: penalty of these tokens for each nat of the log-ratio. verl: `policy_loss.ppo_kl_coef`."""
 
     use_opsm: bool = False
@@ -161,19 +194,19 @@ class AlgorithmConfig(Section):
     divergence for `k3`, the default with this option, and for `k1`, even where the policy has moved since it sampled.
     slime: `--use-unbiased-kl`, which takes the ratio over the trainer's log-probs."""
 
-    ref_update_interval: Annotated[int | None, _READS_KL, _OF_NO_PAIRS] = Field(None, ge=1)
+    ref_update_interval: Annotated[int | None, _READS_KL, _SAMPLED] = Field(None, ge=1)
     """Number of iterations after which the current policy becomes the reference model: iteration i uses the weights
     from before iteration ⌊i / interval⌋ × interval. Null keeps the run's initial reference. slime:
     `--ref-update-interval`."""
 
-    use_opd: Annotated[bool, _OF_NO_PAIRS] = False
+    use_opd: Annotated[bool, _SAMPLED] = False
     """On-policy distillation: subtract from every token's advantage its log-prob under the policy minus that under the
     teacher, `model.teacher_path`, weighted by `opd_kl_coef`. slime: `--use-opd`."""
 
     opd_kl_coef: Annotated[float, when("algorithm.use_opd")] = Field(1.0, ge=0)
     """Weight of the reverse KL divergence from the teacher in advantages. slime: `--opd-kl-coef`."""
 
-    distillation_loss_coef: Annotated[float, _OF_NO_PAIRS] = Field(0.0, ge=0)
+    distillation_loss_coef: Annotated[float, _SAMPLED] = Field(0.0, ge=0)
     """Weight of the loss `forward_kl_topk` when it is added to a loss that uses advantages. verl:
     `distillation_loss.distillation_loss_coef`."""
 
@@ -181,21 +214,21 @@ class AlgorithmConfig(Section):
     """Number of the teacher's most probable tokens, at each token of a response, that are learned from. Their ids and
     log-probs are stored with the scores. verl: `distillation_loss.topk`."""
 
-    use_rollout_logprobs: Annotated[bool, _OF_NO_PAIRS] = False
+    use_rollout_logprobs: Annotated[bool, _SAMPLED] = False
     """Use the rollout engine's log-probs as those of the old policy instead of recomputing them. slime:
     `--use-rollout-logprobs`."""
 
-    use_rollout_routing_replay: Annotated[bool, _OF_NO_PAIRS] = False
+    use_rollout_routing_replay: Annotated[bool, _SAMPLED] = False
     """Rollout routing replay for mixtures of experts (R3, arXiv 2510.11370): record the experts that the rollout engine
     chose for each token and make the trainer use the same ones, in the scores of the old policy and in every update.
     The trainer's router computes their weights. See docs/moe.md. slime: `--use-rollout-routing-replay`."""
 
-    use_tis: Annotated[bool, _OF_NO_PAIRS] = False
+    use_tis: Annotated[bool, _SAMPLED] = False
     """Correct for the difference between two log-probs by `custom_tis_function_path`: those of the proximal policy,
     which the trainer computes at the start of the update, and those of the behaviour policy, which the rollout engine
     returned. slime: `--use-tis`."""
 
-    custom_tis_function_path: Annotated[Code, when("algorithm.use_tis")] = "tis"
+    custom_tis_function_path: Annotated[Code, _TIS] = "tis"
     """Correction of `use_tis`. `tis`: truncated importance sampling. `icepop`: leaves out tokens whose ratio is outside
     the bounds. `mis`: either of these, for tokens or responses, with rejection besides, by the options below. Or a
     function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
@@ -204,58 +237,66 @@ class AlgorithmConfig(Section):
     tis_clip: Annotated[float, _CORRECTED] = Field(2.0, gt=0)
     """Upper bound of the importance weight. slime: `--tis-clip`."""
 
-    tis_clip_low: Annotated[float, _CORRECTED, when("algorithm.reads_lower_bound", because="algorithm.tis_mode is truncate", remedy="set algorithm.tis_mode=clip")] = Field(0.0, ge=0)
+    tis_clip_low: Annotated[
+        float,
+        _CORRECTED,
+        when(
+            "algorithm.reads_lower_bound",
+            because="algorithm.tis_mode is truncate",
+            remedy="set algorithm.tis_mode=clip",
+        ),
+    ] = Field(0.0, ge=0)
     """Lower bound of the importance weight. slime: `--tis-clip-low`."""
 
-    tis_level: Annotated[RatioLevel, when("algorithm.use_tis")] = "token"
+    tis_level: Annotated[RatioLevel, _TIS] = "token"
     """`mis`: ratio from which the weight is computed. `token`: of each token. `sequence`: product over a response.
     `geometric`: geometric mean over a response, whose bounds are near 1, such as 0.9999 and 1.0001. slime: `tis_level`
     of its mis example; verl: `rollout_is`."""
 
-    tis_mode: Annotated[RatioMode, when("algorithm.use_tis")] = "truncate"
+    tis_mode: Annotated[RatioMode, _TIS] = "truncate"
     """`mis`: use of the bounds. `truncate`: limits the ratio to at most `tis_clip`. `clip`: limits it to the range from
     `tis_clip_low` to `tis_clip`. `mask`: leaves out ratios outside this range. slime: `tis_mode` of its mis example."""
 
-    use_rs: Annotated[bool, when("algorithm.use_tis")] = False
+    use_rs: Annotated[bool, _TIS] = False
     """`mis`: leave out tokens or responses whose ratio is outside `rs_lower_bound` and `rs_upper_bound`. slime:
     `use_rs` of its mis example; verl: `rollout_rs`."""
 
-    rs_level: Annotated[RatioLevel, when("algorithm.use_tis"), when("algorithm.use_rs")] = "token"
+    rs_level: Annotated[RatioLevel, _TIS, when("algorithm.use_rs")] = "token"
     """`mis`: ratio that is compared with these bounds, as in `tis_level`. slime: `rs_level` of its mis example."""
 
-    rs_lower_bound: Annotated[float | None, when("algorithm.use_tis"), when("algorithm.use_rs")] = Field(None, ge=0)
+    rs_lower_bound: Annotated[float | None, _TIS, when("algorithm.use_rs")] = Field(None, ge=0)
     """`mis`: smallest ratio that is not rejected; `tis_clip_low` by default. slime: `rs_lower_bound` of its mis
     example."""
 
-    rs_upper_bound: Annotated[float | None, when("algorithm.use_tis"), when("algorithm.use_rs")] = Field(None, gt=0)
+    rs_upper_bound: Annotated[float | None, _TIS, when("algorithm.use_rs")] = Field(None, gt=0)
     """`mis`: largest ratio that is not rejected; `tis_clip` by default. slime: `rs_upper_bound` of its mis example."""
 
-    rs_veto_threshold: Annotated[float | None, when("algorithm.use_tis")] = Field(None, gt=0, lt=1)
+    rs_veto_threshold: Annotated[float | None, _TIS] = Field(None, gt=0, lt=1)
     """`mis`: leave out responses that have a token with a ratio below this, such as 1e-4. slime: `rs_veto_threshold` of
     its mis example."""
 
-    tis_batch_normalize: Annotated[bool, when("algorithm.use_tis")] = False
+    tis_batch_normalize: Annotated[bool, _TIS] = False
     """Divide the weights by their mean over the optimizer step: over its tokens, or over its responses where
     `tis_level` is not `token`. Those that are left out do not count. The old policy's log-probs are then computed even
     for a single optimizer step, because the mean must be known before the first micro-batch. slime:
     `tis_batch_normalize` of its mis example; verl: `rollout_is_batch_normalize`."""
 
-    get_mismatch_metrics: Annotated[bool, _OF_NO_PAIRS] = False
+    get_mismatch_metrics: Annotated[bool, _SAMPLED] = False
     """Record the difference between trainer and rollout engine, whether or not it is corrected: perplexities,
     divergences, and the share of tokens whose ratio is outside `tis_clip_low` and `tis_clip`. With
     `use_rollout_logprobs` the trainer's log-probs are those of the update itself. Then nothing more is computed, and
     from the second optimizer step of an iteration on the difference includes the policy's own movement. slime:
     `--get-mismatch-metrics`."""
 
-    custom_pg_loss_reducer_function_path: Annotated[Code, _OF_NO_PAIRS] = "mean"
+    custom_pg_loss_reducer_function_path: Annotated[Code, _SAMPLED] = "mean"
     """Reduction of the losses of tokens to that of the batch. `mean`: as the two options below say. Or a function of
     your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--custom-pg-loss-reducer-function-path`."""
 
-    calculate_per_token_loss: Annotated[bool, _OF_NO_PAIRS] = False
+    calculate_per_token_loss: Annotated[bool, _SAMPLED] = False
     """Average the loss over all tokens of the batch instead of over samples. slime: `--calculate-per-token-loss`."""
 
-    loss_scale_factor: Annotated[int | None, _OF_NO_PAIRS] = Field(None, ge=1)
+    loss_scale_factor: Annotated[int | None, _SAMPLED] = Field(None, ge=1)
     """Divide the sum over a sample's trained tokens, in the policy loss, by this constant instead of by their number. A
     token then has the same weight in short and long responses; `rollout.rollout_max_response_len` is a natural choice.
     With `grpo_std_normalization` false this is Dr. GRPO. Metrics remain means over tokens. verl:
@@ -313,6 +354,36 @@ class AlgorithmConfig(Section):
             return self.loss_type
         said = declared(ESTIMATOR.load(name)) if "." in name else ESTIMATOR.declaration_of_ours(name)
         return (said and said.loss) or self.loss_type
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the reference model is read."""
+        return self.reads_kl or self.learns_from == "preferences" or self.names_user_code
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether a teacher is read."""
+        return self.use_opd or self.learns_from_top_k or self.names_user_code
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether the estimator or loss needs values of a critic, as far as is known of user code."""
+        estimator = ESTIMATOR.declaration_of_ours(self.advantage_estimator)
+        return estimator is None or "values" in estimator.needs or "." in self.loss_type
+
+    @property
+    def reads_lower_bound(self) -> bool:
+        """Whether importance weights or the rejection of tokens have a lower bound."""
+        rejects = self.use_rs and self.rs_lower_bound is None
+        truncates = self.custom_tis_function_path == "mis" and self.tis_mode == "truncate" and not rejects
+        return not truncates or self.get_mismatch_metrics
+
+    @property
+    def is_read_by_user_code(self) -> bool:
+        return self.names_user_code
+
+    def default_of(self, option: str) -> Any:
+        return self.usual(option) if option in _CLIP_RANGE else super().default_of(option)
 
     @property
     def names_user_code(self) -> bool:
@@ -410,12 +481,6 @@ class AlgorithmConfig(Section):
                 f"{self.advantage_estimator}; set advantage_estimator=dpo, which names its loss, and leave loss_type "
                 "out"
             )
-        changed = {name: value for name, value in self if value != type(self).model_fields[name].default}
-        for name, why, way_out in unread(self, changed.keys()) if changed and not self.names_user_code else ():
-            if name in changed:
-                value = changed[name]
-                shown = str(value).lower() if isinstance(value, bool) else value
-                raise ValueError(f"{name} ({shown}) has no effect while {why}; {way_out}, or leave it out")
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if self.advantage_estimator == "gdpo" and not keys:
             raise ValueError(

@@ -45,6 +45,15 @@ class Section(BaseModel):
         copy._refusal = refusal
         return copy
 
+    @property
+    def is_read_by_user_code(self) -> bool:
+        """Whether code of the user may read any option of this section."""
+        return False
+
+    def default_of(self, option: str) -> Any:
+        """Return the value of an option that is left out."""
+        return type(self).model_fields[option].get_default(call_default_factory=True)
+
     if not TYPE_CHECKING:  # only reached by a field that is not there
 
         def __getattr__(self, name: str) -> Any:

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Code, Location, Section
+from cairn.configs.schema.effect import SAMPLED, learned_from, when
 
 
 def one_group(pattern: str | None) -> str | None:
@@ -131,38 +132,42 @@ class DataConfig(RowFormat):
     """JSONL or Parquet file, on disk or at any fsspec URL, or another input of the data source. `path@[100:200]` takes
     a slice of its rows. Left out with `mixture`. slime: `--prompt-data`."""
 
-    mixture: tuple[MixedSource, ...] = ()
+    mixture: Annotated[tuple[MixedSource, ...], SAMPLED] = ()
     """Several data sets in place of `path`, sampled by weight. Each has its own order and its own epochs."""
 
-    get_samples_path: Code | None = None
+    get_samples_path: Annotated[Code | None, SAMPLED] = None
     """Data source with a state, in place of `data_source_path`: a function of your own that returns the next prompts,
     `package.module.function` or `file.py:function`, see docs/plugins.md. Its argument is `path`. slime:
     `--data-source-path`."""
 
-    curriculum: CurriculumConfig = CurriculumConfig()
+    curriculum: Annotated[
+        CurriculumConfig, SAMPLED, when("data.curriculum.policy", remedy="set data.curriculum.policy=pass_rate")
+    ] = CurriculumConfig()
 
     rollout_shuffle: bool = True
     """Shuffle the rows of each epoch, in an order that the run's seed determines. slime: `--rollout-shuffle`."""
 
-    response_key: str | None = None
+    response_key: Annotated[str | None, learned_from("demonstrations")] = None
     """Demonstrations: column with the response to the prompt in `input_key`, a string or a list of chat messages. Null:
     `input_key` holds whole chats, whose assistant turns are trained on. See docs/sft.md."""
 
-    chosen_key: str = "chosen"
+    chosen_key: Annotated[str, learned_from("preferences")] = "chosen"
     """Preferences (`algorithm.advantage_estimator: dpo`): column with the preferred response to the prompt in
     `input_key`, a string or messages; or with a whole chat that ends in this response. TRL: `chosen`."""
 
-    rejected_key: str = "rejected"
+    rejected_key: Annotated[str, learned_from("preferences")] = "rejected"
     """Preferences: column with the other response, in the form of `chosen_key`."""
 
-    last_turn_only: bool = False
+    last_turn_only: Annotated[bool, learned_from("demonstrations", "preferences")] = False
     """Demonstrations, preferences: train on the last assistant turn of a chat only, and not on those before it."""
 
-    max_length: int | None = Field(None, ge=2)
+    max_length: Annotated[int | None, learned_from("demonstrations", "preferences")] = Field(None, ge=2)
     """Demonstrations, preferences: longest row in tokens, prompt and response together; by default the model's
     context."""
 
-    overlong: Literal["pass_over", "refuse", "truncate"] = "pass_over"
+    overlong: Annotated[Literal["pass_over", "refuse", "truncate"], learned_from("demonstrations", "preferences")] = (
+        "pass_over"
+    )
     """Demonstrations, preferences: handling of a row longer than `max_length`. `pass_over`: skip and count it.
     `refuse`: end the step with an error that names the row. `truncate`: cut off its end and count it; skip it where
     nothing is left to train on."""
@@ -190,8 +195,6 @@ class DataConfig(RowFormat):
         if self.get_samples_path is not None:
             names = ["data_source_path", "rollout_shuffle", "curriculum"]
             self._have_no_effect("get_samples_path", names, "leave it out")
-        if self.curriculum.policy is None and self.curriculum != CurriculumConfig():
-            raise ValueError("curriculum has no effect without curriculum.policy: set it to pass_rate, or leave it out")
         return self
 
     def _have_no_effect(self, why: str, names: Sequence[str], way: str) -> None:

@@ -56,6 +56,45 @@ def when(option: str, *values: Any, remedy: str | None = None, because: str | No
     )
 
 
+def _data_hold_responses(run: Any) -> str:
+    algorithm = run.algorithm
+    if algorithm.learns_from == "demonstrations":
+        return f"algorithm.loss_type is {algorithm.loss_type}, which learns from responses that the data holds"
+    return (
+        f"algorithm.advantage_estimator is {algorithm.advantage_estimator}, which learns from pairs that the data holds"
+    )
+
+
+SAMPLED = When(lambda run: run.samples_responses, _data_hold_responses, "choose another loss or estimator")
+"""The policy samples the responses that it is trained on."""
+WITH_ENGINES = When(
+    lambda run: run.needs_rollout_engines,
+    lambda run: f"{_data_hold_responses(run)}, and eval.eval_interval is null, so that nothing is sampled or graded",
+    "set eval.eval_interval",
+)
+"""Something is sampled, for training or for evaluations."""
+
+
+CRITIC = When(
+    lambda run: run.algorithm.trains_critic,
+    lambda run: f"algorithm.advantage_estimator is {run.algorithm.advantage_estimator}, which has no critic",
+    "set algorithm.advantage_estimator=ppo",
+)
+
+
+def learned_from(*kinds: str) -> When:
+    """Return the condition that a run learns from some kinds of data: `demonstrations`, `preferences`."""
+
+    def why(run: Any) -> str:
+        if not run.samples_responses:
+            return _data_hold_responses(run)
+        return f"algorithm.loss_type is {run.algorithm.loss_type}, which learns from responses that are sampled"
+
+    remedies = {"demonstrations": "algorithm.loss_type=sft_loss", "preferences": "algorithm.advantage_estimator=dpo"}
+    remedy = " or ".join(remedies[kind] for kind in kinds)
+    return When(lambda run: run.algorithm.learns_from in kinds, why, f"set {remedy}")
+
+
 def read(run: Any, option: str) -> Any:
     """Return the value of a dotted option or property."""
     for name in option.split("."):
@@ -95,7 +134,9 @@ def idle_options(run: Section) -> Iterator[Idle]:
                 yield Idle(name, value, default, condition.why(run), condition.remedy)
                 break
     algorithm: Any = getattr(run, "algorithm", None)
-    own = {name.partition(".")[2]: (value, default) for name, value, default, _ in changed if name.startswith("algorithm.")}
+    own = {
+        name.partition(".")[2]: (value, default) for name, value, default, _ in changed if name.startswith("algorithm.")
+    }
     if algorithm is not None and own and not algorithm.is_read_by_user_code:
         for name, why, remedy in _unread_by_plugins(algorithm, own.keys()):
             if name in own:

@@ -1,10 +1,11 @@
 """Options of storage, workers, recovery, alarms and tracking. None of them changes what is computed."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Location, Section
+from cairn.configs.schema.effect import WITH_ENGINES
 
 
 class CheckpointConfig(Section):
@@ -46,7 +47,7 @@ class FleetConfig(Section):
     """Ray cluster to join: `auto` for the one on this machine, or `host:port`. Null starts a cluster that ends with the
     run."""
 
-    num_cpus_per_engine: float = Field(1, ge=0)
+    num_cpus_per_engine: Annotated[float, WITH_ENGINES] = Field(1, ge=0)
     """CPUs reserved in the placement group for each rollout engine."""
 
     num_cpus_per_rank: float = Field(1, ge=0)
@@ -61,35 +62,35 @@ class FleetConfig(Section):
     call_timeout: float = Field(120, gt=0)
     """Seconds that a short actor call may take (health, versions, one bucket of weights)."""
 
-    colocate: bool = False
+    colocate: Annotated[bool, WITH_ENGINES] = False
     """Training and rollout take turns on the same GPUs, in one placement group. slime: `--colocate`."""
 
-    offload_train: bool | None = None
+    offload_train: Annotated[bool | None, WITH_ENGINES] = None
     """The training engine releases its GPU memory while others use the GPUs; by default on with `colocate`. slime:
     `--offload-train`."""
 
-    offload_rollout: bool | None = None
+    offload_rollout: Annotated[bool | None, WITH_ENGINES] = None
     """The rollout engines release their GPU memory while training uses the GPUs; by default on with `colocate`. slime:
     `--offload-rollout`."""
 
-    update_weight_transport: Literal["tensor", "disk", "distributed"] = "tensor"
+    update_weight_transport: Annotated[Literal["tensor", "disk", "distributed"], WITH_ENGINES] = "tensor"
     """Transfer of weights to the rollout engines. `tensor`: in buckets through Ray's object store and the memory that
     an engine shares with its server. `disk`: as a model folder that the engines load. `distributed`: in buckets that
     the trainer broadcasts to the servers, over gloo on CPUs and NCCL between GPUs. slime:
     `--update-weight-transport`."""
 
-    update_weight_buffer_size: int = Field(512 * 1024**2, ge=1)
+    update_weight_buffer_size: Annotated[int, WITH_ENGINES] = Field(512 * 1024**2, ge=1)
     """Size in bytes of a bucket of weights. slime: `--update-weight-buffer-size`."""
 
-    update_weight_disk_dir: Location | None = None
+    update_weight_disk_dir: Annotated[Location | None, WITH_ENGINES] = None
     """Folder for the transport `disk`, with the same path on every machine of the fleet. slime:
     `--update-weight-disk-dir`."""
 
-    update_weight_disk_keep_files: bool = False
+    update_weight_disk_keep_files: Annotated[bool, WITH_ENGINES] = False
     """Retain the model folder of every version there, and not only of the last ones. slime:
     `--update-weight-disk-keep-files`."""
 
-    check_weight_update_equal: bool = False
+    check_weight_update_equal: Annotated[bool, WITH_ENGINES] = False
     """After every update of weights compare the log-probs of a small batch with the trainer's, for engines that return
     no checksum of their weights. A checksum that an engine returns is always compared. slime:
     `--check-weight-update-equal`."""

@@ -1,11 +1,12 @@
 """Options of grading."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Code, Location, Section
 from cairn.configs.schema.data import one_group
+from cairn.configs.schema.effect import SAMPLED, when
 
 # Options of the graders that call a model or run a program in a sandbox.
 
@@ -194,21 +195,14 @@ class RewardConfig(Section):
     resume, a fork or another grading. By default on for `remote_rm`, for `judge`, and for graders that declare
     `cairn.plugin(cached=True)`."""
 
-    overlong_buffer_len: int | None = Field(None, ge=1)
+    overlong_buffer_len: Annotated[int | None, SAMPLED] = Field(None, ge=1)
     """Length of the range in tokens, below `rollout.rollout_max_response_len`, over which the reward falls with the
     length of the response, see docs/rewards.md; null: no penalty for length. verl: `overlong_buffer.len`."""
 
-    overlong_penalty_factor: float = Field(1.0, gt=0)
+    overlong_penalty_factor: Annotated[
+        float, SAMPLED, when("reward.overlong_buffer_len", remedy="set it to the tokens over which the penalty grows")
+    ] = Field(1.0, gt=0)
     """Penalty of a response of the longest length. verl: `overlong_buffer.penalty_factor`."""
-
-    @model_validator(mode="after")
-    def _has_effect(self) -> "RewardConfig":
-        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
-            raise ValueError(
-                f"overlong_penalty_factor is {self.overlong_penalty_factor:g}, which has no effect: set "
-                "overlong_buffer_len to the tokens over which it grows, or leave it out"
-            )
-        return self
 
     def of(self, rm_type: str | None) -> "RewardConfig":
         """Return these options with the built-in grader `rm_type` for all samples, as for a benchmark that names one;

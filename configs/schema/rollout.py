@@ -1,10 +1,11 @@
 """Options of generation and of the selection of groups."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from cairn.configs.schema.base import Code, Location, Section
+from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
 
@@ -89,7 +90,7 @@ class SandboxedTool(Section):
 class PythonTool(SandboxedTool):
     """`python`: runs a Python program and returns its output."""
 
-    python: str | None = None
+    python: Annotated[str | None, when("rollout.tools", remedy="name the tools in rollout.tools")] = None
     """Path of the interpreter; by default the one that runs Cairn. Programs can import its standard library, but no
     installed package."""
 
@@ -126,12 +127,36 @@ class ToolOptions(Section):
     python: PythonTool = PythonTool()
     """Options of the tool `python`."""
 
-    shell: SandboxedTool = SandboxedTool()
+    shell: Annotated[SandboxedTool, when("rollout.tools", remedy="name the tools in rollout.tools")] = SandboxedTool()
     """Options of the tool `shell`."""
 
-    search: SearchTool = SearchTool()
+    search: Annotated[SearchTool, when("rollout.tools", remedy="name the tools in rollout.tools")] = SearchTool()
     """Options of the tool `search`."""
 
+
+_IN_ROUNDS = when(
+    "rollout.pipeline",
+    "sync",
+    "lagged",
+    because="rollout.pipeline is streaming, which takes groups as they are complete",
+    remedy="set rollout.pipeline=lagged",
+)
+_SURPLUS = when(
+    "rollout.draws_surplus",
+    because="rollout.over_sampling_batch_size is not above rollout.rollout_batch_size: there are never more groups than "
+    "a batch has room for",
+    remedy="raise rollout.over_sampling_batch_size",
+)
+_CHOSEN = When(
+    lambda run: run.rollout.buffer_filter_path not in ("youngest_first", "oldest_first"),
+    lambda run: f"rollout.buffer_filter_path is {run.rollout.buffer_filter_path}",
+    "set rollout.buffer_filter_path=priority or stratified",
+)
+_CALLED = When(
+    lambda run: run.rollout.custom_generate_function_path != "single_turn",
+    lambda run: "rollout.custom_generate_function_path is single_turn",
+    "set it to tool_calls, or to a function of yours that calls them",
+)
 
 MOST_ITERATIONS = 1_000_000
 """Largest number of iterations of a run; the last one has the number `cairn.storage.ledger.layout.LAST_NUMBER`."""
@@ -173,7 +198,7 @@ class RolloutConfig(Section):
     num_engines: int = Field(1, ge=1)
     """Number of rollout engines. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
 
-    min_num_engines: int | None = Field(None, ge=1)
+    min_num_engines: Annotated[int | None, when("rollout.pipeline", "streaming")] = Field(None, ge=1)
     """Streaming pipeline: number of rollout engines with which a run starts and continues. The others, up to
     `num_engines` in total, join while it runs, when the Ray cluster has room for them, and leave when their machines
     go. Null starts all `num_engines` at the beginning, and replaces a lost one before the run continues. Ray Serve:
@@ -195,82 +220,84 @@ class RolloutConfig(Section):
     max_running_requests: int = Field(256, ge=4)
     """Number of samples that an engine decodes concurrently. SGLang: `--max-running-requests`."""
 
-    num_rollout: int = Field(0, ge=1, validate_default=False)
+    num_rollout: Annotated[int, ALWAYS] = Field(0, ge=1, validate_default=False)
     """Number of iterations of the run. Left out or null, it follows from `num_epoch`. slime: `--num-rollout`."""
 
-    num_epoch: int | None = Field(None, ge=1)
+    num_epoch: Annotated[int | None, ALWAYS] = Field(None, ge=1)
     """Number of epochs of the run, in place of `num_rollout`: the run has (rows of the data // `rollout_batch_size`) ×
     this many iterations. The configuration that the run records has both. slime: `--num-epoch`."""
 
-    rollout_batch_size: int = Field(ge=1)
+    rollout_batch_size: Annotated[int, ALWAYS] = Field(ge=1)
     """Prompts trained on per iteration. slime: `--rollout-batch-size`."""
 
-    n_samples_per_prompt: int = Field(8, ge=1)
+    n_samples_per_prompt: Annotated[int, SAMPLED] = Field(8, ge=1)
     """Samples per prompt, which form a group. slime: `--n-samples-per-prompt`."""
 
-    over_sampling_batch_size: int | None = Field(None, ge=1)
+    over_sampling_batch_size: Annotated[int | None, SAMPLED, _IN_ROUNDS] = Field(None, ge=1)
     """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw in
     proportion to the number of missing groups. slime: `--over-sampling-batch-size`."""
 
-    pipeline: Literal["sync", "lagged", "streaming"] = "sync"
+    pipeline: Annotated[Literal["sync", "lagged", "streaming"], SAMPLED] = "sync"
     """Overlap of generation and training. `sync`: none; each iteration uses the weights that the previous one produced.
     `lagged`: both run concurrently; each iteration is sampled with weights that are `lag` iterations older than in
     `sync`, whichever half is faster, so nothing depends on timing. `streaming`: samples are generated all the time with
     the newest weights, at most `max_age` publications ahead, and a batch consists of the groups that are complete
     first; these are recorded before training. slime: `train_async.py`, `fully_async_rollout.py`."""
 
-    lag: int | None = Field(None, ge=1)
+    lag: Annotated[int | None, SAMPLED, when("rollout.pipeline", "lagged")] = Field(None, ge=1)
     """Lagged pipeline: number of iterations by which the weights that sample an iteration are older than the newest; 1
     by default. Needs a correction for the difference, `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, or a
     loss that includes one (`dppo_tv`, `dppo_kl`)."""
 
-    partial_rollout: bool = False
+    partial_rollout: Annotated[bool, SAMPLED, _IN_ROUNDS] = False
     """Abort the remaining samples once a shard has completed its share of the required groups. Their partial responses
     are retained, and the next round of rollout continues them before it draws fresh prompts. Needs
     `over_sampling_batch_size` above `rollout_batch_size`, and `max_age` above its default, so that the part before the
     abort is trained on. Without `cut_tokens`, the state at the abort depends on timing: a committed rollout stays
     unchanged, but computing it again has another result. slime: `--partial-rollout`."""
 
-    cut_tokens: int | None = Field(None, ge=1)
+    cut_tokens: Annotated[
+        int | None, when("rollout.partial_rollout"), when("rollout.custom_generate_function_path", "single_turn")
+    ] = Field(None, ge=1)
     """`partial_rollout`: number of response tokens by which a shard continues each open sample in a round. It ends
     after the round in which its share of the required groups is complete. The retained parts then do not depend on
     timing: with a batch-invariant engine a rollout that is computed again, after any kill, is equal bit for bit. Each
     round starts with a prefill of its samples, so a small number costs time. Null aborts the others as soon as the
     share is complete."""
 
-    mask_offpolicy_in_partial_rollout: bool = False
+    mask_offpolicy_in_partial_rollout: Annotated[bool, when("rollout.partial_rollout")] = False
     """In a group that was continued, train only on tokens of the weights that finished it, even if `max_age` allows
     older ones. The weight of each such token is the same as if all were trained on. slime:
     `--mask-offpolicy-in-partial-rollout`."""
 
-    max_age: int | None = Field(None, ge=0)
+    max_age: Annotated[int | None, SAMPLED] = Field(None, ge=0)
     """Largest age of tokens that are trained on, in publications: iterations between the weights that sampled a token
     and those that are trained. The default is 1 in the `streaming` pipeline, which starts samples only as fast as that
     allows, and in the others the lag of the rollout, which is 0 in `sync`; groups left over from over-sampling are then
     dropped. A larger value carries surplus groups over until they are too old, and needs a correction as `lag` does."""
 
-    async_buffer_size: int | None = Field(None, ge=1)
+    async_buffer_size: Annotated[int | None, SAMPLED, when("rollout.pipeline", "streaming")] = Field(None, ge=1)
     """Streaming pipeline: number of complete groups that may wait for training before the run stops accepting more
     prompts, by default those of one batch. A smaller number makes samples younger; a larger one lets training wait less
     for long responses; `max_age` is a limit in any case. As long as training does not have to wait, the run accepts
     only the prompts of the next batch."""
 
-    update_weights_interval: int = Field(1, ge=1)
+    update_weights_interval: Annotated[int, SAMPLED, when("rollout.pipeline", "streaming")] = Field(1, ge=1)
     """Streaming pipeline: number of iterations after which engines take new weights, at most `max_age`. slime:
     `--update-weights-interval`."""
 
-    staleness_policy: Code = "mask"
+    staleness_policy: Annotated[Code, SAMPLED, when("rollout.pipeline", "streaming")] = "mask"
     """Streaming pipeline: handling of a group with tokens older than `max_age`, because it took longer than `timeout`.
     `mask`: leave these tokens out of the loss. `drop`: replace the group. `decay`: multiply their advantages by 1 / (1
     + age - max_age). Or a function of your own, `package.module.function` or `file.py:function`, see
     docs/plugins.md."""
 
-    buffer_filter_path: Code = "youngest_first"
+    buffer_filter_path: Annotated[Code, SAMPLED, _SURPLUS] = "youngest_first"
     """Order in which groups are used where a batch has room for only some of them, and in which unfinished groups
     continue: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
 
-    buffer_key: str | None = None
+    buffer_key: Annotated[str | None, SAMPLED, _CHOSEN] = None
     """Key of the data rows' metadata. `priority` takes groups by the number under it, the highest first; without this
     key it uses the filter's priority or else the standard deviation of the rewards. `stratified` takes groups with
     different values under it in turn."""
@@ -281,7 +308,7 @@ class RolloutConfig(Section):
     (`package.module.function`) or file (`turns.py:generate`), which may call the policy several times, see
     docs/plugins.md. slime: `--custom-generate-function-path`."""
 
-    tools: tuple[Code, ...] = ()
+    tools: Annotated[tuple[Code, ...], _CALLED] = ()
     """Tools that episodes may call with `ctx.call`, and that `tool_calls` offers to the model: `calculator`, `python`,
     `search`, `shell`, or a `cairn.Tool` of your own, `package.module.tool` or `file.py:tool`, see docs/agents.md."""
 
@@ -292,11 +319,13 @@ class RolloutConfig(Section):
     """Format of tool calls in `tool_calls`. `template`: the format of the model's chat template, which gets the tools.
     `tags`: `<search>text</search>`, with the result as `<result>…</result>`, for models without such a template."""
 
-    max_turns: int = Field(16, ge=1)
+    max_turns: Annotated[int, when("rollout.custom_generate_function_path", "tool_calls")] = Field(16, ge=1)
     """Largest number of responses of the policy in an episode of `tool_calls`; an episode that calls tools in its last
     response is truncated."""
 
-    rollout_max_context_len: int | None = Field(None, ge=2)
+    rollout_max_context_len: Annotated[int | None, when("rollout.custom_generate_function_path", "tool_calls")] = Field(
+        None, ge=2
+    )
     """Longest episode of `tool_calls` in tokens, prompt and responses together; a longer one is truncated. By default
     the model's context length. slime: `--rollout-max-context-len`."""
 
@@ -316,38 +345,38 @@ class RolloutConfig(Section):
     """Seconds that a function of your own may take for a sample in total, including its waits for the engine; then the
     sample fails. Null sets no limit besides `timeout`."""
 
-    dynamic_sampling_filter: Code | None = None
+    dynamic_sampling_filter: Annotated[Code | None, SAMPLED] = None
     """Filter of groups: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by import
     path (`package.module.function`) or file (`filters.py:function`). Null accepts every group without a failed sample.
     slime: `--dynamic-sampling-filter-path`."""
 
-    rollout_sample_filter_path: Code | None = None
+    rollout_sample_filter_path: Annotated[Code | None, SAMPLED] = None
     """Filter of samples that are not trained on, though their rewards count in the baselines of their groups:
     `truncated`, or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--rollout-sample-filter-path`."""
 
-    max_refill_rounds: int = Field(16, ge=1)
+    max_refill_rounds: Annotated[int, SAMPLED] = Field(16, ge=1)
     """Number of rounds of rollout that an iteration may take to fill its batch. After them it fails with the reasons of
     the filter."""
 
-    shards_per_round: int | None = Field(None, ge=1)
+    shards_per_round: Annotated[int | None, SAMPLED, _IN_ROUNDS] = Field(None, ge=1)
     """Number of shards of a round, each of which is a task with its own commit; one per engine by default."""
 
-    rollout_max_prompt_len: int | None = Field(None, ge=1)
+    rollout_max_prompt_len: Annotated[int | None, SAMPLED] = Field(None, ge=1)
     """Longest prompt in tokens; longer ones are skipped. By default the model's context minus the longest response.
     slime: `--rollout-max-prompt-len`."""
 
-    rollout_max_response_len: int = Field(0, ge=0)
+    rollout_max_response_len: Annotated[int, SAMPLED] = Field(0, ge=0)
     """Longest response in tokens; required wherever responses are sampled. slime: `--rollout-max-response-len`."""
 
-    rollout_temperature: float = Field(1.0, gt=0)
+    rollout_temperature: Annotated[float, SAMPLED] = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number. slime: `--rollout-temperature`."""
 
-    rollout_top_p: float = Field(1.0, gt=0, le=1)
+    rollout_top_p: Annotated[float, SAMPLED] = Field(1.0, gt=0, le=1)
     """Probability mass of nucleus sampling: tokens are drawn from the smallest set of most probable tokens with this
     mass. slime: `--rollout-top-p`."""
 
-    rollout_top_k: int = Field(-1, ge=-1)
+    rollout_top_k: Annotated[int, SAMPLED] = Field(-1, ge=-1)
     """Number of most probable tokens to sample from; -1 allows all. slime: `--rollout-top-k`."""
 
     rollout_stop_token_ids: tuple[int, ...] = ()
@@ -423,48 +452,23 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _tools_are_called(self) -> "RolloutConfig":
-        function, fields = self.custom_generate_function_path, type(self).model_fields
-        if function == "single_turn" and self.tools:
-            raise ValueError(
-                "tools has no effect while custom_generate_function_path is single_turn: set it to tool_calls, or to a "
-                "function of yours that calls them"
-            )
-        if self.tool_options != ToolOptions(network=self.tool_options.network) and not self.tools:
-            raise ValueError("tool_options has no effect without tools: name those that it is for in tools")
-        for name in ("max_turns", "rollout_max_context_len"):
-            if function != "tool_calls" and getattr(self, name) != fields[name].default:
-                raise ValueError(
-                    f"{name} has no effect unless custom_generate_function_path is tool_calls: set it so, or leave "
-                    f"{name} out"
-                )
-        if function == "tool_calls" and not self.tools:
+        if self.custom_generate_function_path == "tool_calls" and not self.tools:
             raise ValueError("custom_generate_function_path is tool_calls, and tools names none: name what it may call")
         return self
 
     @model_validator(mode="after")
     def _parts_are_made_and_continued(self) -> "RolloutConfig":
-        if self.partial_rollout and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
+        if self.partial_rollout and self.pipeline != "streaming" and not self.draws_surplus:
             raise ValueError(
                 f"partial_rollout is true but over_sampling_batch_size ({self.over_sampling_batch_size}) is not above "
                 f"rollout_batch_size ({self.rollout_batch_size}): nothing would be left to abort"
             )
-        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            raise ValueError("mask_offpolicy_in_partial_rollout has no effect without partial_rollout=true")
         return self
 
     @model_validator(mode="after")
     def _something_is_cut(self) -> "RolloutConfig":
-        cut, function, longest = self.cut_tokens, self.custom_generate_function_path, self.rollout_max_response_len
-        if cut is None:
-            return self
-        if not self.partial_rollout:
-            raise ValueError(f"cut_tokens ({cut}) has no effect without partial_rollout=true")
-        if function != "single_turn":
-            raise ValueError(
-                f"cut_tokens ({cut}) has no effect while custom_generate_function_path is {function}: only samples of "
-                "single_turn are cut off by tokens; leave it out, and they are aborted when enough have finished"
-            )
-        if cut >= longest:
+        cut, longest = self.cut_tokens, self.rollout_max_response_len
+        if cut is not None and cut >= longest:
             raise ValueError(
                 f"cut_tokens ({cut}) has no effect while rollout_max_response_len is {longest}: no response is long "
                 "enough to be cut off; lower cut_tokens, or leave it out"
@@ -474,13 +478,6 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _a_stream_takes_groups_as_they_come(self) -> "RolloutConfig":
         if self.pipeline != "streaming":
-            for name in ("async_buffer_size", "update_weights_interval", "staleness_policy"):
-                value = getattr(self, name)
-                if value != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name} ({value}) has no effect while pipeline is {self.pipeline}: set pipeline to streaming, "
-                        "or leave it out"
-                    )
             return self
         if self.max_age == 0:
             raise ValueError(
@@ -498,12 +495,6 @@ class RolloutConfig(Section):
                 f"async_buffer_size ({buffer}) has no effect above max_age × rollout_batch_size "
                 f"({self.weights_lag} × {batch}), groups that ever wait: lower it, or raise max_age"
             )
-        for name in ("over_sampling_batch_size", "partial_rollout", "shards_per_round"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name} has no effect while pipeline is streaming, which takes groups as they are complete and "
-                    "lets the others go on: leave it out"
-                )
         if self.router is not None:
             raise ValueError(
                 "pipeline is streaming, which brings engines to new weights one after the other, and the requests of "
@@ -514,13 +505,8 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _engines_join_and_leave_where_they_can(self) -> "RolloutConfig":
         least = self.min_num_engines
-        if least is None:
+        if least is None or self.pipeline != "streaming":
             return self
-        if self.pipeline != "streaming":
-            raise ValueError(
-                f"min_num_engines ({least}) has no effect while pipeline is {self.pipeline}, whose prompts are dealt "
-                "out to a fixed number of engines: set pipeline to streaming, or leave it out"
-            )
         if least > self.num_engines:
             raise ValueError(f"min_num_engines ({least}) is above num_engines ({self.num_engines}): raise num_engines")
         if self.external_urls:
@@ -543,7 +529,7 @@ class RolloutConfig(Section):
                 f"max_age ({self.max_age}) is below the lag ({self.weights_lag}): no token would be young enough to be "
                 "trained on; raise it, or leave it out"
             )
-        if self.oldest_trained > self.weights_lag and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
+        if self.oldest_trained > self.weights_lag and not self.draws_surplus:
             raise ValueError(
                 f"max_age ({self.max_age}) has no effect while over_sampling_batch_size "
                 f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): "
@@ -560,25 +546,17 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _the_buffer_has_a_choice(self) -> "RolloutConfig":
-        policy, key = self.buffer_filter_path, self.buffer_key
-        chosen = policy != type(self).model_fields["buffer_filter_path"].default
-        if chosen and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
-            raise ValueError(
-                f"buffer_filter_path ({policy}) has no effect while over_sampling_batch_size "
-                f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): there "
-                "are never more groups than a batch has room for; raise it, or leave buffer_filter_path out"
-            )
-        if policy == "stratified" and key is None:
+        if self.buffer_filter_path == "stratified" and self.buffer_key is None:
             raise ValueError(
                 "buffer_filter_path is stratified, which needs buffer_key: the key of the metadata whose values take "
                 "turns"
             )
-        if key is not None and policy in ("youngest_first", "oldest_first"):
-            raise ValueError(
-                f"buffer_key ({key}) has no effect while buffer_filter_path is {policy}; set it to priority or "
-                "stratified, or leave it out"
-            )
         return self
+
+    @property
+    def draws_surplus(self) -> bool:
+        """Whether an iteration draws more prompts than it trains on."""
+        return (self.over_sampling_batch_size or 0) > self.rollout_batch_size
 
     @property
     def oldest_trained(self) -> int:
@@ -594,15 +572,6 @@ class RolloutConfig(Section):
     def weights_lag(self) -> int:
         """Number of iterations by which sampling may be ahead of training: see `lag_of`."""
         return lag_of(self.pipeline, self.lag, self.max_age)
-
-    @model_validator(mode="after")
-    def _a_lag_needs_its_pipeline(self) -> "RolloutConfig":
-        if self.lag is not None and self.pipeline != "lagged":
-            raise ValueError(
-                f"lag ({self.lag}) has no effect while pipeline is {self.pipeline}: set pipeline to lagged, or leave "
-                "it out"
-            )
-        return self
 
     @model_validator(mode="after")
     def _servers_are_counted_once(self) -> "RolloutConfig":

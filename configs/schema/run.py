@@ -1,15 +1,16 @@
 """The whole configuration of a run, and the rules between its sections."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import Location, Section
 from cairn.configs.schema.data import DataConfig
+from cairn.configs.schema.effect import CRITIC, WITH_ENGINES, idle_options, spelled, when
 from cairn.configs.schema.evaluation import EvalConfig
-from cairn.configs.schema.given import require_read
 from cairn.configs.schema.operations import (
     ApprovalConfig,
     CheckpointConfig,
@@ -23,6 +24,17 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.training import TrainingConfig, warmup_steps
 
+_REFERENCE = when(
+    "algorithm.reads_reference",
+    because="algorithm.use_kl_loss is false and algorithm.kl_coef is 0",
+    remedy="set algorithm.use_kl_loss=true",
+)
+_TEACHER = when(
+    "algorithm.reads_teacher",
+    because="algorithm.use_opd is false and algorithm.distillation_loss_coef is 0",
+    remedy="set algorithm.use_opd=true",
+)
+
 
 class ModelConfig(Section):
     """The model that is trained."""
@@ -30,31 +42,33 @@ class ModelConfig(Section):
     path: Location
     """Folder of a Hugging Face causal LM with its tokenizer. slime: `--hf-checkpoint`."""
 
-    ref_path: Location | None = None
+    ref_path: Annotated[Location | None, _REFERENCE] = None
     """Folder of the reference model for the KL divergence; the initial weights by default. slime: `--ref-load`."""
 
-    teacher_path: Location | None = None
+    teacher_path: Annotated[Location | None, _TEACHER] = None
     """Folder of the teacher of on-policy distillation, with the same tokenizer. slime: `--opd-teacher-load`."""
 
-    teacher_url: Location | None = None
+    teacher_url: Annotated[Location | None, _TEACHER] = None
     """Address of a server that holds the teacher, `http://host:30000`, in place of `teacher_path`. The log-probs of
     every token are requested once and stored with the scores. The server's key, if it needs one, is read from the
     environment of the driver, `CAIRN_TEACHER_API_KEY`. slime: `--opd-type`."""
 
-    teacher_name: str | None = None
+    teacher_name: Annotated[str | None, when("model.teacher_url", remedy="set model.teacher_url")] = None
     """Name of the teacher at that server, as in its `/v1/models`; the run records it as the teacher's identity."""
 
-    teacher_api: Literal["sglang", "openai"] = "sglang"
+    teacher_api: Annotated[Literal["sglang", "openai"], when("model.teacher_url", remedy="set model.teacher_url")] = (
+        "sglang"
+    )
     """API of the server: `sglang` is SGLang's `/generate`, `openai` the `/v1/completions` of vLLM and others, with
     `echo` and `logprobs`."""
 
-    teacher_timeout: float = Field(600, gt=0)
+    teacher_timeout: Annotated[float, when("model.teacher_url", remedy="set model.teacher_url")] = Field(600, gt=0)
     """Seconds that the server may take for one sequence; then the request is retried."""
 
-    teacher_concurrency: int = Field(32, ge=1)
+    teacher_concurrency: Annotated[int, when("model.teacher_url", remedy="set model.teacher_url")] = Field(32, ge=1)
     """Number of concurrent requests to the server, of one sequence each."""
 
-    critic_path: Location | None = None
+    critic_path: Annotated[Location | None, CRITIC] = None
     """Folder of the critic's initial weights: a causal LM, or a token classifier with one label, whose head becomes the
     value head. `path` by default."""
 
@@ -77,12 +91,6 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_teacher(self) -> "ModelConfig":
         if self.teacher_url is None:
-            for name in ("teacher_name", "teacher_api", "teacher_timeout", "teacher_concurrency"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name} ({getattr(self, name)}) has no effect while teacher_url is null; set teacher_url, or "
-                        "leave it out"
-                    )
             return self
         if self.teacher_path is not None:
             raise ValueError(
@@ -107,8 +115,8 @@ class RunConfig(Section):
 
     model: ModelConfig
     data: DataConfig
-    rollout: RolloutConfig
-    reward: RewardConfig = RewardConfig()
+    rollout: Annotated[RolloutConfig, WITH_ENGINES]
+    reward: Annotated[RewardConfig, WITH_ENGINES] = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     eval: EvalConfig = EvalConfig()
@@ -324,25 +332,6 @@ class RunConfig(Section):
                 "it picks pay for how far they have moved from the policy before the update, which is nowhere in the "
                 "only step; raise num_steps_per_rollout, or choose clip_cov"
             )
-        for name in ("eps_clip", "eps_clip_high", "eps_clip_c"):
-            value = getattr(algorithm, name)
-            if value != algorithm.usual(name):
-                raise ValueError(
-                    f"algorithm.{name} ({value}) has no effect while training.num_steps_per_rollout is 1 and "
-                    "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are "
-                    "taken against; change either, or leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _values_can_be_clipped(self) -> "RunConfig":
-        value, steps = self.algorithm.value_clip, self.training.num_steps_per_rollout
-        usual = type(self.algorithm).model_fields["value_clip"].default
-        if value != usual and steps == 1 and not self.algorithm.names_user_code:
-            raise ValueError(
-                f"algorithm.value_clip ({value}) has no effect while training.num_steps_per_rollout is 1: the critic "
-                "that is trained is the one that the values are of; raise num_steps_per_rollout, or leave it out"
-            )
         return self
 
     @model_validator(mode="after")
@@ -369,7 +358,6 @@ class RunConfig(Section):
                 "updates, so that an iteration is one optimizer step: set it to 1, and rollout.rollout_batch_size to "
                 "the pairs of a step"
             )
-        require_read(self)
         return self
 
     @model_validator(mode="after")
@@ -378,17 +366,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.ref_update_interval is {self.algorithm.ref_update_interval}, but with training.lora.r the "
                 "reference is the model without adapters: train all weights, or leave the interval out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _reference_is_used(self) -> "RunConfig":
-        algorithm = self.algorithm
-        reads = algorithm.reads_kl or algorithm.learns_from == "preferences"
-        if self.model.ref_path is not None and not reads and not algorithm.names_user_code:
-            raise ValueError(
-                f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false and "
-                "algorithm.kl_coef is 0; nothing would read it"
             )
         return self
 
@@ -406,12 +383,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.{reader} needs a teacher: set model.teacher_path to its folder, or model.teacher_url"
             )
-        if model.has_teacher and reader is None and not algorithm.names_user_code:
-            name = "teacher_url" if model.teacher_path is None else "teacher_path"
-            raise ValueError(
-                f"model.{name} ({getattr(model, name)}) is set but algorithm.use_opd is false and "
-                "distillation_loss_coef is 0; nothing would read it"
-            )
         if algorithm.learns_from_top_k and model.teacher_url is not None and model.teacher_api != "sglang":
             raise ValueError(
                 f"model.teacher_api ({model.teacher_api}) gives no log-probs of the most probable tokens, which "
@@ -426,24 +397,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _critic_is_used(self) -> "RunConfig":
-        algorithm, training = self.algorithm, self.training
-        critics = {
-            "model.critic_path": self.model.critic_path,
-            "training.critic_lr": training.critic_lr,
-            "training.critic_lr_warmup_iters": training.critic_lr_warmup_iters,
-            **{f"training.critic.{name}": str(value) for name, value in training.critic.own.items()},
-        }
-        estimator = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator) if any(critics.values()) else None
-        for name, value in critics.items():
-            if value and estimator is not None and "values" not in estimator.needs and "." not in algorithm.loss_type:
-                raise ValueError(
-                    f"{name} ({value}) is set but algorithm.advantage_estimator is {algorithm.advantage_estimator}, "
-                    "which has no critic; nothing would read it"
-                )
-        if 0 < self.rollout.num_rollout <= algorithm.num_critic_only_steps:
+    def _the_actor_is_trained(self) -> "RunConfig":
+        critic_only = self.algorithm.num_critic_only_steps
+        if 0 < self.rollout.num_rollout <= critic_only:
             raise ValueError(
-                f"algorithm.num_critic_only_steps ({algorithm.num_critic_only_steps}) must be below "
+                f"algorithm.num_critic_only_steps ({critic_only}) must be below "
                 f"rollout.num_rollout ({self.rollout.num_rollout}): the actor would never be trained"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_option_has_an_effect(self) -> "RunConfig":
+        for idle in idle_options(self):
+            context = {"option": idle.option, "default": spelled(idle.default)}
+            raise PydanticCustomError("idle_option", str(idle).replace("{", "{{").replace("}", "}}"), context)  # type: ignore[arg-type]
         return self

@@ -1,11 +1,12 @@
 """Options of the training engine, its optimizer and its batches."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.effect import CRITIC
 
 # Schedules of learning rate and weight decay, by Megatron's names, and the rules for their options.
 
@@ -239,13 +240,13 @@ class TrainingConfig(Section):
     lr_wsd_decay_iters: int | None = Field(None, ge=1)
     """`WSD`: optimizer steps of its decay, the last of `lr_decay_iters`. Megatron: `--lr-wsd-decay-iters`."""
 
-    critic_lr: float | None = Field(None, gt=0)
+    critic_lr: Annotated[float | None, CRITIC] = Field(None, gt=0)
     """Learning rate of the critic; `lr` by default."""
 
-    critic_lr_warmup_iters: int = Field(0, ge=0)
+    critic_lr_warmup_iters: Annotated[int, CRITIC] = Field(0, ge=0)
     """Optimizer steps of the critic's linear warm-up."""
 
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, CRITIC] = CriticConfig()
 
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Megatron: `--weight-decay`."""
@@ -406,6 +407,11 @@ class TrainingConfig(Section):
                 "overlap_p2p_comm is true and batch_p2p_comm is false; leave both out"
             )
         return self
+
+    @property
+    def takes_several_steps(self) -> bool:
+        """Whether an iteration has more than one optimizer step."""
+        return self.num_steps_per_rollout > 1
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":

@@ -1,1 +1,1 @@
-"""Rollout engines, one a folder, and what they have in common."""
+"""Rollout engines, each in a folder of its own, and what they have in common."""

@@ -1,9 +1,9 @@
-"""How many tokens requests have with an engine at a time: those above it wait, each sample for its turn.
+"""Admission: a bound on the tokens of the requests that an engine has at a time. Requests beyond it wait.
 
-A request counts with what it goes on from and what it may have sampled at its end. Samples take turns, one request at a
-time, in the order in which they asked first: one that asks for a thousand continuations at once waits for most of them,
-and nobody else does. What comes next waits until there is room for it, and nothing smaller is let past; one that is
-larger than the bound is served alone.
+A request counts with its input, and with the tokens that it may have sampled at its end. Samples take turns, one
+request at a time, in the order of their first requests. So a sample that requests a thousand continuations at once
+waits for most of them, and delays no other sample. The next request waits until there is room for it, and no smaller
+request overtakes it. A request that is larger than the bound is served alone.
 """
 
 import threading
@@ -15,11 +15,11 @@ from typing import Any
 from cairn.engines.types.errors import EngineError, RequestRefused
 from cairn.engines.types.types import Completion, GenerateRequest, RequestId, Stream
 
-# Who has an engine: any number of samples that are generated, or one who changes its weights or its memory.
+# Use of an engine: by any number of running samples, or by one caller that changes its weights or its memory.
 
 
 class Occupancy:
-    """Of one engine. Nobody waits here: whoever comes too early is refused."""
+    """Occupancy of one engine. Nothing waits here: a call that comes too early is rejected."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,24 +28,24 @@ class Occupancy:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are under way."""
+        """Whether samples are running."""
         return self._samples > 0
 
     def enter(self, samples: int) -> None:
-        """So many samples begin. Raises EngineError where the engine is changed."""
+        """Record that `samples` samples begin. Raises EngineError while the engine is being changed."""
         with self._lock:
             if self._changes:
                 raise EngineError("The engine's weights or memory are being changed: let that end before generating.")
             self._samples += samples
 
     def leave(self, samples: int) -> None:
-        """So many samples have ended."""
+        """Record that `samples` samples have ended."""
         with self._lock:
             self._samples -= samples
 
     @contextmanager
     def alone(self, action: str) -> Iterator[None]:
-        """Have the engine to oneself. Raises EngineError where it is in use."""
+        """Hold the engine exclusively. Raises EngineError where it is in use."""
         with self._lock:
             if self._samples or self._changes:
                 raise EngineError(f"The engine is generating: abort that call or let it end before you {action}.")
@@ -57,21 +57,21 @@ class Occupancy:
 
 
 class Admission:
-    """To one engine, for all its streams."""
+    """Admission to one engine, for all its streams."""
 
     def __init__(self, max_tokens: int | None) -> None:
-        """`max_tokens`: None has no bound, and nothing is counted."""
+        """`max_tokens`: None sets no bound, and nothing is counted."""
         self.max_tokens = max_tokens
         self.changed = threading.Condition()
-        """Held while anything here, or in a stream, is changed."""
+        """Held while anything changes here or in a stream."""
         self._turns: deque[tuple[AdmittedStream, Any]] = deque()
-        """The samples that wait, in order."""
+        """Samples that wait, in order."""
         self._waiting: dict[tuple[AdmittedStream, Any], deque[GenerateRequest]] = {}
         self._tokens = self._tokens_max = 0
         self._open = set[AdmittedStream]()
 
     def open(self, stream: Stream) -> Stream:
-        """A stream whose requests are admitted to the engine's own `stream`."""
+        """Return a stream whose requests are admitted to the engine's own `stream`."""
         if self.max_tokens is None:
             return stream
         admitted = AdmittedStream(self, stream)
@@ -82,12 +82,12 @@ class Admission:
         return admitted
 
     def usage(self) -> dict[str, int]:
-        """The most tokens that requests had with the engine at a time since it had no stream, where they are
-        bounded."""
+        """Return the most tokens that requests had with the engine at a time since it had no stream; nothing without a
+        bound."""
         return {} if self.max_tokens is None else {"tokens_in_flight_max": self._tokens_max}
 
     def wait(self, stream: "AdmittedStream", request: GenerateRequest) -> None:
-        """Let a request wait for its turn. `changed` is held, here and below."""
+        """Queue a request until its turn. The caller holds `changed`, here and below."""
         turn = (stream, request.request_id[:2])
         if turn not in self._waiting:
             self._waiting[turn] = deque()
@@ -95,17 +95,17 @@ class Admission:
         self._waiting[turn].append(request)
 
     def leave(self, tokens: int) -> None:
-        """Of requests that have ended."""
+        """Release the tokens of requests that have ended."""
         self._tokens -= tokens
 
     def forget(self, stream: "AdmittedStream") -> None:
-        """It is closed: whatever waits of it waits no more."""
+        """Remove a closed stream, and all of its requests that wait."""
         self._open.discard(stream)
         self._turns = deque(turn for turn in self._turns if turn[0] is not stream)
         self._waiting = {turn: requests for turn, requests in self._waiting.items() if turn[0] is not stream}
 
     def admit(self) -> None:
-        """Give the engine what there is room for. `changed` is not held."""
+        """Submit to the engine what there is room for. The caller does not hold `changed`."""
         with self.changed:
             while admitted := self._next():
                 for stream, requests in admitted.items():
@@ -113,7 +113,7 @@ class Admission:
             self.changed.notify_all()
 
     def _next(self) -> "dict[AdmittedStream, list[GenerateRequest]]":
-        """Those that there is room for."""
+        """Return the requests that there is room for."""
         admitted: dict[AdmittedStream, list[GenerateRequest]] = defaultdict(list)
         while self._turns:
             turn = self._turns[0]
@@ -136,7 +136,7 @@ class Admission:
 
 
 class AdmittedStream:
-    """A `Stream`."""
+    """A `Stream` whose requests wait for admission."""
 
     def __init__(self, admission: Admission, stream: Stream) -> None:
         self._admission = admission
@@ -145,11 +145,11 @@ class AdmittedStream:
         self._refused: dict[RequestId, str] = {}
         self._error: Exception | None = None
         self.admitted: dict[RequestId, int] = {}
-        """What the engine has, and the tokens of it."""
+        """Requests that the engine has, with the tokens of each."""
         self.aborted = False
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """What cannot be served is found out when its turn comes."""
+        """Queue requests. Those that cannot be served are refused when their turn comes."""
         with self._admission.changed:
             for request in requests:
                 self._admission.wait(self, request)
@@ -157,7 +157,7 @@ class AdmittedStream:
         self._admission.admit()
 
     def begin(self, requests: list[GenerateRequest]) -> None:
-        """Those whose turn has come: `changed` is held."""
+        """Submit requests whose turn has come. The caller holds `changed`."""
         self._waiting -= len(requests)
         try:
             try:
@@ -224,5 +224,5 @@ class AdmittedStream:
 
 
 def tokens_of(request: GenerateRequest) -> int:
-    """That a request may have at its end."""
+    """Return the number of tokens that a request may have at its end."""
     return len(request.input_ids) + request.sampling_params.max_new_tokens - request.position

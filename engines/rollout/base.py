@@ -1,4 +1,4 @@
-"""What the rest of Cairn asks of a rollout engine."""
+"""The interface of a rollout engine."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -12,48 +12,51 @@ from cairn.storage.records import Environment
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with the current weights of the policy, for all who ask at the same time.
+    """An engine that samples responses with the current weights of the policy, for several clients at the same time.
 
     Nothing is decoded while weights are being updated.
     """
 
     def open(self) -> Stream:
-        """A way to ask for samples, one by one or many at a time."""
+        """Open a stream, for requests of samples one by one or many at a time."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """A stream with these requests, earlier ones first where possible.
+        """Return a stream with these requests, earlier ones first where possible.
 
-        A sample that is continued goes on as if it had never been interrupted but for other weights. Raises as
+        A continued sample resumes as if it had never been interrupted, except for other weights. Raises as
         `Stream.submit` does.
         """
 
     def abort(self) -> None:
-        """End soon, from any thread, what all open streams and calls of `generate` are at: they give each unfinished
-        sample with the tokens that it has, none where it has not begun, and finish reason ABORT."""
+        """Abort all open streams and calls of `generate` soon, from any thread. They return each unfinished sample with
+        finish reason ABORT and the tokens that it has; a sample that has not begun has none."""
 
     def get_weight_version(self) -> int | None:
-        """Optimizer steps since the run's initial weights; None between the begin and the end of an update."""
+        """Return the number of optimizer steps since the run's initial weights; None between the begin and the end of
+        an update."""
 
     def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
         """Start to replace all weights. Beginning again discards what an unfinished update has sent.
 
-        `in_flight`: what is generated does not end: it is retracted and rests, what is asked for meanwhile too, until
-        the update has ended, and goes on by reading all that there is of it again. Nothing of it is lost, and of its
-        tokens each has the version that it was sampled from. An abort gives back what rests.
+        Args:
+            in_flight: samples that are being generated do not end. They are retracted and paused until the update has
+                ended, as are requests that come meanwhile. Then they resume after a fresh prefill. Nothing of them is
+                lost, and each of their tokens has the version that it was sampled from. An abort returns paused
+                samples.
 
         Raises:
-            EngineError: something is generated, and the update is not in flight.
+            EngineError: samples are being generated, and the update is not in flight.
         """
 
     def retracted(self) -> list[Completion]:
-        """Of the samples that have not ended, what they had when an update in flight last retracted them, with finish
-        reason ABORT; without those that had nothing. From any thread."""
+        """Return what unfinished samples had when an update in flight last retracted them, with finish reason ABORT.
+        Samples that had nothing are left out. May be called from any thread."""
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         """Replace some weights, by their names in the Hugging Face model; any device and dtype.
 
         Raises:
-            EngineError: no update has begun, a name is unknown, or a shape differs; nothing of the call is taken.
+            EngineError: no update has begun, a name is unknown, or a shape differs; nothing of the call is applied.
         """
 
     def update_weights_from_disk(self, folder: Path) -> None:
@@ -71,47 +74,50 @@ class RolloutEngine(Protocol):
         """
 
     def weights_checksum(self) -> str:
-        """`cairn.engines.weights.checksum.weights_checksum` of the weights under the names of weight files, tied ones
-        once."""
+        """Return `cairn.engines.weights.checksum.weights_checksum` of the weights, under the names of weight files.
+        Tied weights count once."""
 
     def check_batch_invariance(self) -> bool:
-        """Try whether samples come out bit for bit the same alone and in several companies, on this very machine."""
+        """Return whether samples are bit for bit the same alone and in several batches, as tested on this very
+        machine."""
 
     def batch_invariant(self) -> bool:
-        """What `check_batch_invariance` found; False before it was asked."""
+        """Return the result of `check_batch_invariance`; False before its first call."""
 
     def health(self) -> dict[str, Any]:
-        """What the engine serves and how much it has done; values are JSON."""
+        """Return what the engine serves and how much it has done; values are JSON."""
 
     def environment(self) -> Environment:
-        """What it computes on."""
+        """Return the environment that the engine computes on."""
 
     def usage(self) -> dict[str, int]:
-        """Since the engine was last idle: `running_requests_max` and `queued_requests_max`, the most samples that it
-        decoded, and had waiting, at a time. Where a server is asked for them now and then, the most that were seen."""
+        """Return the most samples that the engine decoded (`running_requests_max`) and had waiting
+        (`queued_requests_max`) at a time since it was last idle. Where a server is polled for them, the most that were
+        seen."""
 
     def release_memory(self) -> None:
-        """Give the memory of weights and cache to others; without effect on what is released already. From then on the
-        weight version is None: weights have to be resumed and sent again, and the cache resumed, before it generates.
+        """Release the memory of weights and cache. Does nothing for memory that is released already. From then on the
+        weight version is None: before the engine generates again, the weights must be resumed and sent, and the cache
+        resumed.
 
         Raises:
-            EngineError: something is being generated.
+            EngineError: samples are being generated.
         """
 
     def resume_memory(self, tag: MemoryTag) -> None:
-        """Take memory back; without effect on what the engine has."""
+        """Take memory back. Does nothing where the engine has it."""
 
 
 @runtime_checkable
 class DirectReceiver(Protocol):
-    """A rollout engine whose processes take weights from the trainer themselves: as members of the group in which it
-    broadcasts them, or from the memory of GPUs that they share."""
+    """A rollout engine whose processes take weights directly from the trainer: as members of the group in which the
+    trainer broadcasts them, or from the memory of GPUs that they share."""
 
     def receiver(self) -> Receiver:
-        """What it is in such a group."""
+        """Return the engine's properties as a member of such a group."""
 
     def join_group(self, meeting: Meeting) -> None:
-        """Meet the trainer and the other engines, in place of the group that it is in.
+        """Join the group of the meeting, in place of the group that the engine is in.
 
         Raises:
             EngineError: not all members came.
@@ -135,4 +141,4 @@ class DirectReceiver(Protocol):
         """
 
     def leave_group(self) -> None:
-        """Close the connections; without effect where there are none."""
+        """Close the connections. Does nothing where there are none."""

@@ -1,4 +1,4 @@
-"""What a rollout engine refuses before it generates anything."""
+"""Checks of requests: what a rollout engine refuses before it generates anything."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from cairn.engines.types.types import GenerateRequest, RequestId, SamplingParams
 
 
 def sees_no_images(request: GenerateRequest) -> str | None:
-    """What is wrong with a request to an engine whose model reads text alone."""
+    """Return what is wrong with a request to an engine whose model reads text alone; None if nothing is."""
     return "it has an image, and the model sees none" if request.images else None
 
 
@@ -19,9 +19,13 @@ def validate_requests(
     vocab_size: int,
     image_problem: Callable[[GenerateRequest], str | None] = sees_no_images,
 ) -> None:
-    """`image_problem`: what is wrong with a request's images, if anything.
+    """Check requests before anything is generated.
 
-    Raises: RequestRefused: some cannot be served; it names every one of them.
+    Args:
+        image_problem: returns what is wrong with a request's images, if anything.
+
+    Raises:
+        RequestRefused: some requests cannot be served; the error names every one of them.
     """
     of_inputs: dict[int, str | None] = {}  # samples of a group have theirs in common
     refused: dict[RequestId, str] = {}

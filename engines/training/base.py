@@ -13,7 +13,7 @@ from cairn.storage.store.store import Store, StoredFile
 
 
 class TrainingEngine(Protocol):
-    """One rank of the worker that holds the trained weights and their optimizer.
+    """Rank of the worker that holds the trained weights and their optimizer.
 
     Where the algorithm needs them, the worker also holds the critic with its own optimizer, the reference and the
     teacher. Actor and critic are one state: one weight version, one digest, one checkpoint. Exported weights are the

@@ -33,7 +33,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 class CheckpointFile(BaseModel):
-    """One file of tensors."""
+    """A file of tensors in a checkpoint."""
 
     name: str = Field(pattern=r"^[a-z_]+-[0-9]{5}\.safetensors$")
     kind: str

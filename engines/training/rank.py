@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TrainingRank(WeightSource):
-    """One rank, at an address of its machine, without an engine until it is started."""
+    """A training rank at an address of its machine, without an engine until `start`."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -41,7 +41,7 @@ only the broadcast. Over gloo only its own timeout ends a broadcast."""
 
 
 class SendingGroup:
-    """One process group for weights, from opening the address where its members meet to its end.
+    """A process group for weights, from opening the address where its members meet to its end.
 
     Args:
         name: unique among the groups of these members.

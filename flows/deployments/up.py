@@ -47,7 +47,7 @@ CPUS_PER_CORE = 8
 
 
 class Child:
-    """One of our modules as a child process. It prints a line when it is up, and is restarted when it dies."""
+    """A Cairn module as a child process. It prints a line when it is up, and is restarted when it dies."""
 
     def __init__(self, name: str, module: str, *arguments: str, log: Path, environment: dict[str, str]) -> None:
         self.name, self.log = name, log
@@ -164,10 +164,10 @@ class Up:
     api_url: str
     store: str
     server: Server | None
-    """None where another server is configured."""
+    """Prefect's server; None where another one is configured."""
     serving: Child
     ray: Child | None
-    """None where no Ray head was wanted, or a cluster already exists."""
+    """The Ray head; None where none was wanted, or a cluster already exists."""
     ray_address: str | None
     """Address of the cluster that runs join; None where each starts its own."""
     _closing: ExitStack = field(default_factory=ExitStack)

@@ -212,7 +212,7 @@ def ending_in_order() -> Iterator[Ending]:
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False))
         for signum in (signal.SIGINT, *NOTICES):
             before = signal.getsignal(signum)
-            # Where Prefect has started the flow, its handler is installed, and knows more about the signal.
+            # If Prefect has started the flow, its handler is installed, and knows more about the signal.
             if not callable(before) or before in (signal.default_int_handler, leave):
                 stack.callback(signal.signal, signum, signal.signal(signum, ending.interrupt))
         yield ending

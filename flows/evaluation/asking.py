@@ -29,7 +29,7 @@ SINGLE_TURN = "single_turn"
 
 @dataclass(frozen=True)
 class OwnBenchmark:
-    """One of a run's own benchmarks."""
+    """A run's own benchmark."""
 
     config: RunConfig
     benchmark: BenchmarkConfig

@@ -109,7 +109,7 @@ def _by_question(rows: pa.Table) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Standing:
-    """One result's rank."""
+    """Rank of a result."""
 
     rank: int
     """Rank among results of the same questions, from 1."""

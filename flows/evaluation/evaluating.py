@@ -58,11 +58,11 @@ class OwnEngine:
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
+        """Generate samples; see `cairn.engines.agents.episodes.samples.SampleEngine`."""
         return self._samples.generate(samples, params, function)
 
     def acknowledge(self, number: int) -> None:
-        """See `cairn.engines.agents.episodes.samples.SampleEngine`."""
+        """Confirm that the records with this number, and all before them, are durable."""
         self._samples.acknowledge(number)
 
     def abort(self) -> None:

@@ -47,7 +47,7 @@ class NothingToReplay(Exception):
 
 
 class Replayed(Record):
-    """One commit, compared with the result of its replayed step."""
+    """A commit, compared with the result of its replayed step."""
 
     name: str
     """Name of the commit: `000042/rollout.00-000`."""

@@ -150,7 +150,7 @@ def _replayed(
         raise
     except (NotRecorded, EpisodeDiverged, BadTrajectory) as problem:
         return ended("diverged", str(problem))
-    # It is user code: any exception that it raises is a result.
+    # This runs user code: any exception that it raises is a result.
     except BaseException as problem:
         if debugger:
             _look_at(problem)

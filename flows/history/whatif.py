@@ -101,7 +101,7 @@ class Figures(Record):
 
 
 class Change(Record):
-    """One number, or one option, before and after; None where there is none."""
+    """A number, or an option, before and after; None where there is none."""
 
     before: JsonValue
     after: JsonValue

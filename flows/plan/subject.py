@@ -118,7 +118,7 @@ class Plan(Record):
     model: ModelFacts
     memory: tuple[Memory, ...]
     cache: CachePlan | None = None
-    """None where nothing is sampled, or external servers generate."""
+    """Cache of the rollout engines; None where nothing is sampled, or external servers generate."""
     sync: Transfer | None = None
     checkpoint: Transfer
     steps: tuple[StepTime, ...]

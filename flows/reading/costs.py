@@ -145,7 +145,7 @@ class Waste(Record):
     count: int
     unit: str
     device_seconds: float | None = None
-    """None where the ledger does not contain it."""
+    """Lost device-seconds; None where the ledger does not contain them."""
     tokens: int | None = None
     price: float | None = None
     after_fault: bool

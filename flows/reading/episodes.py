@@ -108,7 +108,7 @@ class CallView(Record):
     call: str
     """Id of the call, unique in the sample."""
     kind: str
-    """See `cairn.engines.types.trajectories.CallKind`."""
+    """A `cairn.engines.types.trajectories.CallKind`."""
     name: str
     """Name of the tool or the grader."""
     order: int | None
@@ -131,7 +131,7 @@ class WorldView(Record):
 
     ids: tuple[int, ...]
     text: str | None
-    """None where the run's tokenizer is unavailable."""
+    """Decoded text; None where the run's tokenizer is unavailable."""
 
 
 class AnswerView(Record):
@@ -167,7 +167,7 @@ class TurnView(Record):
 
     world: WorldView | None
     answer: AnswerView | None
-    """None in a last turn that ends with input from the environment."""
+    """The policy's response; None in a last turn that ends with input from the environment."""
     calls: tuple[CallView, ...] = ()
     reward: float | None = None
     """Reward of the turn itself, where its code assigned one."""

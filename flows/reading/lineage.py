@@ -147,7 +147,7 @@ class Checkpoint(Record):
 
 
 class Token(Record):
-    """One token of the response."""
+    """A token of the response."""
 
     position: int
     token_id: int

@@ -18,7 +18,7 @@ from cairn.storage.ledger.commits import Commit, Step
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or a family of them: `<…>` in the name is the variable part."""
+    """A metric, or a family of them: `<…>` in the name is the variable part."""
 
     name: str
     unit: str

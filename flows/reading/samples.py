@@ -128,7 +128,7 @@ class ImageView(Record):
 
 
 class SampleView(Record):
-    """One sample with the results of later steps; None for steps that have not run."""
+    """A sample with the results of later steps; None for steps that have not run."""
 
     number: int
     """Position among the iteration's samples, from 0."""

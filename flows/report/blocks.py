@@ -33,7 +33,7 @@ _UNKNOWN = -32768
 
 
 class Block:
-    """One block, built column by column."""
+    """A block, built column by column."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -29,9 +29,9 @@ class Why(IntEnum):
     ALL = 1
     """All samples were chosen, because they are few."""
     BEST = 2
-    """One of the highest rewards."""
+    """Among the highest rewards."""
     WORST = 3
-    """One of the lowest rewards, or failed."""
+    """Among the lowest rewards, or failed."""
     MEDIAN = 4
     """A reward near the median."""
     SPREAD = 5
@@ -80,7 +80,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration, from its commits. Times are Unix seconds."""
+    """An iteration, from its commits. Times are Unix seconds."""
 
     number: int
     metrics: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""From SGLang's replies to completions."""
+"""Conversion of SGLang's replies to completions."""
 
 import base64
 from collections.abc import Callable, Iterator
@@ -14,10 +14,11 @@ from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.types.errors import EngineError, GenerationFailed
 from cairn.engines.types.types import Completion, FinishReason, KeptTokens, RequestId
 
-# What an SGLang server says of the part of the vocabulary that top-k and top-p left it to draw from.
+# Sampling support that an SGLang server reports: the part of the vocabulary that top-k and top-p left to draw from.
 #
-# Asked for by `return_sampling_mask`, it reports for each token the ids that were left and the log-prob of the one
-# drawn among them; for a limited top-k alone, and no more ids than the option `sampling_mask_max_tokens` says.
+# On requests with `return_sampling_mask` it reports for each token the ids that were left, and the log-prob of the
+# drawn token among them. It does so only for a limited top-k, and for no more ids than the option
+# `sampling_mask_max_tokens` says.
 
 
 LIMIT = "sampling_mask_max_tokens"
@@ -25,7 +26,7 @@ _LIMIT_BY_DEFAULT = 4096
 
 
 def kept_problems(config: RolloutConfig) -> Iterator[str]:
-    """Sentences on why the trainer would not know what tokens were drawn from, asked of the configuration alone."""
+    """Yield sentences on why the trainer would not know the sampling support, from the configuration alone."""
     if not config.cuts_vocabulary:
         return
     cut = f"rollout.rollout_top_p is {config.rollout_top_p:g} and rollout.rollout_top_k is {config.rollout_top_k}"
@@ -51,7 +52,7 @@ def kept_problems(config: RolloutConfig) -> Iterator[str]:
 
 
 def version_problems(config: RolloutConfig, installation: Installation) -> Iterator[str]:
-    """The same, asked of the SGLang that is installed."""
+    """Yield such sentences for the SGLang that is installed."""
     if config.cuts_vocabulary and LIMIT not in installation.options:
         yield (
             f"rollout.engine: SGLang {installation.version} does not report what top-p and top-k leave of the "
@@ -60,13 +61,13 @@ def version_problems(config: RolloutConfig, installation: Installation) -> Itera
 
 
 def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, KeptTokens]:
-    """[T] float32 log-probs of a reply's tokens among those that were left, and these.
+    """Return [T] float32 log-probs of a reply's tokens within their sampling support, and that support.
 
     Args:
-        meta: the reply's `meta_info`, to a request with `return_sampling_mask`.
+        meta: `meta_info` of the reply to a request with `return_sampling_mask`.
 
     Raises:
-        EngineError: it does not say.
+        EngineError: the reply does not report it.
     """
     left, log_probs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     if left is None or log_probs is None:
@@ -78,15 +79,15 @@ def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, KeptTokens]:
 
 # The experts that an SGLang server's model chose for each token.
 #
-# Asked for by `return_routed_experts`, a server that was started with `enable_return_routed_experts` reports them for
-# all tokens of a request but the last generated one, of every layer, dense ones too, as int32 in base64.
+# On requests with `return_routed_experts`, a server that was started with `enable_return_routed_experts` reports them
+# for all tokens of a request but the last generated one, for every layer, dense ones too, as int32 in base64.
 
 
 OPTION = "enable_return_routed_experts"
 
 
 def routes_problems(config: RolloutConfig) -> Iterator[str]:
-    """Sentences on why servers would not report them, asked of the configuration alone."""
+    """Yield sentences on why servers would not report them, from the configuration alone."""
     servers = [{**config.sglang, **group.overrides} for group in config.server_groups] or [config.sglang]
     if not config.external_urls and not all(options.get(OPTION) for options in servers):
         yield (
@@ -101,7 +102,7 @@ def routes_problems(config: RolloutConfig) -> Iterator[str]:
 
 
 class Routes:
-    """Of servers of a model."""
+    """Reader of the experts that servers of one model report."""
 
     def __init__(self, model: PretrainedConfig) -> None:
         self._model = model.get_text_config()
@@ -111,14 +112,15 @@ class Routes:
         return ExpertLayers.of(self._model)
 
     def read(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
-        """[tokens, layers with experts, top-k] of a reply; None where it says nothing, as of an aborted request.
+        """Return the experts in a reply, [tokens, layers with experts, top-k]; None where it reports none, as for an
+        aborted request.
 
         Args:
             meta: the reply's `meta_info`.
-            tokens: those of which the experts are to be known.
+            tokens: number of tokens whose experts must be known.
 
         Raises:
-            EngineError: it says something else.
+            EngineError: the reply reports something else.
         """
         told = meta.get("routed_experts")
         if told is None:
@@ -156,18 +158,19 @@ def completion(
     with_kept: bool = False,
     routes: Callable[[dict[str, Any], int], np.ndarray | None] | None = None,
 ) -> Completion:
-    """One sample of the reply to a `/generate`.
+    """Return one sample of the reply to a `/generate`.
 
     Args:
         content: the reply's JSON.
-        may_abort: an abort was asked for, so a part will do.
-        stop: the stop strings that were asked for.
-        with_kept: what its tokens were drawn from was asked for.
-        routes: what the reply's `meta_info` says of experts, for a response of so many tokens, where it was asked.
+        may_abort: whether an abort was requested, so that a part is accepted.
+        stop: the stop strings of the request.
+        with_kept: whether the sampling support was requested.
+        routes: returns the experts in the reply's `meta_info`, for a response of this many tokens; None if they were
+            not requested.
 
     Raises:
-        GenerationFailed: the server failed on it, or it has no finite log-prob for each token.
-        EngineError: it ended by an abort that was not asked for.
+        GenerationFailed: the server failed on the sample, or the sample has no finite log-prob for each token.
+        EngineError: the sample ended by an abort that was not requested.
     """
     meta = content["meta_info"]
     finish = meta["finish_reason"]
@@ -204,7 +207,7 @@ def completion(
 
 
 def _weight_versions(meta: dict[str, Any], length: int) -> np.ndarray:
-    """[T] int32 from the runs of tokens that the server reports."""
+    """Return [T] int32 weight versions, from the runs of tokens that the server reports."""
     versions = np.full(length, int(meta["weight_version"]), np.int32)
     for run in meta.get("weight_versions") or []:
         versions[run["start"] : run["end"]] = int(run["version"])

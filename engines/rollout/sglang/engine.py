@@ -29,11 +29,10 @@ from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.records import Environment
 
-# A stream of requests to SGLang's servers.
 
 
 class ServerStream:
-    """A `Stream`.
+    """A `Stream` of requests to SGLang's servers.
 
     Args:
         check: raises where requests cannot be served.
@@ -46,7 +45,7 @@ class ServerStream:
         self._check = check
         self._lock = threading.Lock()
         self._asked = self._taken = 0
-        """Requests, and those of which is known what became of them."""
+        """Numbers of requests submitted, and of requests whose result was taken."""
         self._ended: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -88,14 +87,14 @@ class SGLangEngine:
 
     Args:
         model_path: folder in Hugging Face format.
-        config: of it, `dtype`, `num_threads`, `max_running_requests`, `timeout` and the health checks are read, whether
-            there is a `rollout_stop`, for which the server has a tokenizer, and `sglang` where there is no plan.
+        config: read for `dtype`, `num_threads`, `max_running_requests`, `timeout` and the health checks; for whether
+            there is a `rollout_stop`, which needs a server with a tokenizer; and, if there is no plan, for `sglang`.
         device: "cpu" or "cuda".
         log: file that the server's output is appended to.
         start_timeout: seconds until the server must serve.
-        plan: which server; a single one with the options of `config` by default.
-        place: where its first process runs.
-        call_timeout: seconds that it may take to answer, but for loading a model folder.
+        plan: plan of the server; by default a single one with the options of `config`.
+        place: place of its first process.
+        call_timeout: seconds that the server may take to respond, except for loading a model folder.
 
     Raises:
         BadModel, SGLangMissing, EngineDied, EngineTimeout.
@@ -121,7 +120,7 @@ class SGLangEngine:
         launched = launch(model_path, config, device, plan, place or Place(), log, start_timeout)
         self.server = launched.server
         self.worker = launched.worker
-        """Its server, for a router."""
+        """The engine's server, as routers are configured with it."""
         self._route = Route.to(self.server.url)
         self._deterministic = launched.deterministic
         self._environment = launched.environment
@@ -133,7 +132,7 @@ class SGLangEngine:
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._resting = False
-        """Whether samples rest until the update of the weights has ended."""
+        """Whether samples are paused until the update of the weights has ended."""
         self._loads = Loads(self.server.url)
         self._hung: str | None = None
         self._watch = Watch(
@@ -169,8 +168,8 @@ class SGLangEngine:
         return stream
 
     def follow(self, router: str | None, servers: Sequence[str] = ()) -> None:
-        """Send the requests of later calls of `generate` through a router, from which they may come to any of these
-        servers; None: to its own server."""
+        """Send the requests of later calls of `generate` through a router, which may pass them to any of these servers;
+        None: to the engine's own server."""
         self._route = Route.to(self.server.url) if router is None else Route(router, tuple(servers))
 
     def abort(self) -> None:
@@ -233,7 +232,7 @@ class SGLangEngine:
         raise EngineError("SGLang's servers give no checksum of their weights; compare log-probs instead.")
 
     def check_batch_invariance(self) -> bool:
-        """Only SGLang's deterministic inference makes a sample independent of its company."""
+        """Return whether SGLang's deterministic inference is on. Only that makes a sample independent of its batch."""
         return self._deterministic
 
     def batch_invariant(self) -> bool:
@@ -246,8 +245,8 @@ class SGLangEngine:
         return {"running_requests_max": self._loads.running, "queued_requests_max": self._loads.queued}
 
     def health(self) -> dict[str, Any]:
-        """Keys: model, worker, url, log, server_pid, weight_version, released (memory given away), and loads: what the
-        server runs and queues.
+        """Return the server's state. Keys: model, worker, url, log, server_pid, weight_version, released (memory given
+        away), and loads: what the server runs and queues.
 
         Raises EngineDied where the server is gone or was found to hang.
         """
@@ -296,7 +295,7 @@ def make(
     start_timeout: float,
     call_timeout: float,
 ) -> SGLangEngine | FurtherRank:
-    """One for a fleet, or a further machine's part of it."""
+    """Make an engine for a fleet, or a further machine's part of it."""
     if place.node_rank:
         return FurtherRank(launch(model_path, config, plan.device, plan, place, log, start_timeout))
     return SGLangEngine(model_path, config, plan.device, log, start_timeout, plan, place, call_timeout)

@@ -1,18 +1,19 @@
-"""Generation through SGLang's HTTP interface: one `/generate` a sample, as many at once as the servers shall have.
+"""Generation through SGLang's HTTP interface: one `/generate` for each sample, with a bounded number at once.
 
-| what `/generate` answers | what becomes of it |
+| response of `/generate` | consequence |
 |---|---|
-| 400, 413, 422: the request is at fault | RequestRefused for that one; not asked again |
-| no connection, or 5xx | behind a router asked again, `ATTEMPTS` times in all, of another server; else an error |
+| 400, 413, 422: the request is at fault | RequestRefused for that one; no retry |
+| no connection, or 5xx | behind a router, `ATTEMPTS` attempts in all, on other servers; without one, an error |
 | anything else but 200 | EngineError at once |
 
-Samples that are retracted are aborted at the servers, come back with what they have, and are asked for again from there
-when all may go on: whoever waits for them sees nothing of it. A server can retract by itself (`/pause_generation`), and
-computes the same; but then nobody knows what a sample has until it ends, and a driver that is killed loses it.
+Retracted samples are aborted at the servers and return with what they have. They are requested again from there when
+generation resumes. Callers that wait for them notice nothing. A server can also retract by itself
+(`/pause_generation`), and computes the same. But then nobody knows what a sample has until it ends, and a driver that
+is killed loses it.
 
-An abort goes to every server that may have a request, by the request's own id: the server drops ids that it does not
-hold (`TokenizerManager.abort_request`), so a prefix of many ids would not reach its scheduler. That one in turn aborts
-whatever begins with the id, so no id may be the beginning of another.
+An abort goes to every server that may have a request, by the request's own id. The server drops ids that it does not
+hold (`TokenizerManager.abort_request`), so a prefix of many ids would not reach its scheduler. The scheduler aborts all
+requests whose ids begin with the given id, so no id may be a prefix of another.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from cairn.engines.rollout.sglang.completions import Routes, completion
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId
 
-# How busy a server was while it generated.
+# Load of a server while it generates.
 
 
 _INTERVAL = 0.25
@@ -42,7 +43,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
 class Loads:
-    """The most requests that a server ran, and had waiting, at any of the moments it was asked."""
+    """The most requests that a server ran, and had waiting, at any of the moments at which it was polled."""
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -50,7 +51,7 @@ class Loads:
         self.queued = 0
 
     async def watch(self, http: aiohttp.ClientSession) -> None:
-        """Ask again and again, until cancelled. A server that does not answer is not this one's to judge."""
+        """Poll the server until cancelled. A server that does not respond is not judged here."""
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
                 async with http.get(f"{self._server}/v1/loads", timeout=_TIMEOUT) as reply:
@@ -60,7 +61,7 @@ class Loads:
             await asyncio.sleep(_INTERVAL)
 
 
-# Where the requests of an engine's client go: to its own server, or through a router to any server of the fleet.
+# Route of an engine's requests: to its own server, or through a router to any server of the fleet.
 
 
 ROUTING_KEY = "X-SMG-Routing-Key"
@@ -69,27 +70,27 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 
 @dataclass(frozen=True)
 class Route:
-    """The way of `/generate`, and every server that it may end at."""
+    """Where `/generate` is sent, and every server that it may reach."""
 
     url: str
-    """Takes `/generate`."""
+    """Address for `/generate`."""
     servers: tuple[str, ...]
-    """Take everything else, such as `/abort_request`: the router passes on generation alone."""
+    """Addresses for everything else, such as `/abort_request`: the router passes on generation alone."""
 
     @classmethod
     def to(cls, server: str) -> "Route":
-        """Straight to one server."""
+        """Return the route straight to one server."""
         return cls(server, (server,))
 
     def headers(self, request_id: RequestId) -> Mapping[str, str]:
-        """Of a `/generate`: the samples of a group share a prompt, and so a cache."""
+        """Return the headers of a `/generate`: the samples of a group share a prompt, and so a cache."""
         return {ROUTING_KEY: str(request_id[0])}
 
 
 ATTEMPTS = 3
-"""Times that a sample is asked for behind a router."""
+"""Attempts at a sample behind a router."""
 ABORT_TIMEOUT = 30.0
-"""Seconds within which an aborted generation must have given everything back."""
+"""Seconds within which an aborted generation must have returned everything."""
 _ABORT_AGAIN = 0.5
 _SOON = 0.002
 _CONNECT_TIMEOUT = 10.0
@@ -98,24 +99,24 @@ _OUT_OF_REACH = (502, 503, 504)
 
 
 class _ServerFailed(Exception):
-    """Another server may do what this one did not."""
+    """A failure of one server, where another server may succeed."""
 
     def __init__(self, error: EngineError) -> None:
         self.error = error
 
 
 class Generation:
-    """The requests of one stream, of a server or of several behind a router, with a thread and an event loop of its own
-    once something is asked.
+    """The requests of one stream, of a server or of several behind a router. After the first request it has a thread
+    and an event loop of its own.
 
     Args:
-        route: to the servers.
+        route: route to the servers.
         context: most tokens of an input and its response.
-        timeout: seconds that a sample may take, from when it was asked for, or was last retracted.
-        concurrency: samples asked for at a time.
-        loads: watches a server meanwhile.
-        occupancy: of the engine.
-        explained: what to say of a server that died.
+        timeout: seconds that a sample may take, from its request or its last retraction.
+        concurrency: samples requested at a time.
+        loads: polls a server meanwhile.
+        occupancy: occupancy of the engine.
+        explained: returns the error to raise for a server that died.
         routes: reads the experts of tokens from replies.
     """
 
@@ -144,23 +145,23 @@ class Generation:
         self._may_ask = asyncio.Event()
         self._may_ask.set()
         self._parts: dict[RequestId, Completion] = {}
-        """Of samples that have not ended, what they had when they were last retracted."""
+        """Parts of unfinished samples, as of their last retraction."""
         self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
         self._name = uuid.uuid4().hex
         self._number = itertools.count()
         self._running: set[str] = set()
-        """Ids of the requests that a server may be at work on."""
+        """Ids of the requests that a server may be running."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """One for each sample that has not ended."""
+        """Tasks, one for each unfinished sample."""
         self._late: str | None = None
-        """What to say of samples that no server gives back."""
+        """Error message for samples that no server returns."""
         self._aborted = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list["Future[Completion]"]:
-        """Ask for a sample each. A future ends in its completion or in an error, in the thread."""
+        """Request a sample for each. A future ends with its completion or with an error, in the thread."""
         asked = [(request, Future[Completion]()) for request in requests]
         self._occupancy.enter(len(asked))
         with self._lock:
@@ -177,7 +178,7 @@ class Generation:
         return [future for _, future in asked]
 
     def rest(self) -> None:
-        """Retract all samples, and ask servers for nothing until `go_on`. Returns when no server is at work on any.
+        """Retract all samples, and send servers no requests until `go_on`. Returns when no server runs any of them.
         Raises EngineTimeout."""
         with self._lock:
             if self._aborted:
@@ -193,25 +194,26 @@ class Generation:
             resting.result()
 
     def go_on(self) -> None:
-        """Ask for what is left of the samples that rest."""
+        """Request what is left of the paused samples."""
         with self._lock:
             if self._thread is None:
                 self._may_ask.set()
             self._call(self._may_ask.set)
 
     def retracted(self) -> list[Completion]:
-        """See `cairn.engines.rollout.base.RolloutEngine.retracted`."""
+        """Return the parts of retracted samples; see `cairn.engines.rollout.base.RolloutEngine.retracted`."""
         return [part for part in list(self._parts.values()) if len(part.response_ids)]
 
     def abort(self) -> None:
-        """See `Stream.abort`."""
+        """Abort all requests; see `Stream.abort`."""
         with self._lock:
             if not self._aborted:
                 self._aborted = True
                 self._call(self._begin_to_abort)
 
     def close(self) -> None:
-        """Give up what has not ended: its futures are cancelled. Servers are told and not waited for."""
+        """Cancel what has not ended, with its futures. Servers are notified, but this does not wait until they have
+        ended it."""
         with self._lock:
             self._aborted = True
             self._call(lambda: self._over.set())
@@ -219,7 +221,7 @@ class Generation:
             self._thread.join()
 
     def _call(self, call: Callable[..., object], *args: object) -> None:
-        """In the thread, if there is one that still runs."""
+        """Make a call in the thread, if the thread still runs."""
         if self._thread is not None:
             with suppress(RuntimeError):  # its loop is closed
                 self._loop.result().call_soon_threadsafe(call, *args)
@@ -252,7 +254,7 @@ class Generation:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, request: GenerateRequest, future: "Future[Completion]") -> None:
-        """Let the sample's future end."""
+        """Complete the sample's future."""
         result: Completion | Exception | None = None
         try:
             async with asyncio.timeout(self._timeout) as limit:
@@ -276,7 +278,7 @@ class Generation:
                 future.set_exception(result)
 
     async def _sample(self, request: GenerateRequest, limit: asyncio.Timeout) -> Completion:
-        """Its completion, asked for as often as it is retracted."""
+        """Return the sample's completion. After each retraction, its rest is requested again."""
         part: Completion | None = None
         async with self._slots:
             while True:
@@ -294,7 +296,7 @@ class Generation:
         return self._context - len(request.input_ids)
 
     async def _rest_of(self, request: GenerateRequest) -> Completion:
-        """What servers make of a request, until it ends or is aborted."""
+        """Return what servers generate for a request, until it ends or is aborted."""
         number = next(self._number)
         began = time.perf_counter()
         retrying = AsyncRetrying(
@@ -326,14 +328,17 @@ class Generation:
         )
 
     async def _ask(self, rid: str, request: GenerateRequest) -> dict[str, Any]:
-        """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError.
+        """Return the server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError.
 
-        A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
+        A 500 of a router may only mean that a server is gone. So the request is at fault only where all servers
+        respond.
+        """
         params = request.sampling_params
-        # A sample that goes on reads all that it has: of its tokens none are taken from the cache that were decoded, as
-        # those of an attempt that was lost would not be there. Under their place requests share what was read.
+        # A resumed sample prefills all that it has. None of its decoded tokens are taken from the cache, because those
+        # of a lost attempt would not be there. Requests that resume at the same position share what was prefilled
+        # (`extra_key`).
         #
-        # Text is what a server makes of all tokens, and no token is taken back.
+        # A server matches stop strings in the text of all tokens, special ones too, and trims no token.
         stop = {"stop": list(params.stop), "no_stop_trim": True, "skip_special_tokens": False} if params.stop else {}
         body = {
             "rid": rid,
@@ -397,7 +402,7 @@ class Generation:
         self._aborting = asyncio.create_task(self._abort_until_given_back())
 
     async def _abort_until_given_back(self) -> None:
-        """Tell the servers until everything has come back; nothing more is asked of them here."""
+        """Abort at the servers until all samples have returned. Nothing more is requested here."""
         deadline = time.monotonic() + ABORT_TIMEOUT
         while self._tasks and time.monotonic() < deadline:
             await self._abort_running()
@@ -408,12 +413,12 @@ class Generation:
         self._over.set()
 
     async def _abort_running(self) -> None:
-        """Tell every server to end what it may still have of this stream."""
+        """Abort, at every server, what it may still have of this stream."""
         await asyncio.gather(*(self._abort_at(server, list(self._running)) for server in self._route.servers))
 
     async def _abort_at(self, server: str, rids: Sequence[str]) -> None:
         timeout = aiohttp.ClientTimeout(total=_CONNECT_TIMEOUT)
-        # A server that does not answer has nothing to give back; what was asked of it fails by itself.
+        # A server that does not respond has nothing to return, and its requests fail by themselves.
         with suppress(aiohttp.ClientError, TimeoutError):
             for rid in rids:
                 if rid in self._running:

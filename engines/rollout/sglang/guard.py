@@ -1,15 +1,15 @@
-"""Runs a command in this process's group, and ends the whole group with it.
+"""Guard of a server: it runs a command in this process's group, and ends the whole group with it.
 
     python -I guard.py PARENT_PID COMMAND…
 
-The group ends when the process that asked for the command is gone, when the command ends, and on SIGTERM. A server
-would outlive an actor that is killed: nobody tells it. Ray kills the children of an actor that it ends, so the guard is
-a child of a child, and ends the group also when that one is gone. If the guard itself is killed, the kernel kills the
-command, and SGLang's other processes watch the command.
+The group ends when the process that requested the command is gone, when the command ends, and on SIGTERM. Without the
+guard a server would outlive a killed actor, because nothing notifies it. Ray kills the children of an actor that it
+ends. So the guard is a child of a child, and ends the group also when that child is gone. If the guard itself is
+killed, the kernel kills the command, and SGLang's other processes watch the command.
 
-Whoever is killed cannot remove the shared memory that it made. Python's resource trackers do so for the processes that
-they belong to, once these are gone, and are therefore left to end by themselves; what else the group has mapped of the
-kinds that SGLang makes is removed here.
+A killed process cannot remove the shared memory that it made. Python's resource trackers do so for their processes once
+these are gone, and are therefore left to end by themselves. The guard removes what else the group has mapped, of the
+kinds of shared memory that SGLang makes.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ import time
 from collections.abc import Iterable, Iterator
 
 TRACKER = b"multiprocessing.resource_tracker"
-"""In the command line of a resource tracker."""
+"""Text in the command line of a resource tracker."""
 
 SHARED_MEMORY = "/dev/shm/"
 
 PREFIXES = tuple(SHARED_MEMORY + maker for maker in ("psm_", "sem.mp-", "sgl_", "sglang_"))
-"""Beginnings of the paths that Python's multiprocessing and SGLang give."""
+"""Prefixes of the shared memory paths of Python's multiprocessing and of SGLang."""
 
 LOOK_EVERY = 10
-"""Half seconds between two looks at what the group has mapped."""
+"""Half seconds between two checks of what the group has mapped."""
 
 PATIENCE = 5.0
 """Seconds in which the group must be gone."""
@@ -48,7 +48,8 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def guard(owner: int, before: int, command: list[str]) -> int:
-    """Run the command while the process of the descriptor `owner` lives, and the one before this, its parent."""
+    """Run the command while the process of the descriptor `owner` lives, and this process's parent, whose id is
+    `before`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     own = os.getpid()
 
@@ -73,7 +74,8 @@ def guard(owner: int, before: int, command: list[str]) -> int:
 
 
 def end_the_others(segments: set[str]) -> None:
-    """Kill the group but for this process and its parent, and remove `segments` and the others that it has mapped."""
+    """Kill the group except this process and its parent. Then remove `segments` and the other segments that the group
+    has mapped."""
     give_up = time.monotonic() + PATIENCE
     while (others := list(_others())) and time.monotonic() < give_up:
         segments |= _segments_of(others)  # before the first is killed, which some of the others do not survive
@@ -90,7 +92,7 @@ def end_the_others(segments: set[str]) -> None:
 
 
 def _others() -> Iterator[int]:
-    """The group's processes but this one and its parent, and but those that have ended."""
+    """Yield the group's living processes, except this one and its parent."""
     own, group = (os.getpid(), os.getppid()), os.getpgid(0)
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(ProcessLookupError):
@@ -99,14 +101,14 @@ def _others() -> Iterator[int]:
 
 
 def _segments_of(pids: Iterable[int]) -> set[str]:
-    """Paths of the shared memory that processes have mapped, of the kinds that are removed here."""
+    """Return the paths of the shared memory that processes have mapped, of the kinds that are removed here."""
     lines = (line for pid in pids for line in _read(pid, "maps").decode(errors="replace").splitlines())
     paths = (line[line.find("/") :] for line in lines if SHARED_MEMORY in line)
     return {path for path in paths if path.startswith(PREFIXES) and not path.endswith(" (deleted)")}
 
 
 def _read(pid: int, file: str) -> bytes:
-    """Of /proc; nothing for a process that has ended."""
+    """Return a file of /proc; nothing for a process that has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:
         return opened.read()
     return b""

@@ -1,7 +1,7 @@
-"""Which interpreter has SGLang, what its servers take, and how one is launched.
+"""The installation of SGLang: its interpreter, the options of its servers, and how they are launched.
 
-SGLang lives in an environment of its own: its metadata asks for CUDA packages, and its pins are not everybody's. On a
-machine without a GPU the server's process gets `cpu/` on its path, which stands in for what needs CUDA.
+SGLang has an environment of its own: its metadata requires CUDA packages, and its pins do not suit everybody. On a
+machine without a GPU the server's process gets `cpu/` on its path, which replaces what needs CUDA.
 """
 
 import ast
@@ -21,7 +21,7 @@ from cairn.engines.processes.syntax import parsed
 from cairn.engines.types.errors import EngineError
 
 TESTED_VERSION = "0.5.21"
-"""The version that `cpu/` stands in for; other versions are refused without a GPU."""
+"""The version for which `cpu/` is made; other versions are refused without a GPU."""
 
 INTERPRETER = "CAIRN_SGLANG_PYTHON"
 """Environment variable with the path of the interpreter that has SGLang."""
@@ -44,7 +44,7 @@ SET_HERE = frozenset(
         "disaggregation_bootstrap_port",
     }
 )
-"""Options that follow from others of a run's, or that the engine depends on."""
+"""Options that Cairn sets itself, because they follow from other options of a run, or the engine depends on them."""
 
 ROUTER_SET_HERE = frozenset(
     {
@@ -60,7 +60,7 @@ ROUTER_SET_HERE = frozenset(
         "mini_lb",
     }
 )
-"""Options of a router that follow from the servers that there are, or that replace it by something else."""
+"""Options of a router that Cairn sets itself, because they follow from its servers, or replace it by something else."""
 
 _SECRETS = frozenset(
     (
@@ -86,7 +86,7 @@ POLICIES = (
     "manual",
     "bucket",
 )
-"""How a router chooses a server."""
+"""Policies by which a router chooses a server."""
 
 CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -96,10 +96,10 @@ CPU_OPTIONS: dict[str, Any] = {
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # else the idle scheduler keeps a core busy
 }
-"""Options of a server without a GPU; the configuration's own come after them."""
+"""Options of a server without a GPU. Options of the configuration override them."""
 
 _SWITCHES = ("SGLANG_", "SGL_", "FLASHINFER_", "TRTLLM_", "AITER_")
-"""How variables begin by which SGLang and its kernels compute otherwise."""
+"""Prefixes of environment variables that change what SGLang and its kernels compute."""
 
 _PLACES = frozenset(
     (
@@ -118,13 +118,13 @@ _PLACES = frozenset(
         "FLASHINFER_WORKSPACE_BASE",
     )
 )
-"""Those of them that say where something lies on the machine, or how long to wait, and change no result."""
+"""Such variables that only name places on the machine or set how long to wait, and change no result."""
 
 _NOT_INHERITED = frozenset(("PYTHONPATH", "PYTHONHOME", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"))
-"""What makes a process import other modules, or read pickles as code."""
+"""Environment variables that make a process import other modules, or read pickles as code."""
 
 _OTHER_FLAG = re.compile(r"no_cli=True|cli_name=|Derived\(")
-"""In the annotation of a field of ServerArgs without a flag of its name."""
+"""Pattern in the annotation of a field of ServerArgs that has no flag of its name."""
 
 _FIND_FOLDER = "import importlib.util as u; s = u.find_spec({!r}); print(s.submodule_search_locations[0] if s else '')"
 _FIND_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
@@ -142,7 +142,7 @@ print(json.dumps(found))
 
 
 class SGLangMissing(EngineError):
-    """There is no SGLang to launch, or not one that can be launched here. The message says how to get it."""
+    """No SGLang can be launched here. The message says how to get one."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,9 @@ class Installation:
 
     @classmethod
     def find(cls) -> "Installation":
-        """The one that `CAIRN_SGLANG_PYTHON` names; else this interpreter, or that of `.venv-sglang` beside its own
-        environment. Where SGLang lies is a matter of the machine, not of the run. Raises SGLangMissing."""
+        """Return the interpreter that `CAIRN_SGLANG_PYTHON` names; otherwise this interpreter, or that of
+        `.venv-sglang` next to its own environment. Where SGLang is installed belongs to the machine, not to the run.
+        Raises SGLangMissing."""
         beside = Path(sys.prefix).with_name(".venv-sglang") / "bin" / "python"
         named = os.environ.get(INTERPRETER)
         candidates = [Path(named)] if named else [Path(sys.executable), beside]
@@ -168,18 +169,18 @@ class Installation:
 
     @cached_property
     def version(self) -> str:
-        """Of SGLang."""
+        """Version of SGLang."""
         return _ask(self.python, _FIND_VERSION)
 
     def versions(self, packages: Iterable[str]) -> dict[str, str]:
-        """Versions of those of the packages that the interpreter has, and its own."""
+        """Return the versions of those packages that the interpreter has, and its own version."""
         found: dict[str, str] = json.loads(_ask(self.python, _FIND_VERSIONS.format(tuple(packages))))
         return found
 
     @cached_property
     def options(self) -> Mapping[str, str]:
-        """The options of a server's command line: the fields of SGLang's ServerArgs that have a flag of their name,
-        with their annotations, which say how it is spelled. Read without importing it."""
+        """Options of a server's command line, with their annotations, which show how an option is spelled. They are the
+        fields of SGLang's ServerArgs that have a flag of their name, read without importing SGLang."""
         folder = Path(_ask(self.python, _FIND_FOLDER.format("sglang"))) / "srt"
         trees = _parsed(folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py"))
         words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -191,7 +192,8 @@ class Installation:
 
     @cached_property
     def router_options(self) -> frozenset[str]:
-        """Names of all options of a router: the fields of its RouterArgs. Raises SGLangMissing where there is none."""
+        """Names of all options of a router: the fields of its RouterArgs. Raises SGLangMissing where there is no
+        router."""
         folder = _ask(self.python, _FIND_FOLDER.format("sglang_router"))
         if not folder:
             raise SGLangMissing(
@@ -200,8 +202,8 @@ class Installation:
         return frozenset(_fields(_parsed(Path(folder) / "router_args.py")))
 
     def command(self, options: Mapping[str, Any]) -> list[str]:
-        """The command line of a server. Options by SGLang's own names; true is a flag, and so is false where it has
-        one; a list is several values, or JSON where SGLang reads that; a mapping is JSON."""
+        """Return the command line of a server. Options have SGLang's own names. True is a flag, and so is False if it
+        has one. A list becomes several values, or JSON where SGLang reads JSON. A mapping becomes JSON."""
         words = [str(self.python), "-m", "sglang.launch_server"]
         for name, value in options.items():
             annotation = self.options.get(name, "")
@@ -216,8 +218,8 @@ class Installation:
         return words
 
     def environment(self, *, on_cpu: bool, num_threads: int) -> dict[str, str]:
-        """Environment variables of a server's process: this one's, without those that change what it computes, which is
-        for the configuration to say. Raises SGLangMissing where `cpu/` does not fit."""
+        """Return the environment variables of a server's process: this process's variables, without those that change
+        what it computes, which belongs in the configuration. Raises SGLangMissing where `cpu/` does not fit."""
         environment = {name: value for name, value in os.environ.items() if _is_inherited(name)}
         environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
         if on_cpu:
@@ -227,9 +229,10 @@ class Installation:
                     "`make sglang-env`"
                 )
             environment |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1"}
-            # Routers are compiled for a GPU; on a CPU that takes longer than a server may be silent for.
+            # Routers of experts are compiled for a GPU. On a CPU compilation takes longer than a server may be silent
+            # for.
             environment["TORCHDYNAMO_DISABLE"] = "1"
-        # A router asks for /health at any time; a request that it made would be in the way of new weights.
+        # A router requests /health at any time. If that generated a token, it would disturb an update of the weights.
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         return environment
 
@@ -239,13 +242,14 @@ def _is_inherited(name: str) -> bool:
 
 
 def option_problems(installation: Installation, section: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on options of a section that a server does not have, or that are not the configuration's to set."""
+    """Yield sentences on options of a section that a server does not have, or that the configuration must not set."""
     known = f"SGLang {installation.version}"
     yield from _name_problems(section, options, installation.options, SET_HERE, known)
 
 
 def router_problems(installation: Installation, options: Mapping[str, Any]) -> Iterator[str]:
-    """The same of a router, and of policies that it does not have. Raises SGLangMissing where there is no router."""
+    """Yield such sentences for a router, also on policies that it does not have. Raises SGLangMissing where there is no
+    router."""
     if not options:
         return
     known = installation.router_options
@@ -270,7 +274,7 @@ def _name_problems(
 
 
 def _flag(name: str) -> str:
-    """An option's on the command line."""
+    """Return an option's flag on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -279,7 +283,7 @@ def _parsed(*sources: Path) -> list[ast.Module]:
 
 
 def _fields(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """The fields of all classes, with their annotations."""
+    """Return the fields of all classes, with their annotations."""
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     fields = [field for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
     return {field.target.id: ast.unparse(field.annotation) for field in fields if isinstance(field.target, ast.Name)}

@@ -1,4 +1,4 @@
-"""What the driver knows of `rollout.engine: sglang`."""
+"""The driver's knowledge of `rollout.engine: sglang`."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,8 @@ from cairn.engines.rollout.sglang.launch_plan import launch_plan
 # Options of servers and routers that a store may set: numbers, switches and words that place, bound, schedule or check
 # the work, or choose a kernel.
 #
-# Every other one needs a recipe: those that name files, addresses, programs, modules or models, those that hold JSON,
-# and those that a later SGLang adds. What a permitted option may hold says `cairn.flows.driver.trust`.
+# All others need a recipe: options that name files, addresses, programs, modules or models, options that hold JSON, and
+# options that a later SGLang adds. `cairn.flows.driver.trust` says what a permitted option may hold.
 
 
 LAYOUT = """

@@ -1,4 +1,4 @@
-"""Launches what a `ServerPlan` says: one server, or one machine's part of it."""
+"""Launch of a `ServerPlan`: of one server, or of one machine's part of it."""
 
 import os
 from collections.abc import Mapping
@@ -17,12 +17,13 @@ from cairn.engines.types.errors import BadModel, EngineDied, EngineError
 from cairn.storage.records import Environment
 from cairn.storage.store.canonical import from_json
 
-# Code that a model folder brings along. SGLang runs it wherever it does not know the model's architecture, whatever it
-# was told with `trust_remote_code`; so a folder that names any is not given to it unasked.
+# Code in a model folder. SGLang runs it if it does not know the model's architecture, whatever `trust_remote_code`
+# says. So SGLang gets a folder that names code only on request.
 
 
 def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:
-    """A sentence if the config.json of a model folder names code (`auto_map`) that none of the servers' options trust.
+    """Return a sentence if the config.json of a model folder names code (`auto_map`) that none of the servers' options
+    trust.
 
     Raises:
         BadModel: the file is missing or broken.
@@ -49,20 +50,20 @@ def _names_code(value: Any) -> bool:
 
 
 POLLED = ("/v1/loads", "/server_info", "/get_model_info", "/health")
-"""Questions that Cairn asks so often that a server's log would hold little else."""
+"""Paths that Cairn requests so often that a server's log would contain little else."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A server that serves."""
+    """A server that is ready."""
 
     server: Server | ExternalServer
     worker: Worker
-    """The same for a router."""
+    """The server, as routers are configured with it."""
     deterministic: bool
-    """Whether its samples do not depend on their company."""
+    """Whether its samples do not depend on their batch."""
     environment: Environment
-    """What it computes on."""
+    """The environment that it computes on."""
 
 
 def launch(
@@ -74,9 +75,9 @@ def launch(
     log: Path,
     start_timeout: float,
 ) -> Launched:
-    """Start a process of an engine, or find a server that runs elsewhere, and wait until it serves.
+    """Start a process of an engine, or connect to a server that runs elsewhere, and wait until it serves.
 
-    Raises SGLangMissing, EngineDied, EngineTimeout, and EngineError where it cannot be given weights.
+    Raises SGLangMissing, EngineDied, EngineTimeout, and EngineError where the server cannot receive weights.
     """
     if plan.external_url is not None:
         external = ExternalServer(plan.external_url)
@@ -125,22 +126,22 @@ def launch(
 
 
 class FurtherRank:
-    """A further machine's part of an engine: a process that answers nothing but that it is there."""
+    """A further machine's part of an engine: a process that only reports that it is alive."""
 
     def __init__(self, launched: Launched) -> None:
         self._server = launched.server
         self._environment = launched.environment
 
     def environment(self) -> Environment:
-        """What it computes on."""
+        """Return the environment that the process computes on."""
         return self._environment
 
     def health(self) -> dict[str, Any]:
-        """Keys: log, server_pid. Raises EngineDied."""
+        """Return the process's state. Keys: log, server_pid. Raises EngineDied."""
         if not self._server.alive():
             raise EngineDied(f"a process of an SGLang server is gone; {self._server.last_words()}")
         return {"log": str(self._server.log), "server_pid": self._server.pid}
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._server.stop()

@@ -1,6 +1,6 @@
-"""From the configuration to what is launched: which servers, on how many machines each, with which options.
+"""The launch plan of a configuration: which servers to launch, on how many machines each, with which options.
 
-A pure function: it asks neither the machine nor SGLang. Addresses and ports are found where the servers start.
+A pure function: it queries neither the machine nor SGLang. Addresses and ports are determined where the servers start.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,33 +15,33 @@ from cairn.engines.rollout.plan import EnginePlan, LaunchPlan
 WorkerType = Literal["regular", "prefill", "decode"]
 
 READER = Reader("the launch plan", f"READER in {__name__}", (*ENGINES["rollout"], "rollout.num_engines"))
-"""What each engine is made from, and how many of them there are."""
+"""Reader of the options that each engine is made from, and of the number of engines."""
 
 
 @dataclass(frozen=True)
 class ServerPlan(EnginePlan):
-    """A server, of several processes where it spans machines, or one that runs elsewhere."""
+    """Plan of a server, which has several processes if it spans machines, or of a server that runs elsewhere."""
 
     worker_type: WorkerType = "regular"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the server, addresses and ranks left out."""
+    """Options of the server, without addresses and ranks."""
     external_url: str | None = None
-    """Of a server that runs elsewhere."""
+    """Address of a server that runs elsewhere."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A server as the router is told of it."""
+    """A server, as routers are configured with it."""
 
     url: str
     worker_type: WorkerType = "regular"
     bootstrap_port: int | None = None
-    """Of a prefill server: where decode servers fetch keys and values."""
+    """Port of a prefill server where decode servers fetch keys and values."""
 
 
 def launch_plan(config: RolloutConfig, gives_memory_away: bool = False) -> LaunchPlan:
-    """What a configuration without `plan_problems` launches; servers on GPUs that can release their memory where they
-    are to give it away."""
+    """Return what a configuration without `plan_problems` launches. With `gives_memory_away`, servers on GPUs can
+    release their memory."""
     config = view(config, READER, "rollout")
     engines = [ServerPlan(external_url=url) for url in config.external_urls]
     if not engines:
@@ -54,7 +54,7 @@ def launch_plan(config: RolloutConfig, gives_memory_away: bool = False) -> Launc
 
 
 def plan_problems(config: RolloutConfig) -> Iterator[str]:
-    """Sentences on what cannot be launched."""
+    """Yield sentences on what cannot be launched."""
     for group in _groups(config):
         yield from _size_problems(config, group)
         if why := takes_no_weights({**config.sglang, **group.overrides}):
@@ -73,12 +73,12 @@ def plan_problems(config: RolloutConfig) -> Iterator[str]:
 
 
 def without_gpu(config: RolloutConfig) -> bool:
-    """Whether any server is launched without a GPU."""
+    """Return whether any server is launched without a GPU."""
     return any(not _num_gpus(config, group) for group in _groups(config))
 
 
 def takes_no_weights(options: Mapping[str, Any]) -> str | None:
-    """Why a server with these options cannot be given the run's weights; None if it can."""
+    """Return why a server with these options cannot receive the run's weights; None if it can."""
     if (stages := options.get("pp_size") or 1) > 1:
         return (
             f"pp_size = {stages}, and new weights do not reach the stages of a pipeline: leave it out, and cut layers "

@@ -1,4 +1,4 @@
-"""What can be known of servers before anything starts: sentences on what SGLang cannot do, or does otherwise."""
+"""Checks of the configuration before anything starts: sentences on what SGLang cannot do, or does differently."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +13,8 @@ from cairn.engines.rollout.sglang.launch import code_problem
 from cairn.engines.rollout.sglang.launch_plan import plan_problems, without_gpu
 from cairn.engines.types.errors import BadModel
 
-# Which models SGLang's servers do not serve without a GPU, and why: found by `python -m tests.sglang_architectures`,
-# of the version that `cpu/` stands in for.
+# Models that SGLang's servers do not serve without a GPU, and why: determined by `python -m tests.sglang_architectures`
+# for the version for which `cpu/` is made.
 
 
 _LATENT = "its attention for CPUs looks for whole keys and values in a cache of latents"
@@ -31,14 +31,14 @@ UNSERVED = {
     "minimax_m2": "the norm of its queries and keys is a kernel for CUDA",
     "gpt_oss": "it has attention with sinks for GPUs and CPUs with AMX only",
 }
-"""Model type -> what is missing."""
+"""Reason, by model type."""
 
 
-# What can be known, before anything starts, of servers that hold quantised weights: sentences on what cannot work.
 
 
 def quantized_problems(config: RunConfig) -> Iterator[str]:
-    """Of servers that read `model.path`, and are sent new weights as it holds them (`cairn.engines.weights.fp8`)."""
+    """Yield sentences on servers that read quantised weights from `model.path`, and receive new weights in the same
+    format (`cairn.engines.weights.fp8`)."""
     rollout, fleet, path = config.rollout, config.fleet, config.model.path
     servers = [{**rollout.sglang, **group.overrides} for group in rollout.server_groups] or [rollout.sglang]
     try:
@@ -79,11 +79,11 @@ def quantized_problems(config: RunConfig) -> Iterator[str]:
 
 
 MOST_STOP_STRINGS = 32
-"""Of a request (`MAX_STOP_COUNT` in SGLang's sampling parameters)."""
+"""Most stop strings of a request (`MAX_STOP_COUNT` in SGLang's sampling parameters)."""
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Sentences on servers, router and model."""
+    """Yield sentences on servers, router and model."""
     rollout = config.rollout
     yield from plan_problems(rollout)
     yield from kept_problems(rollout)
@@ -111,7 +111,7 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _draft_problems(config: RunConfig) -> Iterator[str]:
-    """On layers that draft tokens, which nobody trains and no update sends."""
+    """Yield sentences on layers that draft tokens, which nobody trains and no update sends."""
     rollout = config.rollout
     servers = [{**rollout.sglang, **group.overrides} for group in rollout.server_groups] or [rollout.sglang]
     backups = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
@@ -125,7 +125,7 @@ def _draft_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _served_otherwise(path: str) -> Iterator[str]:
-    """What SGLang computes otherwise than the model's config.json says, without an error."""
+    """Yield sentences on what SGLang, without an error, computes differently from what the model's config.json says."""
     try:
         model = check_model_folder(path)
     except BadModel:  # told of by _model_problems
@@ -144,7 +144,7 @@ def _served_otherwise(path: str) -> Iterator[str]:
 
 
 def _unserved(path: str) -> Iterator[str]:
-    """What servers without a GPU do not serve."""
+    """Yield sentences on what servers without a GPU do not serve."""
     try:
         model_type = check_model_folder(path).model_type
     except BadModel:  # told of by _model_problems

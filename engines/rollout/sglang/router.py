@@ -1,8 +1,8 @@
-"""The router before the servers: one process, and which servers it knows.
+"""The router in front of the servers: its process, and the servers that it knows.
 
-A server is registered over the router's HTTP API, by POST to /workers. The router does that in the background, so that
-a server counts as registered only once GET /workers lists it as healthy. Requests that fail on a server it sends to
-another one itself.
+A server is registered over the router's HTTP API, by POST to /workers. The router does this in the background, so a
+server counts as registered only once GET /workers lists it as healthy. If a request fails on a server, the router
+itself sends it to another one.
 """
 
 import json
@@ -23,7 +23,7 @@ from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 PROGRAM = Path(__file__).with_name("start_router.py")
 
 READY = "/health"
-"""Answered as soon as it serves, also without any server."""
+"""Path that responds as soon as the router serves, also without any server."""
 
 _CONTROL_TIMEOUT = 30.0
 _POLL = 0.02
@@ -32,19 +32,19 @@ DEFAULTS: dict[str, Any] = {
     "health_check_interval_secs": 5,
     "log_level": "warn",  # else it writes four lines a request
 }
-"""Options of a router; the configuration's own come after them."""
+"""Options of a router. Options of the configuration override them."""
 
 
 class Router:
     """A router's process, without any server at first.
 
     Args:
-        options: of `sglang_router`, by its own names.
-        host: address that it listens on.
+        options: options of `sglang_router`, by its own names.
+        host: address to listen on.
         log: file that its output is appended to.
         start_timeout: seconds until it must serve.
-        interval: seconds between two questions whether it still works.
-        silence: seconds without an answer after which it is ended.
+        interval: seconds between two health checks.
+        silence: seconds without a response after which it is ended.
 
     Raises:
         SGLangMissing, EngineDied, EngineTimeout.
@@ -75,7 +75,7 @@ class Router:
         return self.process.url
 
     def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Have exactly these servers, each with the fields of a Worker. Returns once the router lists them; raises
+        """Register exactly these servers, each with the fields of a Worker. Returns once the router lists them. Raises
         EngineError where it does not."""
         wanted = {worker.url: worker for worker in (Worker(**fields) for fields in workers)}
         known = self.workers()
@@ -89,19 +89,20 @@ class Router:
         )
 
     def remove(self, url: str) -> None:
-        """Send a server nothing more; one that is not known is left alone."""
+        """Send no more requests to a server. Does nothing for an unknown server."""
         worker = self.workers().get(url)
         if worker is not None:
             self._call("DELETE", f"/workers/{worker}")
             self._wait(lambda: url not in self.workers(), f"let go of the server {url}")
 
     def workers(self, *, healthy: bool = False) -> dict[str, str]:
-        """The id of every server that it has, or of those that it can use, by the server's URL."""
+        """Return the id of every server that the router has, or of those that are healthy, by the server's URL."""
         found = self._call("GET", "/workers")["workers"]
         return {worker["url"]: worker["id"] for worker in found if worker["is_healthy"] or not healthy}
 
     def health(self) -> dict[str, Any]:
-        """Keys: url, log, server_pid, workers. Raises EngineDied, where it was found to hang too, and EngineTimeout."""
+        """Return the router's state. Keys: url, log, server_pid, workers. Raises EngineDied, also where the router was
+        found to hang, and EngineTimeout."""
         if self._hung is not None or not self.process.alive():
             raise EngineDied(f"{self._hung or 'the router is gone'}; {self.process.last_words()}")
         return {
@@ -112,7 +113,7 @@ class Router:
         }
 
     def close(self) -> None:
-        """End it."""
+        """End the router."""
         self._watch.end()
         self._http.close()
         self.process.stop()
@@ -143,6 +144,6 @@ class Router:
 
 
 def make(options: Mapping[str, Any], config: RolloutConfig, host: str, log: Path, start_timeout: float) -> Router:
-    """One for a fleet."""
+    """Make a router for a fleet."""
     interval, silence = config.rollout_health_check_interval, config.rollout_health_check_timeout
     return Router(options, host, log, start_timeout, interval, silence)

@@ -1,4 +1,4 @@
-"""One process that serves HTTP: started with a deadline, logged, and gone with its owner, however that ends."""
+"""A process that serves HTTP: started with a deadline, logged, and gone with its owner, however the owner ends."""
 
 import base64
 import os
@@ -21,19 +21,19 @@ import psutil
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 from cairn.storage.records import Environment
 
-# The HTTP interface of an SGLang server, as far as Cairn speaks it.
+# The HTTP interface of an SGLang server, as far as Cairn uses it.
 
 
 POLICY = {"selector": "target"}
-"""In a weight update: of the model that is served, and not of layers that draft for it, which nobody trains. By default
-a server opens and loads both."""
+"""Argument of a weight update: update the model that is served, and not layers that draft for it, which nobody trains.
+By default a server opens and loads both."""
 
 
 class Control:
-    """Calls to a server other than generation: synchronous, each with a deadline.
+    """Calls to a server other than generation: synchronous, each with a timeout.
 
-    Every call raises EngineTimeout, EngineDied where nobody answers, and EngineError with the server's own words where
-    it refuses.
+    Every call raises EngineTimeout, EngineDied where nothing responds, and EngineError with the server's own words
+    where it refuses.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -41,11 +41,11 @@ class Control:
         self._http = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._http.close()
 
     def call(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
-        """POST, or GET where there is no body; returns the JSON of the reply, empty if it has none.
+        """Send a POST, or a GET without a body. Returns the JSON of the reply, empty if it has none.
 
         `timeout`: seconds, for a call that may take longer than others.
         """
@@ -63,38 +63,38 @@ class Control:
         return content if isinstance(content, dict) else {}
 
     def update_from_tensor(self, handles: Sequence[bytes]) -> None:
-        """Replace weights by tensors that each of the server's tensor-parallel ranks maps
-        (`cairn.engines.weights.buckets`); a weight update must have begun."""
+        """Replace weights with tensors that each of the server's tensor-parallel ranks maps
+        (`cairn.engines.weights.buckets`). A weight update must have begun."""
         encoded = [base64.b64encode(handle).decode() for handle in handles]
         body = {"serialized_named_tensors": encoded, "flush_cache": False, **POLICY}
         self.call("/update_weights_from_tensor", body)
 
 
-# Finds a server that hangs, or a router, and turns it into one that is dead: that is what everybody can handle.
+# Watch for a hung server or router. The watch turns a hung one into a dead one, which all callers can handle.
 #
-# A server is asked at intervals, through its HTTP process and its scheduler, and how long it takes is recorded. It
-# hangs if it is silent for longer than three times the 99th percentile of its own answers, and at least the configured
-# seconds: two thirds of that for one question, the rest for another one, asked anew. A busy scheduler answers between
-# two batches, so that long responses do not count.
+# A server is polled at intervals, through its HTTP process and its scheduler, and its response times are recorded. It
+# hangs if it is silent for longer than three times the 99th percentile of its own response times, and at least for the
+# configured seconds. Two thirds of that time are for one request, the rest for a second, new one. A busy scheduler
+# responds between two batches, so that a long generation does not count as silence.
 
 
 QUESTION = "/server_info"
-"""Answered by the scheduler without generating anything: an update of the weights must find no request."""
+"""Path to which the scheduler responds without generating anything: an update of the weights must find no request."""
 
 _REMEMBERED = 1000
 
 
 class Watch:
-    """Watches one server from a thread of its own.
+    """A watch of one server, in a thread of its own.
 
     Args:
-        url: of the server.
-        interval: seconds between two questions.
-        least: seconds of silence below which nothing hangs.
+        url: URL of the server.
+        interval: seconds between two polls.
+        least: seconds of silence below which nothing counts as hung.
         on_hang: called once, with what was seen.
-        first_wait: seconds until the first question.
-        name: what it is, for messages.
-        question: path that it answers soon as long as it works.
+        first_wait: seconds until the first poll.
+        name: name of the server, for messages.
+        question: path that responds soon as long as the server works.
     """
 
     def __init__(
@@ -128,16 +128,16 @@ class Watch:
         return max(self._least, 3 * slowest)
 
     def pause(self) -> None:
-        """Judge nothing from here on: the scheduler does something long on request, such as taking weights."""
+        """Suspend judgement: the scheduler does something long on request, such as loading weights."""
         self._paused = True
         self._pauses += 1
 
     def resume(self) -> None:
-        """Judge again."""
+        """Resume judgement."""
         self._paused = False
 
     def end(self) -> None:
-        """Watch no more."""
+        """End the watch."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -153,8 +153,8 @@ class Watch:
                     return
 
     def _answers(self, http: httpx.Client, seconds: float, pauses: int) -> bool:
-        """Ask. A server that is gone does not hang, and is found by whoever needs it. An answer that had to wait for a
-        pause does not tell how long answers take."""
+        """Poll once, and return whether the server does not hang. A server that is gone does not hang; its users detect
+        it. A response that had to wait for a pause does not count as a response time."""
         began = time.monotonic()
         try:
             http.get(self._question, timeout=seconds)
@@ -170,29 +170,29 @@ class Watch:
 GUARD = Path(__file__).with_name("guard.py")
 
 READY = "/health_generate"
-"""Has an SGLang server generate a token."""
+"""Path that makes an SGLang server generate a token."""
 
 _POLL = 0.25
 _ANSWER = 10.0
-"""Seconds that an answer may take."""
+"""Seconds that a response may take."""
 _END = 30.0
 """Seconds that a killed process may take to be gone."""
 _TAIL = 25
-"""Lines of the log that an error shows,"""
+"""Lines of the log that an error shows."""
 _TAIL_BYTES = 64 * 1024
-"""of this end of it, and"""
+"""Bytes at the end of the log from which these lines are taken."""
 _ACCESS = re.compile(r'"[A-Z]+ /\S* HTTP/[\d.]+" \d{3}')
-"""none of those that a request leaves."""
+"""Pattern of lines that a request leaves in the log, which an error does not show."""
 
 
 class Server:
     """A server's process and those that it starts, all in one process group.
 
     Args:
-        host, port: where it answers, as the command tells it.
+        host, port: address of the server, as its command sets it.
         log: file that its output is appended to.
-        name: what it is, for messages.
-        ready: path that answers 200 when it serves.
+        name: name of the server, for messages.
+        ready: path that responds with 200 when the server is ready.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Server:
         name: str = "SGLang server",
         ready: str = READY,
     ) -> None:
-        """Start it and return at once."""
+        """Start the process and return at once."""
         self.url = f"http://{host}:{port}"
         self.log = log
         self._name = name
@@ -224,18 +224,19 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that answers HTTP; None once it is gone."""
+        """Id of the process that serves HTTP; None once it is gone."""
         with suppress(psutil.NoSuchProcess):
             guards = psutil.Process(self._process.pid).children()
             return next((server.pid for guard in guards for server in guard.children()), None)
         return None
 
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def wait_ready(self, timeout: float) -> None:
-        """Return when it serves. Raises EngineDied and EngineTimeout, the server ended, with the end of its log."""
+        """Wait until the server is ready. Raises EngineDied and EngineTimeout with the end of its log; the server has
+        then ended."""
         end = time.monotonic() + timeout
         with _client() as http:
             while time.monotonic() < end:
@@ -248,7 +249,7 @@ class Server:
         raise EngineTimeout(f"the {self._name} did not serve within {timeout:g} s; {self.last_words()}")
 
     def stop(self) -> None:
-        """End it and everything it started."""
+        """End the process and everything that it started."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END)
@@ -258,7 +259,7 @@ class Server:
             self._process.wait(_END)
 
     def last_words(self) -> str:
-        """Where the log is, and its end."""
+        """Return where the log is, and its end."""
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
@@ -267,7 +268,7 @@ class Server:
 
 
 class ExternalServer:
-    """A server that runs elsewhere: used, and neither started nor ended. It has the face of a `Server`."""
+    """A server that runs elsewhere: used, and neither started nor ended. It has the interface of a `Server`."""
 
     pid: int | None = None
     log: Path | None = None
@@ -276,11 +277,11 @@ class ExternalServer:
         self.url = url.rstrip("/")
 
     def alive(self) -> bool:
-        """Always: only its answers tell."""
+        """Return True: only the server's responses show whether it lives."""
         return True
 
     def wait_ready(self, timeout: float) -> None:
-        """Return when it serves. Raises EngineTimeout."""
+        """Wait until the server is ready. Raises EngineTimeout."""
         end = time.monotonic() + timeout
         with _client() as http:
             while not _serves(http, f"{self.url}{READY}"):
@@ -292,11 +293,12 @@ class ExternalServer:
                 time.sleep(_POLL)
 
     def is_deterministic(self) -> bool:
-        """Whether it was started with deterministic inference. Raises EngineDied and EngineTimeout."""
+        """Return whether the server was started with deterministic inference. Raises EngineDied and EngineTimeout."""
         return bool(self.options().get("enable_deterministic_inference"))
 
     def environment(self) -> Environment:
-        """What it computes on, as far as it says: the kind of its device and SGLang's version, by its address."""
+        """Return what the server computes on, as far as it reports: the type of its device and SGLang's version, by its
+        address."""
         info = self.options()
         return Environment(
             device=f"{info.get('device', 'unknown')}, elsewhere",
@@ -306,10 +308,11 @@ class ExternalServer:
         )
 
     def stop(self) -> None:
-        """Leave it as it is."""
+        """Leave the server as it is."""
 
     def options(self) -> dict[str, Any]:
-        """What it was started with, and more that it says of itself. Raises EngineDied and EngineTimeout."""
+        """Return the options that the server was started with, and more that it reports. Raises EngineDied and
+        EngineTimeout."""
         control = Control(self.url, _ANSWER)
         try:
             return control.call("/server_info")
@@ -317,7 +320,7 @@ class ExternalServer:
             control.close()
 
     def last_words(self) -> str:
-        """Where to look."""
+        """Return where to look for the log."""
         return f"it runs elsewhere, at {self.url}, and so does its log"
 
 

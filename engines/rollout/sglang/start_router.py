@@ -2,7 +2,7 @@
 
     python start_router.py '{"host": …, "port": …, "policy": …}'
 
-The module's own launcher imports all of SGLang, and takes fewer policies on its command line than the router has.
+The launcher of sglang_router imports all of SGLang, and takes fewer policies on its command line than the router has.
 """
 
 import json

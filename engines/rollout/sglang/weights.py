@@ -1,4 +1,4 @@
-"""The weights of an SGLang server: from one version to the next, and none in between."""
+"""The weights of an SGLang server: from one version to the next, with none served in between."""
 
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -14,21 +14,21 @@ from cairn.engines.weights.buckets import share
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
 IDLE_TIMEOUT = 60.0
-"""Seconds in which a server must have ended the requests that an update aborts."""
+"""Seconds within which a server must have ended the requests that an update aborts."""
 
 MEMORY: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
-"""The server's own tags."""
+"""The server's own tags, for each of Cairn's."""
 
 
 class ServerWeights:
-    """What a server serves, the update that is under way, and the memory that it gave away.
+    """The weights that a server serves, the update that is under way, and the memory that it released.
 
     Args:
-        control: of the server.
-        names: of every tensor that an update is to send, tied ones once.
+        control: calls to the server.
+        names: names of all tensors that an update must send; tied ones count once.
         load_timeout: seconds that loading a model folder may take.
-        ours: whether the server was started with the run's initial weights; those of others are unknown, whatever their
-            server calls them, until an update has ended.
+        ours: whether the server was started with the run's initial weights. The weights of other servers are unknown
+            until an update has ended, whatever version they report.
     """
 
     def __init__(self, control: Control, names: frozenset[str], load_timeout: float, *, ours: bool) -> None:
@@ -39,7 +39,7 @@ class ServerWeights:
         self._updating: int | None = None
         self._in_flight = False
         self._session = False
-        """Whether the server is open to new weights."""
+        """Whether the server accepts new weights at the moment."""
         self._whole = ours
         self._from_folder = False
         """Whether the weights of this update came as a model folder."""
@@ -47,14 +47,15 @@ class ServerWeights:
         self._group: str | None = None
 
     def version(self) -> int | None:
-        """Of what it serves; None within an update, and until the next one where its weights are lost or not ours."""
+        """Return the version of the weights that the server serves. None within an update, and until the next one where
+        its weights are lost or not those of the run."""
         if not self._whole:
             return None
         found = self._control.call("/get_model_info")["weight_version"]
         return int(found) if found.isdecimal() else None  # a server that others started may call its weights anything
 
     def require_ready(self) -> None:
-        """Raises EngineError within an update that is not in flight, without memory, and without weights of ours."""
+        """Raise EngineError within an update that is not in flight, without memory, and without weights of this run."""
         if self._updating is not None and self._in_flight:
             return
         if self._updating is not None:
@@ -65,8 +66,9 @@ class ServerWeights:
             raise EngineError("The engine has no weights of this run yet: update them before generating.")
 
     def begin(self, version: int, *, in_flight: bool = False) -> None:
-        """Start to replace all weights, those too that an unfinished update has sent. Requests under way are aborted:
-        a server that changes weights under a running request ends. `in_flight`: what is asked meanwhile will wait."""
+        """Start to replace all weights, also those that an unfinished update has sent. Running requests are aborted,
+        because a server ends if its weights change under a running request. `in_flight`: requests that come meanwhile
+        will wait."""
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
         self._whole, self._updating, self._in_flight = False, version, in_flight
@@ -77,20 +79,20 @@ class ServerWeights:
         self._session = False
 
     def load(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """Replace some weights. Raises EngineError where a name is unknown; nothing of the call is taken then."""
+        """Replace some weights. Raises EngineError where a name is unknown; then nothing of the call is applied."""
         self.map(named_tensors, [share(named_tensors) for _ in range(self._tp_size)])
 
     def map(self, names: Collection[str], handles: Sequence[bytes]) -> None:
-        """Replace some weights by memory that the server maps, with a handle for each of its tensor-parallel ranks.
-        Raises EngineError where a name is unknown; nothing of the call is taken then."""
+        """Replace some weights with memory that the server maps, with a handle for each of its tensor-parallel ranks.
+        Raises EngineError where a name is unknown; then nothing of the call is applied."""
         self._require_known(names)
         self._open_session()
         self._control.update_from_tensor(handles)
         self._missing -= set(names)
 
     def load_folder(self, folder: Path) -> None:
-        """Replace all weights by those of a model folder. The server does by itself what opening and closing an update
-        does to packed weights: no update must be open there."""
+        """Replace all weights with those of a model folder. The server itself does to packed weights what the begin and
+        end of an update do, so no update may be open there."""
         self._require_begun()
         self._close_session()
         body = {"model_path": str(folder), "flush_cache": False}
@@ -133,11 +135,11 @@ class ServerWeights:
         self._whole, self._updating = True, None
 
     def receiver(self) -> Receiver:
-        """The server as a member of a broadcast's group."""
+        """Return the server's properties as a member of a broadcast's group."""
         return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=self._group)
 
     def join_group(self, meeting: Meeting) -> None:
-        """Join a group in place of the one it is in. Raises EngineError where not all members came."""
+        """Join a group in place of the current one. Raises EngineError where not all members came."""
         self.leave_group()
         self._group = meeting.name
         self._control.call(
@@ -159,7 +161,7 @@ class ServerWeights:
             self._call_unless_refused("/destroy_weights_update_group", {"group_name": group})
 
     def release_memory(self) -> None:
-        """Give the GPU memory to others; the weights in it are lost."""
+        """Release the GPU memory; the weights in it are lost."""
         tags = [tag for tag in MEMORY if tag not in self._released]
         if tags:
             self._whole, self._updating = False, None
@@ -174,12 +176,13 @@ class ServerWeights:
             self._released.discard(tag)
 
     def released(self) -> list[str]:
-        """What has no memory."""
+        """Return the tags of the memory that is released."""
         return sorted(self._released)
 
     def _await_all_ranks(self) -> None:
-        """Return when every rank has read the folder: the first one answers for all of them as soon as it has, and a
-        rank that finds the folder gone keeps its old weights without a word. A token needs all of them."""
+        """Wait until every rank has read the folder, by generating a token, which needs all of them. The first rank
+        responds for all ranks as soon as it has read the folder. A rank that finds the folder gone keeps its old
+        weights without an error."""
         is_whole = self._info.get("disaggregation_mode") in (None, "null")  # a part of a split server gives no token
         if is_whole and self._tp_size > 1:
             body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}

@@ -58,7 +58,7 @@ UPLOADS_AT_A_TIME = 4
 
 
 class CheckpointFile(BaseModel):
-    """One file of a checkpoint."""
+    """A file of a checkpoint."""
 
     name: str = Field(pattern=r"^((critic|reference)/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
     bytes: int

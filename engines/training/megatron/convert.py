@@ -1,7 +1,8 @@
-"""Export of a model folder from a checkpoint of ours or of others: the actor's weights, without optimizer or critic,
-by one process.
+"""Export of a model folder from a checkpoint, our own or one of another Megatron trainer.
 
-Others write checkpoints with Megatron, such as Megatron-LM and slime, in the format `torch_dist`:
+One process exports the actor's weights, without optimizer or critic.
+
+Other trainers, such as Megatron-LM and slime, write checkpoints in the format `torch_dist`:
 
 <folder>/latest_checkpointed_iteration.txt   "release", or the number of an iteration
 <folder>/iter_0000123/ or release/           metadata.json (the format), .metadata, __<rank>_<n>.distcp, common.pt
@@ -38,7 +39,7 @@ from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 
-# Checkpoints of others in the format `torch_dist`.
+# Checkpoints of other trainers in the format `torch_dist`.
 
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -313,7 +313,7 @@ class Ownership:
     """Owner of each block of the whole model: the responsible rank, where several hold the block."""
 
     owners: dict[tuple[str, int, int], tuple[int, Block]]
-    """By name, row and column: the lowest rank that holds the block, and the block on that rank."""
+    """Mapping from name, row and column to the lowest rank that holds the block, and the block on that rank."""
     frozen: frozenset[str]
     """Tensors that no optimizer changes."""
 

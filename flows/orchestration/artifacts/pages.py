@@ -27,7 +27,7 @@ _TEXT = ["group_id", "sample_index", "prompt_text", "response_text", "label", "f
 
 @dataclass(frozen=True)
 class Picked:
-    """One sample of a page."""
+    """A sample on a page."""
 
     title: str
     group_id: int
@@ -102,7 +102,7 @@ class IterationFacts:
     metrics: Mapping[str, float]
     seconds: Mapping[Step, float]
     samples: Sequence[Picked] | None
-    """None where the samples are no longer retained."""
+    """Samples to show; None where they are no longer retained."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Has a server without a GPU fork its scheduler and its detokenizer, which SGLang would start as new processes.
+"""Make a server without a GPU fork its scheduler and its detokenizer, which SGLang would start as new processes.
 
-Each of those would import again what the server has imported: two thirds of the CPU time of a start. With a GPU that is
-how it has to be, because a fork cannot use CUDA.
+Each new process would import again what the server has imported, which takes two thirds of the CPU time of a start.
+With a GPU it has to be a new process, because a fork cannot use CUDA.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ _set_start_method = multiprocessing.set_start_method
 
 
 def _fork(method: str | None, *args: Any, **options: Any) -> None:
-    """Take one method for another; everything else as it is."""
+    """Set the start method, with "fork" in place of "spawn"."""
     _set_start_method("fork" if method == "spawn" else method, *args, **options)
 
 

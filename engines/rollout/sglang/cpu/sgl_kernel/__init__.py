@@ -1,8 +1,8 @@
-"""Stands in for sglang-kernel 0.5.21 in a server without a GPU.
+"""Replacement for sglang-kernel 0.5.21 in a server without a GPU.
 
-SGLang's CPU engine imports these names whether it uses them or not. Its layers take their PyTorch path on CPUs without
-AMX, so that of all kernels only the hash behind seeded sampling is reached; the others belong to speculative decoding
-and say so if they are called.
+SGLang's CPU engine imports these names whether it uses them or not. On CPUs without AMX its layers take their PyTorch
+path, so that of all kernels only the hash behind seeded sampling is called. The others belong to speculative decoding,
+and raise an error if they are called.
 """
 
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (32 bits) of (low word of seed, high word, position, column): [B] and [V] -> [B, V] uint32."""
+    """Return MurmurHash3 (32 bits) of (low word of seed, high word, position, column): [B] and [V] -> [B, V] uint32."""
     seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
     state = _mix(torch.zeros_like(seed), seed & _MASK)
     state = _mix(state, (seed >> 32) & _MASK)
@@ -47,7 +47,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Write each request's new cache locations, which lie one after the other, into its row of the pool."""
+    """Write each request's new cache locations, which are consecutive, into its row of the pool."""
     taken = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         req_to_token[row, first:last] = out_cache_loc[taken : taken + last - first].to(req_to_token.dtype)
@@ -72,7 +72,8 @@ verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
 
 
 class _HostMemory:
-    """Of CUDA's runtime what SGLang asks for where it keeps the experts of tokens: memory for GPUs to copy from."""
+    """The part of CUDA's runtime that SGLang calls where it stores the experts of tokens: memory for GPUs to copy
+    from."""
 
     @staticmethod
     def cudaHostRegister(pointer: int, size: int, flags: int) -> int:

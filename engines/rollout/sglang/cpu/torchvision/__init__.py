@@ -1,8 +1,8 @@
-"""Lets the real torchvision load beside a PyTorch without CUDA.
+"""Let the real torchvision load next to a PyTorch without CUDA.
 
-Its compiled library is linked to CUDA and cannot load, and its Python part then misses the schemas of two operators
-that the library would have registered. They are declared here; everything else is the real package, which comes after
-this folder on the path. SGLang imports it for multimodal models and calls none of the two.
+Its compiled library is linked to CUDA and cannot load. Its Python part then lacks the schemas of two operators that the
+library would have registered. This module declares them. Everything else is the real package, which comes after this
+folder on the path. SGLang imports it for multimodal models and calls neither operator.
 """
 
 import importlib.machinery
