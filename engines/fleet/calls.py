@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cairn.engines.fleet.address import FULL, no_room
 from cairn.engines.fleet.cluster import ray_folder, require_cluster
+from cairn.engines.fleet.object_store import FULL, no_room
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 
 LOOK_INTERVAL = 2.0

@@ -32,8 +32,8 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from cairn.engines.fleet import reaper
-from cairn.engines.fleet.address import reserve
 from cairn.engines.fleet.lean import only_what_runs_actors, workers_from
+from cairn.engines.fleet.object_store import reserve
 from cairn.engines.fleet.warm import WarmProcess
 from cairn.engines.types.errors import ClusterLost, EngineError
 from cairn.storage.store.errors import NoSpace

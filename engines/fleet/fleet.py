@@ -42,8 +42,9 @@ from cairn.engines.fleet.membership import Elastic, Membership
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.remote_stream import ANSWERING, ASKING
 from cairn.engines.fleet.requirements import ranks_together
+from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
-from cairn.engines.fleet.rollout import RewardModelHandle, RolloutHandle, RouterHandle
+from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
 from cairn.engines.fleet.serving import Serving, Turns, share_bundles
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.weights.publications import Publications

@@ -1,4 +1,4 @@
-"""The driver's handles on a rollout engine, on the router, and on the reward model."""
+"""The driver's handles on a rollout engine and on the router."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,47 +9,15 @@ import ray
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.episodes import Episodes, EpisodeWorkerHandle
 from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, EngineHandle, ModelHandle, log_of
 from cairn.engines.rollout.plan import EnginePlan, Place, kind_of
-from cairn.engines.scoring.reward_model import Answered, Score
 from cairn.engines.types.errors import EngineError, EngineTimeout
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
-
-
-REWARD_MODEL = "cairn.engines.scoring.reward_model:RewardModel"
-
-
-class RewardModelHandle(ModelHandle):
-    """The reward model as the driver sees it. `cairn.engines.scoring.reward_model` describes its calls; all may raise
-    EngineDied and EngineTimeout."""
-
-    def __init__(self, name: str, actor: Actor, config: RunConfig, digests: Mapping[str, str]) -> None:
-        assert config.reward.reward_model is not None
-        self._options = config.reward.reward_model
-        super().__init__(name, [actor], config.fleet, {"reward_model": self._options.path}, digests)
-        self._actor = actor
-        self._each = config.reward.rm_timeout
-        self._turn = threading.Lock()
-
-    def score(self, answered: Sequence[Answered]) -> list[Score]:
-        """Return scores, in order. A dead engine is replaced first. The deadline is `fleet.call_timeout` seconds, or
-        `reward.rm_timeout` for each if that is more. Threads take turns, and waiting for a turn does not count towards
-        the deadline."""
-        with self._turn:
-            self.ensure_alive()
-            deadline = Deadline(max(self._fleet.call_timeout, self._each * len(answered)))
-            found: list[Score] = self._result(self._actor.call("score", answered), deadline, self._actor, "score")
-            return found
-
-    def _make_engine(self, deadline: Deadline) -> None:
-        self._result(self._actor.call("make", REWARD_MODEL, self._options), deadline, self._actor, "make")
-
 
 TO_SAY_WHY = 15.0
 """Seconds beyond its own deadline that an actor gets to end a server that did not start, and to report its log."""

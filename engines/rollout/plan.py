@@ -1,5 +1,5 @@
-"""What the driver knows of rollout engines before they run: how many there are, their devices, and what their kind can
-do.
+"""Plans and kinds of rollout engines, known to the driver before they run: how many there are, their devices, and what
+their kind can do.
 
 All values are plain: neither this module nor the description of a kind loads PyTorch.
 """

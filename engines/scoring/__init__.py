@@ -1,1 +1,1 @@
-"""Log-probs of given tokens from a model that a server holds: one wire format a file, and what asks in any of them."""
+"""Scoring: log-probs of tokens from a model that a server holds, and scores of responses from a reward model."""

@@ -1,13 +1,13 @@
-"""A model behind a server, asked for the log-probs of tokens that it is given.
+"""Client of a model behind a server, which returns the log-probs of tokens in the request.
 
-| what the server answers | what becomes of it |
+| response of the server | consequence |
 |---|---|
-| nothing: no connection, or silence | asked again, `ATTEMPTS` times in all; then EngineDied or EngineTimeout |
-| 408, 429 or 5xx | asked again as often; then EngineError |
+| nothing: no connection, or silence | retry, `ATTEMPTS` attempts in all; then EngineDied or EngineTimeout |
+| 408, 429 or 5xx | the same number of attempts; then EngineError |
 | anything else but 200 | TeacherUnusable at once |
 | log-probs of other tokens, too few, or none | TeacherUnusable at once |
 
-Sequences are asked for side by side, a bounded number at a time; the first that fails ends all of them.
+Sequences are requested concurrently, a bounded number at a time. The first failure ends all of them.
 """
 
 import asyncio
@@ -25,37 +25,37 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
 from cairn.engines.types.types import TrainBatch
 
-# What the wire formats have in common.
+# Common parts of the wire formats.
 
 
 ROUNDING = 1e-3
-"""By how much a log-prob may be above 0."""
+"""Greatest amount by which a log-prob may be above 0."""
 
 
 class NotAsAsked(ValueError):
-    """An answer is not what was asked for. The message is the end of a sentence on the answer."""
+    """An answer that does not fit the request. The message is the end of a sentence on the answer."""
 
 
 Spell = Callable[[int], str]
-"""The text of one token."""
+"""Function that returns the text of one token."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The end of a sequence as a server has read it."""
+    """The end of a sequence as a server has scored it."""
 
     log_probs: list[Any]
-    """One for each token …"""
+    """Log-prob of each token."""
     ids: list[Any] | None
-    """… and which token it is, where the server says …"""
+    """Id of each token, where the server reports ids."""
     texts: list[Any] | None
-    """… or else its text."""
+    """Text of each token, where the server reports no ids."""
     top: list[Any] | None = None
-    """Pairs of log-prob and id of the most probable tokens in the place of each, where they were asked for."""
+    """Pairs of log-prob and id of the most probable tokens in the place of each token, where requested."""
 
     def of(self, ids: Sequence[int], spell: Spell) -> np.ndarray:
-        """[T] float32: the log-probs, if they are of just these tokens. Raises NotAsAsked, which names the first token
-        that is another or has no log-prob."""
+        """Return [T] float32 log-probs, if they are of exactly these tokens. Raises NotAsAsked, which names the first
+        token that differs or has no log-prob."""
         said = self.texts if self.ids is None else self.ids
         if said is None or not len(said) == len(self.log_probs) == len(ids):
             raise NotAsAsked(f"has {len(self.log_probs)} log-probs for {len(ids)} tokens")
@@ -73,8 +73,8 @@ class Scored:
         return np.array(self.log_probs, np.float32)
 
     def top_of(self, k: int) -> np.ndarray:
-        """[T, 2k] float32: log-probs of the k most probable tokens, and their ids. Raises NotAsAsked where there are
-        not as many."""
+        """Return [T, 2k] float32: log-probs of the k most probable tokens, and their ids. Raises NotAsAsked where their
+        number differs."""
         pairs = np.array([[entry[:2] for entry in entries] for entries in self.top or ()], np.float32)
         if pairs.shape != (len(self.log_probs), k, 2) or not (np.isfinite(pairs).all() and (pairs[..., 1] >= 0).all()):
             raise NotAsAsked(f"has no log-probs of the {k} most probable tokens at each of {len(self.log_probs)}")
@@ -82,37 +82,37 @@ class Scored:
 
 
 class Format(Protocol):
-    """How a server is asked for the log-probs of tokens that it is given."""
+    """A wire format for requests of the log-probs of tokens."""
 
     path: str
-    """Of its address."""
+    """Path of the request."""
 
     def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
-        """What is posted: `ids` are prompt and response, the last `scored` of them are wanted, with the `top_k` most
-        probable tokens in the place of each."""
+        """Return the body of the request. `ids` are prompt and response. The log-probs of the last `scored` are
+        requested, with the `top_k` most probable tokens in the place of each."""
 
     def read(self, answer: Any, given: int, scored: int) -> Scored:
-        """What the answer says of the last `scored` of `given` tokens. Raises KeyError, IndexError, TypeError or
-        ValueError where it is no such answer."""
+        """Return what the answer says of the last `scored` of `given` tokens. Raises KeyError, IndexError, TypeError or
+        ValueError where the answer has another format."""
 
 
-# `/v1/completions` of OpenAI's interface, as vLLM and others serve it: `echo` with `logprobs` gives the log-prob of
-# every token of the prompt, which is given as token ids.
+# `/v1/completions` of OpenAI's interface, as vLLM and others serve it: `echo` with `logprobs` returns the log-prob of
+# every token of the prompt, which is passed as token ids.
 #
-# One token has to be generated and is passed over. vLLM says which tokens they are (`return_tokens_as_token_ids`); who
-# does not know that option says their texts.
+# One token has to be generated and is ignored. vLLM reports the ids of tokens (`return_tokens_as_token_ids`). Servers
+# that do not know that option report their texts.
 
 
 _ID = "token_id:"
 
 
 class OpenAI:
-    """Completions, not chats: those take no tokens."""
+    """Format of OpenAI's completions. Its chats accept no tokens."""
 
     path = "/v1/completions"
 
     def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
-        """See `Format.body`; `top_k` is passed over."""
+        """Return the body of the request; see `Format.body`. `top_k` is ignored."""
         return {
             "model": name,
             "prompt": list(ids),
@@ -124,7 +124,7 @@ class OpenAI:
         }
 
     def read(self, answer: Any, given: int, scored: int) -> Scored:
-        """See `Format.read`."""
+        """Return what the answer says; see `Format.read`."""
         found = answer["choices"][0]["logprobs"]
         said, values = found["tokens"], found["token_logprobs"]
         if not given <= len(said) <= given + 1:
@@ -135,17 +135,18 @@ class OpenAI:
         return Scored(values, None, said)
 
 
-# SGLang's own `/generate`: `return_logprob` with `logprob_start_len` gives the log-prob and the id of every token of
-# the input from there on, and `top_logprobs_num` those of the most probable ones in its place.
+# SGLang's own `/generate`: `return_logprob` with `logprob_start_len` returns the log-prob and the id of every token of
+# the input from there on, and `top_logprobs_num` those of the most probable tokens in its place.
 
 
 class SGLang:
-    """Nothing is generated: `max_new_tokens` is 0."""
+    """Format of SGLang's `/generate`. Nothing is generated: `max_new_tokens` is 0."""
 
     path = "/generate"
 
     def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
-        """See `Format.body`. The first token from `logprob_start_len` on may have none, so it is one before."""
+        """Return the body of the request; see `Format.body`. The first token from `logprob_start_len` on may have no
+        log-prob, so that option names the token before."""
         return {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -155,16 +156,16 @@ class SGLang:
         }
 
     def read(self, answer: Any, given: int, scored: int) -> Scored:
-        """See `Format.read`."""
+        """Return what the answer says; see `Format.read`."""
         told = answer["meta_info"]
         found, top = told["input_token_logprobs"][-scored:], told.get("input_top_logprobs")
         return Scored([entry[0] for entry in found], [entry[1] for entry in found], None, top and top[-scored:])
 
 
 ATTEMPTS = 5
-"""Times that a sequence is asked for."""
+"""Attempts at one sequence."""
 KEY = "CAIRN_TEACHER_API_KEY"
-"""Environment variable of the driver with the key that the server wants, if it wants one."""
+"""Environment variable of the driver with the key of the server, if the server requires one."""
 FORMATS: dict[str, Format] = {"sglang": SGLang(), "openai": OpenAI()}
 _PASSING = (408, 429)
 _CONNECT_TIMEOUT = 10.0
@@ -179,13 +180,13 @@ class ServedModel:
     ) -> None:
         """
         Args:
-            url: of the server, with or without `/v1`.
+            url: URL of the server, with or without `/v1`.
             api: `sglang` or `openai`.
-            name: under which it serves the model.
-            timeout: seconds for one sequence, each time that it is asked for.
-            concurrency: sequences asked for at a time.
-            spell: the text of a token id, by the tokenizer that the model must have.
-            top_k: how many of its most probable tokens are wanted beside each token; `openai` gives none.
+            name: name under which it serves the model.
+            timeout: seconds for each attempt at one sequence.
+            concurrency: sequences requested at a time.
+            spell: returns the text of a token id, by the tokenizer that the model must have.
+            top_k: number of most probable tokens that are requested as well as each token; `openai` returns none.
         """
         self._top_k = top_k
         self._url, self._format, self._name = url.rstrip("/").removesuffix("/v1"), FORMATS[api], name
@@ -195,13 +196,13 @@ class ServedModel:
         self._aborted = False
 
     def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
-        """[R_i] float32 of each sequence's response tokens, or [R_i, 1 + 2 top_k], see
-        `cairn.engines.training.log_probs`. Raises as the table at the head says, and CancelledError
-        after `abort`."""
+        """Return [R_i] float32 log-probs of each sequence's response tokens, or [R_i, 1 + 2 top_k], see
+        `cairn.engines.training.log_probs`. Raises as the table of this module says, and CancelledError after
+        `abort`."""
         return asyncio.run(self._abortable(batch))
 
     def abort(self) -> None:
-        """From another thread: let `log_probs` end, whatever the server is at."""
+        """End `log_probs` from another thread, whatever the server is doing."""
         with self._lock:
             self._aborted = True
             if self._runs is not None:
@@ -273,7 +274,7 @@ class ServedModel:
             ) from None
 
     async def _ask(self, http: aiohttp.ClientSession, path: str, body: dict[str, Any] | None) -> Any:
-        """The JSON of the answer to a POST, or to a GET where there is no body."""
+        """Return the JSON of the answer to a POST, or to a GET where there is no body."""
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(EngineError),
             stop=stop_after_attempt(ATTEMPTS),

@@ -1,12 +1,12 @@
 """A reward model: a sequence classifier with one label, whose value is the score of a prompt and its response.
 
-| its tokenizer has | what it reads |
+| its tokenizer has | it reads |
 |---|---|
-| a chat template | the prompt's messages and the response as the assistant's, by that template |
-| none | the prompt and the response behind it, with the special tokens that the tokenizer puts around a text |
+| a chat template | the prompt's messages and the response as the assistant's, in that template |
+| none | the prompt followed by the response, with the special tokens that the tokenizer puts around a text |
 
-A score is the same in whichever company: sequences are padded on the right, behind the last token that attention looks
-at, and transformers reads the value at the last token that is no padding.
+A score does not depend on its batch: sequences are padded on the right, after the last token that attention sees, and
+transformers reads the value at the last token that is not padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,41 +28,42 @@ from cairn.engines.types.errors import BadModel
 from cairn.storage.records import Environment
 
 _NOW = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
-"""The time to a chat template that asks for it, so that a score is the same on every day: Llama's take this day where
-they are given no clock."""
+"""Time for chat templates that ask for it, so that a score is the same on every day. Llama's templates use this day
+when they get no clock."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What is scored."""
+    """A prompt and its response, to be scored."""
 
     messages: tuple[dict[str, Any], ...]
     """The prompt as a chat."""
     text: str
     """The prompt as a text, for a model without a chat template."""
     response: str
-    """Without special tokens."""
+    """The response, without special tokens."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of it."""
+    """Result of the model for one response."""
 
     value: float | None
-    """None where it says nothing, for the reason in `error`."""
+    """The score; None where there is none, for the reason in `error`."""
     tokens: int
-    """That it read, or would have had to read."""
+    """Number of tokens that the model read, or would have had to read."""
     error: str | None = None
 
 
 class RewardModel:
-    """The engine. Runs in any process; it computes with its own number of threads and leaves the process's as it was.
+    """The engine of the reward model. It runs in any process, computes with its own number of threads, and then
+    restores the process's number.
 
     Args:
-        options: of the model, see `RewardModelConfig`.
+        options: options of the model, see `RewardModelConfig`.
 
     Raises:
-        BadModel: the folder cannot be used, or it wants a GPU where there is none.
+        BadModel: the folder cannot be used, or the options require a GPU where there is none.
     """
 
     def __init__(self, options: RewardModelConfig) -> None:
@@ -79,11 +80,11 @@ class RewardModel:
         self._longest = longest_sequence(options)
         self._padding = self._model.config.get_text_config().pad_token_id
         self.scored = 0
-        """Sequences that it scored."""
+        """Number of sequences scored."""
 
     def score(self, answered: Sequence[Answered]) -> list[Score]:
-        """Scores in the order of what was answered. One that is longer than `max_length`, that the chat template
-        refuses, or whose value is not finite, has none."""
+        """Return scores in the order of the inputs. A sequence has no score if it is longer than `max_length`, if the
+        chat template refuses it, or if its value is not finite."""
         found: list[Score | None] = []
         ids: list[list[int]] = []
         for one in answered:
@@ -107,12 +108,13 @@ class RewardModel:
         return [score for score in found if score is not None]
 
     def environment(self) -> Environment:
-        """What it computes on."""
+        """Return the environment that the engine computes on."""
         with self._threads():
             return engine_environment(self._device, TORCH)
 
     def health(self) -> dict[str, Any]:
-        """Keys: model, dtype, device, num_threads, max_length (in tokens), scored (sequences so far)."""
+        """Return the engine's state. Keys: model, dtype, device, num_threads, max_length (in tokens), scored (sequences
+        so far)."""
         return {
             "model": self._options.path,
             "dtype": self._options.dtype,
@@ -141,7 +143,7 @@ class RewardModel:
         return None
 
     def _values(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Of a batch."""
+        """Return the values of a batch."""
         longest = max(map(len, sequences))
         ids = torch.full((len(sequences), longest), self._padding or 0)
         mask = torch.zeros_like(ids)
@@ -163,8 +165,8 @@ class RewardModel:
 
 
 def longest_sequence(options: RewardModelConfig) -> int | None:
-    """In tokens: `max_length`, or what the model's context holds; None where its config says neither. Raises
-    BadModel."""
+    """Return the longest sequence in tokens: `max_length`, or the model's context; None where its config says neither,
+    or where the folder cannot be used."""
     if options.max_length is not None:
         return options.max_length
     try:
@@ -174,7 +176,7 @@ def longest_sequence(options: RewardModelConfig) -> int | None:
 
 
 def load_reward_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a reward model's folder. Raises BadModel."""
+    """Return the tokenizer of a reward model's folder. Raises BadModel."""
     check_reward_model_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)

@@ -1,6 +1,5 @@
 """Construction of the training engine that a configuration selects."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,20 +10,6 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.configs.view import view
 from cairn.engines.training.base import TrainingEngine
-from cairn.engines.training.megatron.options import PERMITTED
-
-
-def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
-    """Yield messages on what the engine that `training.engine` names cannot do with a model; creates no engine."""
-    if training.engine == "megatron":
-        from cairn.engines.training.megatron.options import problems as megatron_problems
-
-        yield from megatron_problems(training, model_path)
-
-
-def permitted() -> Mapping[str, frozenset[str]]:
-    """Return the options that a store may set in mappings of an engine's own, by the mapping's name."""
-    return {"training.megatron": PERMITTED}
 
 
 def make_engine(

@@ -1,4 +1,4 @@
-"""Named tensors as one array of bytes, which travels between processes without being copied on arrival."""
+"""Named tensors as one array of bytes, which travels between processes and is not copied on arrival."""
 
 import io
 import warnings
@@ -14,16 +14,16 @@ from torch.multiprocessing.reductions import reduce_tensor
 from cairn.storage.store.errors import naming_full
 
 ALIGNMENT = 64
-"""Every tensor begins at a multiple of so many bytes: a cache line, and enough for any dtype."""
+"""Every tensor begins at a multiple of this many bytes: a cache line, and enough for any dtype."""
 
 
 Layout = tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
 
 
 class Bucket(dict[str, torch.Tensor]):
-    """Tensors, on any device, that travel packed: the one place where weights are packed and unpacked.
+    """Tensors, on any device, that travel packed. Weights are packed and unpacked only here.
 
-    What arrives are views of the bytes that came: to be read, and no longer than the bucket lives.
+    Received tensors are views of the received bytes: read-only, and valid no longer than the bucket lives.
     """
 
     def __reduce__(self) -> Any:
@@ -38,7 +38,8 @@ def _unpacked(data: np.ndarray, layout: Layout) -> Bucket:
 
 
 def in_one_storage(named_tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of tensors as views of one storage on a device: a single handle shows them to another process."""
+    """Return copies of tensors as views of one storage on a device, so that a single handle gives them to another
+    process."""
     return _views(*_packed(named_tensors, device))
 
 
@@ -61,17 +62,17 @@ def _views(data: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
     }
 
 
-# Tensors that another process on this machine maps instead of copying: what SGLang's servers unpickle.
+# Tensors that another process on this machine maps instead of copying, in the format that SGLang's servers unpickle.
 
 
 DEVICE_ARGUMENT = 6
-"""Position of the device's index among what a tensor in GPU memory is rebuilt from."""
+"""Position of the device's index among the arguments from which a tensor in GPU memory is rebuilt."""
 
 
 def share(named_tensors: dict[str, torch.Tensor]) -> bytes:
-    """Handles on shared memory or, for tensors on a GPU, on theirs: good for one reader, as long as the tensors live.
-    Tensors of one storage share a handle. Raises NoSpace where shared memory is full."""
-    # Descriptors cannot travel over HTTP, names of files can.
+    """Return handles on shared memory or, for tensors on a GPU, on GPU memory. They are valid for one reader, as long
+    as the tensors live. Tensors of one storage share a handle. Raises NoSpace where shared memory is full."""
+    # File descriptors cannot travel over HTTP; names of files can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     buffer = io.BytesIO()
     handles = [(name, _OnDevice(tensor) if tensor.is_cuda else tensor) for name, tensor in named_tensors.items()]

@@ -3,7 +3,7 @@
 The fingerprint of a tensor is two sums modulo 2^64 of its elements' raw bits, each element times an odd pseudo-random
 factor of its position in the flattened tensor. Integer sums do not depend on their order, so the fingerprints of the
 parts of a tensor add up to that of the whole. A single altered element always changes both sums, since an odd factor
-has an inverse; other alterations go unseen with a probability of about 2^-64 or less. This guards against accidents,
+has an inverse. Other alterations are missed with a probability of about 2^-64 or less. This guards against accidents,
 not against an adversary.
 """
 
@@ -26,11 +26,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """[2] int64 on the tensor's device: its fingerprint, or its part in that of a tensor it is a contiguous piece of.
+    """Return [2] int64 on the tensor's device: the tensor's fingerprint, or its part in the fingerprint of a larger
+    tensor of which it is a contiguous piece.
 
     Args:
-        tensor: of any shape and any dtype of 1 to 8 bytes.
-        offset: the number of elements before it in the flattened whole.
+        tensor: tensor of any shape and any dtype of 1 to 8 bytes.
+        offset: number of elements before it in the flattened whole.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     columns = _column_factors(bits.device)
@@ -51,7 +52,8 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 
 def digest(tensors: Sequence[tuple[str, Sequence[int], str]], fingerprints: torch.Tensor, *extra: str) -> str:
-    """SHA-256 over the tensors' (name, shape, dtype), their fingerprints [n, 2] int64, in the order of their names."""
+    """Return SHA-256 over the tensors' (name, shape, dtype) and their fingerprints [n, 2] int64, in the order of their
+    names."""
     sums = fingerprints.cpu().tolist()
     lines = sorted(
         f"{name} {tuple(shape)} {dtype} {first} {second}"
@@ -61,10 +63,11 @@ def digest(tensors: Sequence[tuple[str, Sequence[int], str]], fingerprints: torc
 
 
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Checksum of a model's weights: equal for equal names, shapes and values, whatever their order and device.
+    """Return the checksum of a model's weights: equal for equal names, shapes and values, whatever their order and
+    device.
 
-    Values count as float32, which holds every bfloat16 and float16 exactly: weights that were sent as bfloat16 and are
-    held as float32 have the checksum of what was sent.
+    Values count as float32, which holds every bfloat16 and float16 exactly. So weights that were sent as bfloat16 and
+    are held as float32 have the checksum of what was sent.
     """
     entries, fingerprints = [], []
     for name, tensor in named_tensors:
@@ -75,18 +78,19 @@ def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 @lru_cache
 def _column_factors(device: torch.device) -> torch.Tensor:
-    """[2, block] int64: the factor of each position within a block."""
+    """Return [2, block] int64: the factor of each position within a block."""
     return torch.stack([_odd_factors(0, _BLOCK, salt) for salt in (1, 2)]).to(device)
 
 
 @lru_cache(maxsize=4096)
 def _block_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """[count, 2] int64: the factor of each block."""
+    """Return [count, 2] int64: the factor of each block."""
     return torch.stack([_odd_factors(first, count, salt) for salt in (3, 4)], dim=-1).to(device)
 
 
 def _odd_factors(first: int, count: int, salt: int) -> torch.Tensor:
-    """[count] int64: the outputs `first`, … of the generator SplitMix64 (Steele et al., OOPSLA 2014) for a seed."""
+    """Return [count] int64: the outputs `first`, … of the generator SplitMix64 (Steele et al., OOPSLA 2014) for a seed,
+    made odd."""
     with np.errstate(over="ignore"):
         state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = state + np.uint64(salt << 56)
@@ -96,11 +100,11 @@ def _odd_factors(first: int, count: int, salt: int) -> torch.Tensor:
     return torch.from_numpy(z.view(np.int64))
 
 
-# What the weight files of a folder in Hugging Face format hold.
+# Tensors in the weight files of a folder in Hugging Face format.
 
 
 def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of safetensors files, one in memory at a time."""
+    """Yield every tensor of safetensors files, one in memory at a time."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no mapping
@@ -108,14 +112,15 @@ def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def trained_tensors_of(folder: Path, files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same of files of a model folder, without the layers of `cairn.engines.models.published`. Raises BadModel."""
+    """Return the tensors in files of a model folder, without the layers of `cairn.engines.models.published`. Raises
+    BadModel."""
     layers = check_model_folder(folder).get_text_config().num_hidden_layers
     return ((name, tensor) for name, tensor in tensors_of(files) if not is_mtp(name, layers))
 
 
 def folder_checksum(folder: str | Path, dtype: Literal["float32", "bfloat16"]) -> str:
-    """`weights_checksum` of a model folder's weights in `dtype`, by the names that its files have, tied ones once: that
-    of a run's publication of the same weights, whatever folder they lie in. Raises BadModel."""
+    """Return `weights_checksum` of a model folder's weights in `dtype`, by the names in its files; tied weights count
+    once. It equals that of a run's publication of the same weights, whatever folder they are in. Raises BadModel."""
     check_model_folder(folder)
     names, target = parameter_names(folder), getattr(torch, dtype)
     weights = open_weights(Path(folder)).items()
@@ -123,8 +128,8 @@ def folder_checksum(folder: str | Path, dtype: Literal["float32", "bfloat16"]) -
 
 
 def checksums_as(folder: Path, files: Iterable[Path], dtype: torch.dtype) -> Iterator[str]:
-    """`weights_checksum` of a model folder's weights in `dtype`: by the names that its files have, and then, loaded, by
-    those that the model has, which differ for some families."""
+    """Yield `weights_checksum` of a model folder's weights in `dtype`: by the names in its files, and then, loaded, by
+    the names in the model, which differ for some families."""
     yield weights_checksum((name, _rounded(name, tensor, dtype)) for name, tensor in trained_tensors_of(folder, files))
     yield weights_checksum(load_causal_lm(folder, dtype).named_parameters())
 

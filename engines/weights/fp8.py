@@ -1,8 +1,10 @@
-"""Weights for servers that hold them in FP8: rounded anew from the trainer's, as the run's model folder has them.
+"""Weights for servers that hold them in FP8: the trainer's weights, rounded anew in the format of the run's model
+folder.
 
-Of a block of R × C numbers with the greatest magnitude a, the numbers × 448 / a are sent, rounded to float8_e4m3fn,
+For a block of R × C numbers with the greatest magnitude a, the numbers × 448 / a are sent, rounded to float8_e4m3fn,
 whose greatest number is 448, and the scale a / 448 (DeepSeek-V3 Technical Report, 2024, section 3.3.2). Where the
-folder says `scale_fmt: ue8m0` the scale is the next power of two. What it does not hold in FP8 is sent as it is.
+folder says `scale_fmt: ue8m0`, the scale is the next power of two. Weights that the folder does not hold in FP8 are
+sent as they are.
 """
 
 from collections.abc import Iterator
@@ -19,15 +21,15 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True)
 class Fp8Weights:
-    """What a model folder holds in FP8, and servers that read it."""
+    """Weights that a model folder, and servers that read it, hold in FP8."""
 
     scheme: BlockFp8
     names: frozenset[str]
-    """Of the weights, without those of `cairn.engines.models.published`."""
+    """Names of the weights, without those of `cairn.engines.models.published`."""
 
     @classmethod
     def of(cls, folder: str | Path) -> "Fp8Weights | None":
-        """None of a folder without FP8. Raises BadModel."""
+        """Return the FP8 weights of a folder; None where it has none. Raises BadModel."""
         scheme = quantization_of(Path(folder))
         if not isinstance(scheme, BlockFp8):
             return None
@@ -40,7 +42,8 @@ class Fp8Weights:
         return frozenset(map(_scale_of, self.names))
 
     def packed(self, buckets: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-        """Buckets of whole weights, by the names of the folder's files, as servers take them: scales beside weights."""
+        """Yield buckets of whole weights, by the names in the folder's files, as servers accept them: scales next to
+        weights."""
         for bucket in buckets:
             packed = {}
             for name, weight in bucket.items():
@@ -56,8 +59,8 @@ def _scale_of(name: str) -> str:
 
 
 def quantize(weight: torch.Tensor, scheme: BlockFp8) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix of any float format as float8_e4m3fn, and the float32 scales of its blocks, one for each that the matrix
-    begins."""
+    """Return a matrix of any float format as float8_e4m3fn, and the float32 scales of its blocks. A block that the
+    matrix fills only in part has a scale too."""
     size = (scheme.rows, scheme.columns)
     rows, columns = (-(-length // part) for length, part in zip(weight.shape, size, strict=True))
     whole = torch.zeros(rows * size[0], columns * size[1], device=weight.device)

@@ -1,11 +1,11 @@
-"""What processes tell each other about weights and their memory. Plain values: nothing here loads PyTorch."""
+"""Messages between processes about weights and their memory. All values are plain: nothing here loads PyTorch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 MemoryTag = Literal["weights", "kv_cache"]
-"""What an engine holds GPU memory for; captured graphs belong to the cache."""
+"""Purposes of an engine's GPU memory; captured graphs belong to the cache."""
 
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each tensor of a bucket, in the order in which their bytes are sent."""
@@ -13,25 +13,25 @@ Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Receiver:
-    """One engine as a member of the group in which weights are broadcast."""
+    """An engine as a member of the group in which weights are broadcast."""
 
     ranks: int
-    """Processes of it that receive: its tensor-parallel ranks."""
+    """Number of its processes that receive: its tensor-parallel ranks."""
     on_gpu: bool
     group: str | None
-    """Name of the group that it is in."""
+    """Name of the group that the engine is in; None for no group."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how the members of a group meet."""
+    """Place and parameters of a meeting of the members of a group."""
 
     name: str
     host: str
     port: int
     backend: str
-    """gloo or nccl."""
+    """`gloo` or `nccl`."""
     size: int
-    """Processes, the trainer's included."""
+    """Number of processes, the trainer's included."""
     rank: int
-    """Of the receiver's first process."""
+    """Rank of the receiver's first process."""

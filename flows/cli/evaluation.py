@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption
+from cairn.flows.cli.evaluation_logs import require_exportable, write_log
+from cairn.flows.cli.evaluation_tables import print_results, print_standings
 from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.cli.tables import age, console
-from cairn.flows.evaluation.comparing import Standing, figures
+from cairn.flows.evaluation.comparing import Standing
 from cairn.flows.evaluation.evaluating import Found
-from cairn.flows.text import printable
 
 if TYPE_CHECKING:
     from cairn.configs.schema.evaluation import Benchmark
@@ -24,87 +24,7 @@ if TYPE_CHECKING:
 # Tables of results, for people.
 
 
-def print_results(found: Sequence[Found]) -> None:
-    """Print a table, one result a line."""
-    rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), _verdict(one)) for one in found]
-    columns = list(dict.fromkeys(name for _, _, shown, _ in rows for name in shown))
-    table = _table("model", "benchmark", *columns, "result", right=columns)
-    for model, benchmark, shown, verdict in rows:
-        table.add_row(_text(model), _text(benchmark), *(shown.get(name, "–") for name in columns), verdict)
-    console().print(table)
-
-
-def print_standings(found: Sequence[Standing], baseline: str | None) -> None:
-    """Print a table of all results. Comparable ones are next to each other, the best first."""
-    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
-    against = [] if baseline is None else [f"against {baseline}"]
-    table = _table("benchmark", "rank", "model", "engine", *columns, *against, "computed", right=["rank", *columns])
-    for one in found:
-        shown, settings = figures(one.result.metrics), one.result.key.settings
-        compared = one.comparison
-        versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
-        table.add_row(
-            _text(one.result.key.benchmark) if one.rank == 1 else "",
-            str(one.rank),
-            _text(one.model),
-            f"{settings.get('engine')}, {settings.get('dtype')}",
-            *(shown.get(name, "–") for name in columns),
-            *([versus] if against else []),
-            age(one.result.committed_at),
-        )
-    console().print(table)
-
-
-def _table(*names: str, right: Sequence[str]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in names:
-        table.add_column(_text(name), justify="right" if name in right else "left", overflow="fold")
-    return table
-
-
-def _text(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(printable(text))
-
-
-def _verdict(one: Found) -> str:
-    return "computed" if one.computed else "found, nothing computed"
-
-
 # `--export inspect PATH` of evaluations: logs for the viewer of Inspect.
-
-
-def require_exportable(export: tuple[str, Path] | None, results: int) -> None:
-    """Check `--export` before anything is computed, and create the folder. Raises BadInput."""
-    if export is None:
-        return
-    kind, path = export
-    if kind != "inspect":
-        raise BadInput(f"--export {kind} is no format: use inspect, as in `--export inspect logs`")
-    if path.suffix == ".eval" and results > 1:
-        raise BadInput(f"{path} holds one log, and {results} results are asked for: give the name of a folder")
-    if path.suffix != ".eval" and path.exists() and not path.is_dir():
-        raise BadInput(f"{path} is a file, and no log: give the name of a folder, or one that ends in .eval")
-    try:
-        (path.parent if path.suffix == ".eval" else path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error}): give another place") from None
-
-
-def write_log(store: "Store", found: "Found", path: Path) -> Path:
-    """Write a result's log to `path`, or into it, and return its path. Raises BadInput where it cannot be written."""
-    from cairn.flows.evaluation.inspect_log import export_inspect, log_name
-    from cairn.storage.evals import read_samples
-
-    file = path if path.suffix == ".eval" else path / log_name(found.result)
-    try:
-        export_inspect(found.result, read_samples(store, found.result), file, found.model)
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written ({error}): give another place") from None
-    return file
 
 
 EngineOption = Annotated[

@@ -178,7 +178,7 @@ def train(
     """
     _mind_signals()
     from cairn.configs.loader import load
-    from cairn.flows.driver.session import with_length
+    from cairn.flows.driver.length import with_length
 
     config = with_length(load(recipe, overrides or []))
     _drive(store, run or recipe.stem, config, takeover, is_new=True)
@@ -219,7 +219,7 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
     from cairn.configs.errors import ConfigError
     from cairn.configs.loader import load
-    from cairn.flows.driver.session import with_length
+    from cairn.flows.driver.length import with_length
     from cairn.flows.driver.validation import data_problems, setup_problems
 
     notes: list[str] = []

@@ -115,7 +115,7 @@ else:
     Options = form_of(RunConfig)
     """All options of a run."""
     RewardOptions = form_of(RewardConfig)
-    """Those of its grader."""
+    """All options of a run's grader."""
 
 EMPTY = Options()
 """Form of a run with nothing filled in."""
@@ -179,9 +179,9 @@ if TYPE_CHECKING:
     Engine = Form
 else:
     Sampling = form_of(BenchmarkSampling, defaults=False)
-    """How responses are drawn."""
+    """Sampling options of a benchmark."""
     Engine = form_of(EngineOptions)
-    """What weights are evaluated with."""
+    """Engine options of an evaluation."""
 
 UNCHANGED_SAMPLING = Sampling()
 UNCHANGED_ENGINE = Engine()

@@ -22,7 +22,7 @@ from cairn.configs.plugins import code_files
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.plan import NAMES, kind_of
-from cairn.engines.training.factory import permitted as permitted_of_training
+from cairn.engines.training.options import permitted as permitted_of_training
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.store import Store

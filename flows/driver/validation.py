@@ -22,8 +22,8 @@ from cairn.engines.fleet.requirements import placement_problems, weight_problems
 from cairn.engines.models.folders import check_model_folder, context_length, end_tokens, sees_images
 from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.rollout.plan import kind_of
-from cairn.engines.training.factory import problems as training_problems
 from cairn.engines.training.needs import advantage_needs, loss_needs
+from cairn.engines.training.options import problems as training_problems
 from cairn.engines.types.errors import BadModel
 from cairn.tasks.data.demonstrations import DemonstrationData
 from cairn.tasks.data.drawing import MixedData
@@ -54,7 +54,7 @@ def setup_problems(config: RunConfig) -> list[str]:
     if (config.training.only_train_params_name_list or config.training.freeze_params_name_list) and not problems:
         # Imports the library's models, on either engine.
         if config.training.engine == "megatron":
-            from cairn.engines.training.megatron.options import freezing_problems
+            from cairn.engines.training.megatron.freezing import freezing_problems
         else:
             from cairn.engines.training.freezing import freezing_problems
 

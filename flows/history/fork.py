@@ -6,7 +6,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic
-from cairn.flows.driver.session import with_length
+from cairn.flows.driver.length import with_length
 from cairn.flows.driver.sources import Sources
 from cairn.flows.driver.trust import require_trusted
 from cairn.storage.ledger import layout

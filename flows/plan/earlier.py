@@ -8,7 +8,7 @@ from typing import Any
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.plan.rates import PEAK_TFLOPS
+from cairn.engines.plan.peaks import PEAK_TFLOPS
 from cairn.flows.plan.subject import StepTime, Subject
 from cairn.flows.reading.costs import tokens
 from cairn.flows.reading.metrics import busy_seconds

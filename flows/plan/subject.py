@@ -10,7 +10,7 @@ from pathlib import Path
 from cairn.configs.catalogue import CPU, Hardware, hardware, published_config, published_names
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.folders import context_length
-from cairn.engines.plan.rates import peak_tflops
+from cairn.engines.plan.peaks import peak_tflops
 from cairn.engines.plan.tensors import Model, config_of, model_of
 from cairn.engines.types.errors import BadModel
 from cairn.storage.records import Record

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.plan.rates import peak_tflops
+from cairn.engines.plan.peaks import peak_tflops
 from cairn.engines.rollout.plan import kind_of
 from cairn.storage.ledger.commits import Commit, Step
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.scoring.client import ServedModel
-from cairn.engines.training.log_probs import split_rows
 from cairn.engines.training.needs import scores_needed, teacher_top_k
+from cairn.engines.training.top_k import split_rows
 from cairn.engines.types.types import ModelRole, TrainBatch
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import SCORE

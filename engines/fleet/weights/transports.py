@@ -5,7 +5,7 @@
 | `tensor` | buckets in Ray's object store | until it is dropped, or the machine of the trainer's first rank is lost |
 | `disk` | the folder `<update_weight_disk_dir>/<trainer>/weight_v<version>` | until it is removed |
 | `distributed` with a lag | the same buckets, which the trainer's first rank broadcasts | as long |
-| `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at the version |
+| `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at it |
 """
 
 import contextlib

@@ -30,7 +30,6 @@ from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.records import Environment
 
 
-
 class ServerStream:
     """A `Stream` of requests to SGLang's servers.
 

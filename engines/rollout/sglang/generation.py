@@ -70,7 +70,7 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 
 @dataclass(frozen=True)
 class Route:
-    """Where `/generate` is sent, and every server that it may reach."""
+    """Destination of `/generate`, and every server that it may reach."""
 
     url: str
     """Address for `/generate`."""

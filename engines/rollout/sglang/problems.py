@@ -34,8 +34,6 @@ UNSERVED = {
 """Reason, by model type."""
 
 
-
-
 def quantized_problems(config: RunConfig) -> Iterator[str]:
     """Yield sentences on servers that read quantised weights from `model.path`, and receive new weights in the same
     format (`cairn.engines.weights.fp8`)."""

@@ -1,6 +1,6 @@
-"""The samples that are being decoded, one row each, kept on the host.
+"""The samples that are being decoded, one row each, stored on the host.
 
-Rows stay dense, so that a step runs over the first ones of everything.
+Rows stay dense, so that a step runs over the first rows of all arrays.
 """
 
 import time
@@ -17,14 +17,16 @@ from cairn.engines.models.tokenizers import read_tokenizer
 from cairn.engines.types.errors import BadModel, GenerationFailed
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, KeptTokens
 
-# How the next token is drawn: one uniform number a token, from the sample's seed and the token's position alone.
+# Sampling of the next token: one uniform number for each token, from the sample's seed and the token's position alone.
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[B] float32 in (0, 1], multiples of 2^-24: output `positions[b]` of the generator SplitMix64 seeded `seeds[b]`.
+    """Return [B] float32 in (0, 1], multiples of 2^-24: output `positions[b]` of the generator SplitMix64 seeded
+    `seeds[b]`.
 
-    A counter-based generator: any output without those before it, in integers only, so equal everywhere and in every
-    batch. Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    The generator is counter-based: any output is available without those before it. It uses integers only, so outputs
+    are equal everywhere and in every batch. Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014.
 
     Args:
         seeds: [B] uint64.
@@ -44,7 +46,8 @@ def sample(
     greedy: torch.Tensor | None = None,
     truncated: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Draw a token a row by inverting the cumulative distribution, with its log-prob under what it was drawn from.
+    """Draw one token for each row by inverting the cumulative distribution. Returns its log-prob under that
+    distribution too.
 
     Each row's result depends on that row alone.
 
@@ -52,13 +55,13 @@ def sample(
         logits: [B, V] float32.
         uniform: [B] in (0, 1].
         temperature: [B], positive; None where all are 1.
-        greedy: [B] bool, rows that take the most probable token; None where none does.
+        greedy: [B] bool, rows that take the most probable token; None where no row does.
         truncated: (rows [R], top_p [R], top_k [R]) of the rows, none of them greedy, that draw from a part of the
-            vocabulary only; a top_k of V keeps all.
+            vocabulary only; with a top_k of V all tokens remain.
 
     Returns:
-        tokens [B] int64; log-probs [B] float32 under softmax(logits / temperature), over the part alone in truncated
-        rows; and the part [R, V] bool, the tokens that these rows could have drawn.
+        tokens [B] int64; log-probs [B] float32 under softmax(logits / temperature), in truncated rows within their
+        sampling support alone; and that support [R, V] bool, the tokens that these rows could have drawn.
     """
     if temperature is not None:
         logits = logits / temperature[:, None]
@@ -82,9 +85,9 @@ def sample(
 
 
 def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Zero all but the `top_k` most probable tokens, and of the full distribution all but the smallest set of the most
-    probable tokens that holds `top_p` of the mass (Holtzman et al. 2020, "The curious case of neural text
-    degeneration", section 3.1)."""
+    """Zero all tokens except the `top_k` most probable. Also zero all except the smallest set of the most probable
+    tokens that holds `top_p` of the mass of the full distribution (Holtzman et al. 2020, "The curious case of neural
+    text degeneration", section 3.1)."""
     descending, order = probs.sort(dim=-1, descending=True, stable=True)
     before = descending.cumsum(-1) - descending
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -92,25 +95,25 @@ def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> 
     return torch.zeros_like(probs).scatter_(1, order, descending * keep)
 
 
-# Strings that end a response as soon as its text holds one.
+# Stop strings: a response ends as soon as its text contains one.
 #
-# The text is what the model folder's tokenizer makes of all tokens, special ones kept, as SGLang has it. A string may
-# begin and end in the middle of tokens, and a character may take several. Only the end of a response is decoded: each
-# token that has a text has a byte of it at least, so a string that the last token completes lies in as many of the last
-# tokens as it has bytes. What is found depends on the response alone.
+# The text is the decoding of all tokens, special ones included, by the model folder's tokenizer, as in SGLang. A string
+# may begin and end in the middle of tokens, and a character may take several tokens. Only the end of a response is
+# decoded: each token that has a text has at least one byte of it, so a string that the last token completes is in as
+# many of the last tokens as it has bytes. The result depends on the response alone.
 
 
 _CHARACTER = 4
-"""Most bytes of a character in UTF-8, so most tokens."""
+"""Most bytes of a character in UTF-8, so also its most tokens."""
 _PART = "\ufffd"
-"""What a part of a character is decoded to."""
+"""Text that a part of a character is decoded to."""
 
 
 class StopStrings:
-    """Those of an engine's requests. The tokenizer is loaded where a request has some.
+    """Stop strings of an engine's requests. The tokenizer is loaded when a request has some.
 
     Args:
-        folder: of the model.
+        folder: model folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -118,7 +121,7 @@ class StopStrings:
         self._texts: dict[int, bool] = {}
 
     def watch(self, request: GenerateRequest) -> "StopWatch | None":
-        """A look-out for the request's strings, None where it has none. Raises BadModel."""
+        """Return a watch for the request's stop strings; None where it has none. Raises BadModel."""
         strings = request.sampling_params.stop
         if not strings:
             return None
@@ -130,12 +133,12 @@ class StopStrings:
         return watch
 
     def text(self, tokens: list[int]) -> str:
-        """Of some tokens."""
+        """Return the text of some tokens."""
         return str(self._tokenizer.decode(tokens))
 
     def has_text(self, token: int) -> bool:
-        """Whether a token has any, in whatever company: an id that the tokenizer lacks has none. Some tokenizers drop a
-        space before the first token, so it is asked of two."""
+        """Return whether a token has a text, whatever its neighbours are. An id that the tokenizer lacks has none. Some
+        tokenizers drop a space before the first token, so this decodes the token twice in a row."""
         if token not in self._texts:
             self._texts[token] = bool(self.text([token, token]))
         return self._texts[token]
@@ -153,25 +156,26 @@ class StopStrings:
 
 
 class StopWatch:
-    """The end of one response."""
+    """A watch for stop strings at the end of one response."""
 
     def __init__(self, vocabulary: StopStrings, strings: tuple[str, ...]) -> None:
         self._vocabulary = vocabulary
         self._strings = strings
         self.reach = _CHARACTER + max(len(string.encode()) for string in strings)
-        """Tokens that are decoded: more than a string can lie in, since the first may lose a space, and may begin in
-        the middle of a character, which some tokenizers give up with all the bytes after it."""
+        """Number of tokens that are decoded. It is more than a string can occupy, because the first token may lose a
+        space. The first token may also begin in the middle of a character, which some tokenizers drop with all the
+        bytes after it."""
         self._last: deque[int] = deque(maxlen=self.reach)
         self.found = False
         """Whether the last token has completed a string."""
 
     def extend(self, token: int) -> None:
-        """Go on by a token."""
+        """Append a token."""
         if self._vocabulary.has_text(token):
             self._last.append(token)
 
     def completes(self, token: int) -> bool:
-        """Go on by a token; whether it completes a string."""
+        """Append a token. Returns whether it completes a string."""
         self.extend(token)
         tokens = [*self._last]
         for start in range(_CHARACTER):
@@ -188,35 +192,35 @@ class Sample:
 
     request: GenerateRequest
     tokens: np.ndarray
-    """[L] int64: what it goes on from."""
+    """[L] int64: the tokens that the sample continues."""
     start: bytes
-    """The same as a key, what is seen among them too: samples with equal ones have equal keys and values to begin with.
-    """
+    """Key of these tokens and of the images among them. Samples with equal keys have equal keys and values to begin
+    with."""
     watch: StopWatch | None = None
-    """For the strings that end it, where it has some."""
+    """Watch for the stop strings that end the sample; None where it has none."""
     shift: int = 0
-    """What is added to the place of a token after the images to get its position: an image takes more places than it
-    takes of these."""
+    """Number to add to the index of a token after the images to get its position: an image takes more indices than
+    positions."""
     began: float = 0.0
-    """When it was admitted, by `time.perf_counter`."""
+    """Time at which the sample was admitted, by `time.perf_counter`."""
     kept: list[np.ndarray] = field(default_factory=list)
-    """Of each token generated, the ids that it was drawn from, where they are asked for."""
+    """Sampling support of each generated token, where requested."""
     part: Completion | None = None
-    """What it had when it was last retracted: what it goes on from ends with that."""
+    """The sample's completion so far when it was last retracted. `tokens` ends with its tokens."""
     routes: list[np.ndarray] = field(default_factory=list)
-    """[T, layers, top-k] of tokens that the model has read: of a mixture of experts those of the prefill, and one after
-    the other where they are asked for."""
+    """[T, layers, top-k]: experts of tokens that the model has read. With a mixture of experts these are those of the
+    prefill, and, where requested, those of the further tokens one by one."""
 
     @property
     def limit(self) -> int:
-        """Most tokens that it may ask for."""
+        """Most tokens that the sample may request."""
         return self.request.sampling_params.max_new_tokens - self.request.position
 
 
 def samples_of(
     requests: Sequence[GenerateRequest], watch: Callable[[GenerateRequest], StopWatch | None] = lambda request: None
 ) -> list[Sample]:
-    """Of valid requests, in their order. `watch`: for what ends each but its tokens."""
+    """Return the samples of valid requests, in order. `watch` returns the watch for a request's stop strings."""
     seen: dict[tuple[int, ...], tuple[np.ndarray, bytes]] = {}
     samples = []
     for request in requests:
@@ -232,7 +236,7 @@ def samples_of(
 
 
 class Batch:
-    """State of the running samples, which come and go.
+    """State of the running samples, which join and leave.
 
     Args:
         end_ids: token ids that end every response, besides each request's own.
@@ -242,16 +246,17 @@ class Batch:
 
     def __init__(self, end_ids: frozenset[int], context_length: int, vocab_size: int) -> None:
         self.samples: list[Sample] = []
-        """Of each row."""
+        """Samples, by row."""
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self.tokens = np.zeros(0, dtype=np.int64)
         """Last token of each row."""
         self.positions = np.zeros(0, dtype=np.int64)
-        """Its position in input and response; behind the running rows both are 0."""
+        """Position of each row's last token in input and response. After the running rows, tokens and positions are
+        0."""
         self.shifts = np.zeros(0, dtype=np.int64)
-        """Of each row, as `Sample.shift`."""
+        """`Sample.shift` of each row."""
         self._generated = np.zeros(0, dtype=np.int64)
         self._continued = np.zeros(0, dtype=np.int64)
         self._limits = np.zeros(0, dtype=np.int64)
@@ -270,11 +275,11 @@ class Batch:
         return len(self.samples)
 
     def starts(self) -> dict[bytes, int]:
-        """The `start` of every running sample, and a row that runs it."""
+        """Return the `start` of every running sample, with a row that runs it."""
         return {sample.start: row for row, sample in enumerate(self.samples)}
 
     def reserve(self, num_rows: int, samples: Sequence[Sample]) -> None:
-        """Have so many rows, padding included, with room for the responses of the samples."""
+        """Make room for `num_rows` rows, padding included, and for the responses of the samples."""
         rows, width = self._responses.shape
         longest = min(max(sample.limit for sample in samples), self._context_length)
         if longest > width:
@@ -286,7 +291,7 @@ class Batch:
             self._grow(max(num_rows, 2 * rows))
 
     def admit(self, samples: Sequence[Sample]) -> list[int]:
-        """Add samples whose tokens are, but for the last one, in the KV cache. Returns their rows."""
+        """Add samples whose tokens, except the last one, are in the KV cache. Returns their rows."""
         rows = slice(len(self), len(self) + len(samples))
         params = [sample.request.sampling_params for sample in samples]
         given = np.array([len(sample.tokens) for sample in samples])
@@ -313,16 +318,16 @@ class Batch:
 
     @property
     def asks_for_routes(self) -> bool:
-        """Whether a sample wants to know the experts of its tokens."""
+        """Whether a sample requests the experts of its tokens."""
         return any(sample.request.sampling_params.return_routed_experts for sample in self.samples)
 
     def know_routes(self, rows: Sequence[int], routes: Sequence[np.ndarray]) -> None:
-        """Note the experts of what the samples go on from, but for its last token."""
+        """Record the experts of the tokens that the samples continue, except the last one."""
         for row in rows:
             self.samples[row].routes += routes
 
     def read_routes(self, routes: np.ndarray) -> None:
-        """Note the experts [B, layers, top-k] of every row's last token, for the samples that ask for them."""
+        """Record the experts [B, layers, top-k] of every row's last token, for the samples that request them."""
         for row, experts in zip(self.samples, routes, strict=True):
             if row.request.sampling_params.return_routed_experts:
                 row.routes.append(experts[None])
@@ -352,7 +357,7 @@ class Batch:
     def results(
         self, rows: np.ndarray, weight_version: int, *, aborted: bool = False
     ) -> list[tuple[Sample, Completion | GenerationFailed]]:
-        """What the rows hold, which have ended or are aborted: failures where a log-prob is not finite."""
+        """Return the results of rows that have ended or are aborted: failures where a log-prob is not finite."""
         now = time.perf_counter()
         return [self._result(row, weight_version, aborted, now) for row in rows]
 
@@ -399,13 +404,13 @@ class Batch:
         return sources, targets
 
     def rearrange(self, order: np.ndarray) -> None:
-        """Put the rows in another order: in the place of each the row that `order` [B] names."""
+        """Put the rows in another order: place i gets the row `order[i]`, `order` [B]."""
         self.samples = [self.samples[row] for row in order]
         for values in self._row_values():
             values[: len(order)] = values[order]
 
     def _keep(self, rows: torch.Tensor, part: torch.Tensor) -> None:
-        """Note what rows [R] could have drawn, part [R, V], for the samples that are asked for it."""
+        """Record the sampling support `part` [R, V] of `rows` [R], for the samples that request it."""
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
         for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
             sample = self.samples[row]
@@ -413,7 +418,7 @@ class Batch:
                 sample.kept.append(kept)
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
-        """The row of `_stops` for samples that these end too."""
+        """Return the row of `_stops` for samples that these tokens end too."""
         row = self._stop_rows.get(stop_token_ids)
         if row is None:
             row = self._stop_rows[stop_token_ids] = len(self._stops)
@@ -437,7 +442,7 @@ class Batch:
         torch.Tensor | None,
         tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     ]:
-        """What `sample` takes after the logits."""
+        """Return the arguments of `sample` after the logits."""
 
         def put(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values).to(device)
@@ -474,7 +479,7 @@ _ROW_VALUES = (
 
 
 def _grown(array: np.ndarray, *shape: int) -> np.ndarray:
-    """The array with zeros behind what it holds."""
+    """Return the array, enlarged to `shape` with zeros after its content."""
     larger = np.zeros(shape, array.dtype)
     larger[tuple(map(slice, array.shape))] = array
     return larger

@@ -1,4 +1,4 @@
-"""What a rollout engine finds out about itself: is its decoding right, and does a sample depend on its company."""
+"""Self-checks of a rollout engine: whether its decoding is right, and whether a sample depends on its batch."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +16,13 @@ from cairn.engines.types.types import Completion, GenerateRequest, RequestId, Sa
 
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_REDUCED_PRECISION = 0.5
-"""Greatest difference of log-probs that rounding explains; a cache that is not understood errs by far more."""
+"""Greatest difference of log-probs that rounding explains. With a cache that is used wrongly the error is far
+larger."""
 
 
 def find_decoding_error(decoder: Decoder) -> str | None:
-    """Decode a few tokens and compare their log-probs with one full forward pass. Returns what is wrong, if anything.
+    """Decode a few tokens and compare their log-probs with one full forward pass. Returns what is wrong; None if
+    nothing is.
 
     Architectures whose attention needs more than keys, values, positions and a mask fail here rather than in training.
     """
@@ -38,13 +40,14 @@ def find_decoding_error(decoder: Decoder) -> str | None:
 
 
 def is_batch_invariant(decoder: Decoder) -> bool:
-    """Whether a sample's arithmetic is bit for bit the same in any company, as far as trying can tell."""
+    """Return whether a sample's arithmetic is bit for bit the same in any batch, as far as tests can show."""
     return _steps_are_invariant(decoder) and _samples_are_invariant(decoder)
 
 
 @torch.inference_mode()
 def _steps_are_invariant(decoder: Decoder) -> bool:
-    """Whether rows have equal logits in steps of several numbers of rows, in the reverse order, and in segments."""
+    """Return whether rows have equal logits in steps with several numbers of rows, in the reverse order, and in
+    segments."""
     size, blocks = 23, 2
     rows = decoder.num_rows(size)
     tokens, positions, keys, stores, _, *read = trial_inputs(
@@ -72,11 +75,11 @@ def _steps_are_invariant(decoder: Decoder) -> bool:
 
 
 def _samples_are_invariant(decoder: Decoder) -> bool:
-    """Whether samples are equal alone, in their group, all together, together in the reverse order, and joining others
-    that have begun.
+    """Return whether samples are equal alone, in their group, all together, together in the reverse order, and when
+    they join others that have begun.
 
     The prompts' lengths, the groups' sizes and the responses' lengths differ, so that padding, slots and the number of
-    rows do.
+    rows differ too.
     """
     shapes = [(2, 1, 7), (9, 3, 5), (18, 8, 4), (40, 16, 2), (75, 5, 3)]
     groups = [
@@ -110,7 +113,7 @@ def _group(
 
 
 def _with_image(request: GenerateRequest, rows: int, columns: int, decoder: Decoder) -> GenerateRequest:
-    """The same with an image of so many places before its last token, under another id."""
+    """Return the request with an image of `rows` × `columns` places before its last token, under another id."""
     from cairn.engines.models.vision import trial_image  # what few models need
 
     image, token = trial_image(decoder.model, rows, columns, seed=rows), decoder.model.config.image_token_id
@@ -120,7 +123,7 @@ def _with_image(request: GenerateRequest, rows: int, columns: int, decoder: Deco
 
 
 def _run(decoder: Decoder, *parts: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
-    """Decode requests, of which each part joins after one more step."""
+    """Decode requests. Each part joins one step after the part before it."""
     decoding = Decoding(decoder, end_ids=frozenset())
     joining, ended = iter(parts), []
     while (part := next(joining, None)) is not None or decoding.running or decoding.queued:
@@ -130,14 +133,14 @@ def _run(decoder: Decoder, *parts: Sequence[GenerateRequest]) -> dict[RequestId,
 
 
 def _difference(decoder: Decoder, request: GenerateRequest) -> float:
-    """The largest of a completion's log-probs to those of a full forward pass."""
+    """Return the largest difference of a completion's log-probs from those of a full forward pass."""
     (completion,) = _run(decoder, [request]).values()
     return float(np.abs(completion.log_probs - _full_log_probs(decoder, request, completion)).max())
 
 
 @torch.inference_mode()
 def _full_log_probs(decoder: Decoder, request: GenerateRequest, completion: Completion) -> np.ndarray:
-    """[T] float32 of the completion's tokens, from one forward pass without a cache."""
+    """Return [T] float32 log-probs of the completion's tokens, from one forward pass without a cache."""
     response = torch.from_numpy(completion.response_ids).long()
     ids = np.concatenate([np.asarray(request.input_ids, np.int64), completion.response_ids])
     input_ids = torch.from_numpy(ids)[None].to(decoder.device)

@@ -1,20 +1,20 @@
-"""The arithmetic of decoding: the library's own forward pass over our own key-value cache.
+"""The arithmetic of decoding: the library's own forward pass over Cairn's own key-value cache.
 
-**Batch invariance.** A sample's tokens and log-probs depend on the weights, the tokens that it goes on from, its seed
-and position, and its sampling parameters only, bit for bit, because every kernel sees shapes that lead to the same
-arithmetic for it:
-- What a sample goes on from is prefilled whole, a prompt or a conversation, and never taken from what other samples
-  have decoded. It is padded on the right to a length that is its own (`kv_cache.round_up`) and shares a forward pass
-  only with others of that length; with images in it, with none. Where layers keep a state, which padding would enter,
-  it is not padded; instead the pass has prompts of padding, so that it has as many rows as a step.
-- Matrix products have `MIN_ROWS` rows at least, below which BLAS libraries turn to other kernels.
+**Batch invariance.** A sample's tokens and log-probs depend, bit for bit, only on the weights, the tokens that it
+continues, its seed and position, and its sampling parameters. Every kernel sees shapes that lead to the same arithmetic
+for the sample:
+- The tokens that a sample continues, a prompt or a conversation, are prefilled whole, and never taken from what other
+  samples have decoded. They are padded on the right to a length of their own (`kv_cache.round_up`), and share a forward
+  pass only with others of that length. Tokens with images share it with no others. Where layers keep a state, padding
+  would enter it, so there is none; instead the pass has prompts of padding, so that it has as many rows as a step.
+- Matrix products have at least `MIN_ROWS` rows, below which BLAS libraries switch to other kernels.
 - MKL chooses kernels whose results do not depend on that number either (`MKL_CBWR`, see `engines`).
 - Attention runs row by row, over lengths that are multiples of `kv_cache.ALIGNMENT`.
 - Activation functions compute the last few numbers of a tensor, those that do not fill vectors, by other code. Where
-  the model's widths are not multiples of `VECTORS`, padding comes last, as many rows as such a vector may reach over.
+  the model's widths are not multiples of `VECTORS`, padding comes last, as many rows as such a vector may span.
 
-This is how the CPU kernels of PyTorch were seen to behave with one thread; `TransformersEngine.check_batch_invariance`
-tries it where it runs.
+The CPU kernels of PyTorch were observed to behave this way with one thread. `TransformersEngine.check_batch_invariance`
+tests it on the machine where it runs.
 """
 
 import warnings
@@ -51,31 +51,32 @@ if TYPE_CHECKING:
 # One decoding step as a function of tensors: the model's own forward pass, and its recording.
 #
 # Small steps are bound by the Python of the model's modules, not by arithmetic. The recording (TorchScript, `trace`)
-# replays the same kernels in the same order without that Python: the same logits, bit for bit, of any architecture. It
-# is used where it has proved faithful, `record` says how; elsewhere the model's Python runs.
+# replays the same kernels in the same order without that Python. It returns the same logits, bit for bit, of any
+# architecture. It is used where it has proved faithful, as `record` describes; elsewhere the model's Python runs.
 
 
 StepInputs = tuple[Any, ...]
-"""What a `Step` takes."""
+"""Arguments of a `Step`."""
 
 StepOutputs = tuple[torch.Tensor, torch.Tensor]
-"""logits [B, V], and the experts [B, layers, top-k] that were chosen for the tokens; no layers without experts."""
+"""Logits [B, V], and the experts [B, layers, top-k] that were chosen for the tokens, without layers that have no
+experts."""
 
 Step = Callable[..., StepOutputs]
-"""(tokens [B], positions [B], key_positions [L], stores, segments [K, 2]) -> outputs: feeds a token to each of the
-slots 0 … B - 1 of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of
-the first L, or fewer as `segments` has it (`cairn.engines.rollout.transformers.decoding`). Of a model that sees images
-it takes a sixth argument, [B], the positions that the model reads, where the first ones are those in the slots."""
+"""(tokens [B], positions [B], key_positions [L], stores, segments [K, 2]) -> outputs. Feeds a token to each of the
+slots 0 … B - 1 of a `KVCache` at its position, which extends the slot. The token attends to the slot's positions: to
+the first L, or to fewer as `segments` says (`cairn.engines.rollout.transformers.decoding`). For a model that sees
+images it takes a sixth argument, [B]: the positions that the model reads; `positions` are then those in the slots."""
 
 
 class DecodingStep(torch.nn.Module):
     """A `Step` that runs the model.
 
     Args:
-        model: any causal language model whose layers are of `layer_states.KINDS`.
+        model: any causal language model whose layers are of `kv_cache.KINDS`.
         windows: kind of attention layer, as in `config.layer_types` -> its sliding window in tokens, or None.
-        layers: as `KVCache.layers`.
-        routes: sees what experts the model chooses.
+        layers: layers as in `KVCache.layers`.
+        routes: records the experts that the model chooses.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class DecodingStep(torch.nn.Module):
         return output.logits[:, -1], self.routes.take()
 
     def _masks(self, positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """[B, 1, 1, L] each, to be added to scores: -inf behind a row's position and outside its window."""
+        """Return masks [B, 1, 1, L] to be added to scores: -inf after a row's position and outside its window."""
         masks = {}
         for kind, window in self.windows.items():
             unseen = key_positions > positions[:, None]
@@ -120,13 +121,13 @@ class DecodingStep(torch.nn.Module):
 
 @torch.no_grad()
 def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: int) -> Step | None:
-    """A recording of `step`, or None where it would not be faithful.
+    """Return a recording of `step`; None where it would not be faithful.
 
-    It is not where the model's Python looks at the values of tensors (mixtures of experts that loop over them, position
-    encodings that change with the length), nor where the logits of any trial shape differ in a bit.
+    A recording is not faithful where the model's Python looks at the values of tensors (mixtures of experts that loop
+    over them, position encodings that change with the length), or where the logits of any trial shape differ in a bit.
 
     Args:
-        cache: gives the layers' shapes; it is left alone.
+        cache: provides the layers' shapes; it is not changed.
     """
     trials = [
         trial_inputs(cache, rows, length, context_length, vocab_size) for rows, length in ((5, 2), (4, 1), (9, 4))
@@ -157,8 +158,8 @@ def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: 
 def trial_inputs(
     cache: KVCache, rows: int, blocks: int, context_length: int, vocab_size: int, sees_images: bool = False
 ) -> StepInputs:
-    """Random inputs of a step over `blocks` times `ALIGNMENT` positions, the last ones of the context. `sees_images`:
-    the model does."""
+    """Return random inputs of a step over `blocks` times `ALIGNMENT` positions. `sees_images`: whether the model
+    does."""
     device = cache.stores[0].device
     draw = torch.Generator().manual_seed(rows)
     length = blocks * ALIGNMENT
@@ -178,20 +179,20 @@ def _copy(inputs: StepInputs) -> StepInputs:
 
 
 MIN_ROWS = 4
-"""Rows of a step; fewer samples are filled up with padding."""
+"""Least rows of a step. Fewer samples are filled up with padding."""
 
 VECTORS = 32
-"""Numbers that PyTorch's loops over float32 take at a time: two vectors of AVX-512."""
+"""Numbers that PyTorch's loops over float32 process at a time: two vectors of AVX-512."""
 
 NARROWEST = 4
-"""Widths below are left out: so narrow is what gates shared experts, whose models are not invariant anyway."""
+"""Least width that is considered. Narrower layers gate shared experts, and such models are not invariant anyway."""
 
 
 class Decoder:
-    """Samples responses from a causal language model whose layers are of `layer_states.KINDS`.
+    """A decoder for causal language models whose layers are of `kv_cache.KINDS`.
 
     Args:
-        model: in evaluation mode; its attention implementation is replaced where it is SDPA.
+        model: model in evaluation mode; its attention implementation is replaced where it is SDPA.
         max_rows: samples that run at a time.
     """
 
@@ -200,7 +201,8 @@ class Decoder:
         self.max_rows = max(max_rows, MIN_ROWS)
         self.device = model.device
         self.in_segments = self.device.type == "cpu"
-        """Whether rows are attended to in segments: a GPU starts kernels more slowly than it reads."""
+        """Whether attention runs over segments of rows. On a GPU it does not, since a GPU starts kernels more slowly
+        than it reads."""
         self.context_length = context_length(model.config)
         self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
         widths = {parameter.shape[0] for parameter in model.parameters() if parameter.dim() < 3}
@@ -212,38 +214,39 @@ class Decoder:
         if model.config._attn_implementation == "sdpa" and not _SPARSE & {*layer_types}:
             model.set_attn_implementation(SLOT_ATTENTION)
         self.routes = RouteRecorder(model)
-        """The experts that it chooses."""
+        """Recorder of the experts that the model chooses."""
         self._example, _ = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
         self.cache = KVCache(self._example, self._kinds)
         self.sees_images = sees_images(model.config)
         windows = _windows(model.config.get_text_config(), layer_types)
         step = DecodingStep(model, windows, self.cache.layers, self.routes)
-        # Models of images and text count their positions' kinds in Python at every step: no recording is of use.
+        # Models of images and text count their positions' kinds in Python at every step, so a recording is of no use.
         recording = None if self.sees_images else record(step, self.cache, self.context_length, self.vocab_size)
         self.step: Step = recording or step
 
     def num_rows(self, size: int) -> int:
-        """Rows of a step for so many samples, padding included."""
+        """Return the rows of a step for `size` samples, padding included."""
         return max(size + self._padding, MIN_ROWS)
 
     def prefill_length(self, tokens: np.ndarray) -> int:
-        """Length of a forward pass for all but the last of the tokens, padding included: a function of these alone."""
+        """Return the length of a forward pass for all tokens except the last, padding included. It depends on these
+        tokens alone."""
         length = len(tokens) - 1
         if not length or not self.cache.keeps_beginnings:
             return length
         return min(round_up(length + self._padding), self.context_length)
 
     def prefill_rows(self, prompts: int, length: int) -> int:
-        """Rows of a forward pass for so many prompts of that length, padding included."""
+        """Return the rows of a forward pass for `prompts` prompts of that length, padding included."""
         if self.cache.keeps_beginnings:
             return prompts
         return -(-max(prompts * length + self._padding, MIN_ROWS) // length)
 
     def forward_prompts(self, input_ids: torch.Tensor, seen: "ImageInputs | None" = None) -> tuple[Cache, torch.Tensor]:
-        """What the layers keep of prompts [P, S], and the experts [P, S, layers, top-k] of their tokens.
+        """Return what the layers store of prompts [P, S], and the experts [P, S, layers, top-k] of their tokens.
 
         Args:
-            seen: what the model reads beside the tokens.
+            seen: what the model reads besides the tokens.
         """
         prompts = prompt_cache(self._kinds)
         given: AbstractContextManager[dict[str, Any]] = nullcontext({}) if seen is None else seen.given(self.model)
@@ -260,7 +263,7 @@ class Decoder:
 
     @property
     def image_problem(self) -> Callable[[GenerateRequest], str | None]:
-        """What is wrong with a request's images, if anything."""
+        """Function that returns what is wrong with a request's images, if anything."""
         if not self.sees_images:
             return sees_no_images
         from cairn.engines.models.vision import image_problem  # what few models need
@@ -273,7 +276,8 @@ class Decoder:
         return problem
 
     def see(self, known: np.ndarray, request: GenerateRequest, length: int) -> "ImageInputs | None":
-        """What the model reads beside a prompt's tokens but the last, padded to a length; None without images."""
+        """Return what the model reads besides a prompt's tokens except the last, padded to a length; None without
+        images."""
         if not request.images:
             return None
         from cairn.engines.models.vision import image_inputs
@@ -281,8 +285,8 @@ class Decoder:
         return image_inputs(self.model, [known], [request.images], length)
 
     def forget(self) -> None:
-        """Give the cache up: its memory, and what a pass that broke off may have left, which need not be finite as all
-        behind a slot's length must be."""
+        """Discard the cache: its memory, and the remains of a pass that failed. The remains may not be finite, and
+        everything after a slot's length must be."""
         self.cache = KVCache(self._example, self._kinds)
 
 
@@ -290,7 +294,7 @@ _SPARSE = {"deepseek_sparse_attention"}
 
 
 def _layer_types(config: PretrainedConfig) -> list[str]:
-    """Of each layer, as in `KINDS`. Raises BadModel."""
+    """Return the kind of each layer, as in `KINDS`. Raises BadModel."""
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
     layer_types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
@@ -303,6 +307,6 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def _windows(config: PretrainedConfig, layer_types: Sequence[str]) -> dict[str, int | None]:
-    """The kinds of attention layers and their sliding windows in tokens (None: unbounded)."""
+    """Return the kinds of attention layers, with their sliding windows in tokens (None: unbounded)."""
     attention = {*layer_types} - {"linear_attention"}
     return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(attention)}

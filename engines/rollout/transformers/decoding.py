@@ -1,8 +1,8 @@
 """The samples that are decoded together: they join between two steps and leave when they end.
 
-What a sample goes on from is, but for its last token, prefilled once and copied to the slots of all that go on from the
-same; then each step feeds one token a sample. Samples that end make room at once, for those that wait or for a smaller
-batch.
+The tokens that a sample continues are, except the last one, prefilled once, and copied to the slots of all samples that
+continue the same tokens. Then each step feeds one token to each sample. Samples that end make room at once, for those
+that wait or for a smaller batch.
 """
 
 from collections import defaultdict, deque
@@ -19,23 +19,23 @@ from cairn.engines.rollout.transformers.kv_cache import round_up
 from cairn.engines.types.errors import GenerationFailed
 from cairn.engines.types.types import Completion, FinishReason
 
-# Which rows of a decoding step attend to how many positions: reading keys and values is most of what a step costs.
+# The number of positions that each row of a decoding step attends to: reading keys and values is most of a step's cost.
 #
-# A step runs over dense rows, and a kernel over one number of positions: that of the longest row. So rows stand with
-# the longest first, as far as that pays, and kernels run over segments of them, in each of which no row needs much less
-# than the first. Samples end and leave holes that others fill, so the order wears off; it is made again when as much
-# was read for nothing since as the rows hold.
+# A step runs over dense rows, and a kernel over one number of positions: that of the longest row. So the longest rows
+# come first, as far as that pays. Kernels run over segments of the rows, and in each segment no row needs much less
+# than the first. Samples end and leave holes that others fill, so the order wears off. It is restored when the
+# positions read in vain since then are as many as the rows hold.
 #
-# What a row's attention gives does not depend on its segment: see `cairn.engines.rollout.transformers.kv_cache`.
+# A row's attention result does not depend on its segment: see `cairn.engines.rollout.transformers.kv_cache`.
 
 
 WORTH = 2048
-"""Positions of a row that take as long to read, in a small model, as another kernel to start."""
+"""Positions of a row that take as long to read, in a small model, as another kernel takes to start."""
 
 
 def segments_of(positions: np.ndarray) -> np.ndarray:
-    """Of rows with their last tokens at `positions` [B]: segments [K, 2], of each the row after its last one and the
-    number of positions to attend to, which falls."""
+    """Return the segments [K, 2] of rows with their last tokens at `positions` [B]. Each segment has the row after its
+    last one, and the number of positions to attend to, which decreases."""
     needed = np.maximum.accumulate(positions[::-1])[::-1] + 1
     rows, begin, found = len(needed), 0, []
     while begin < rows:
@@ -49,24 +49,24 @@ def segments_of(positions: np.ndarray) -> np.ndarray:
 
 
 def whole(rows: int, length: int) -> np.ndarray:
-    """All rows as one segment."""
+    """Return all rows as one segment."""
     return np.array([(rows, length)], np.int64)
 
 
 def positions_read(segments: np.ndarray) -> int:
-    """In all rows together."""
+    """Return the number of positions that all rows read together."""
     return int(np.diff(segments[:, 0], prepend=0) @ segments[:, 1])
 
 
 class RowOrder:
-    """When to put rows in order."""
+    """Decision on when to put rows in order."""
 
     def __init__(self) -> None:
         self._wasted = 0
-        """Positions that were read since the rows were in order, and would not have been."""
+        """Positions read since the rows were in order, beyond those that ordered rows would have read."""
 
     def better(self, positions: np.ndarray) -> np.ndarray | None:
-        """The rows in a better order, longest first, when it is time for it; None otherwise."""
+        """Return the rows in a better order, longest first, when it is time for it; None otherwise."""
         if len(positions) * (int(positions.max(initial=0)) + 1) < 2 * WORTH:
             return None
         ordered = positions_read(segments_of(np.sort(positions)[::-1]))
@@ -79,14 +79,14 @@ class RowOrder:
 
 
 PREFILL_TOKENS = 8192
-"""Input tokens, padding included, of one forward pass; bounds its memory."""
+"""Most input tokens of one forward pass, padding included. Bounds its memory."""
 
 Ended = list[tuple[Sample, Completion | GenerationFailed]]
-"""Samples with what became of them."""
+"""Samples with their results."""
 
 
 class Decoding:
-    """Samples at work and waiting. One thread at a time, and one of these on a decoder.
+    """Running and waiting samples. One thread at a time may use it, and a decoder has one of these at a time.
 
     Args:
         end_ids: token ids that end every response, besides each request's own.
@@ -98,24 +98,24 @@ class Decoding:
         self._order = RowOrder()
         self._waiting: deque[Sample] = deque()
         self.running_max = self.queued_max = 0
-        """The most samples that were decoded, and that waited, in a step."""
+        """The most samples that were decoded, and that waited, in one step."""
 
     @property
     def running(self) -> int:
-        """Samples being decoded."""
+        """Number of samples being decoded."""
         return len(self._batch)
 
     @property
     def queued(self) -> int:
-        """Samples that wait for room."""
+        """Number of samples that wait for room."""
         return len(self._waiting)
 
     def join(self, samples: Iterable[Sample]) -> None:
-        """Have valid samples begin with the next step, or later ones where there is no room, in their order."""
+        """Have valid samples begin with the next step, or with later ones where there is no room, in order."""
         self._waiting.extend(samples)
 
     def leave(self, samples: Collection[Sample], weight_version: int) -> Ended:
-        """End samples, as far as they came."""
+        """End samples, and return them with what they have."""
         rows = [row for row, sample in enumerate(self._batch.samples) if sample in samples]
         ended = self._end(np.array(rows, np.int64), weight_version, aborted=True)
         unbegun = [sample for sample in self._waiting if sample in samples]
@@ -123,7 +123,8 @@ class Decoding:
         return ended + [(one, Completion.empty(one.request.request_id, FinishReason.ABORT)) for one in unbegun]
 
     def step(self, weight_version: int) -> Ended:
-        """Begin what waits, as far as there is room, and generate one token for each that runs. Returns what ended."""
+        """Begin waiting samples, as far as there is room, and generate one token for each running sample. Returns what
+        ended."""
         self._admit()
         self.running_max = max(self.running_max, self.running)
         self.queued_max = max(self.queued_max, self.queued)
@@ -131,7 +132,7 @@ class Decoding:
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Start the first waiting samples that fit. Those that go on from equal tokens share their keys and values."""
+        """Start the first waiting samples that fit. Samples that continue equal tokens share their keys and values."""
         decoder, batch = self._decoder, self._batch
         admitted = [self._waiting.popleft() for _ in range(min(len(self._waiting), decoder.max_rows - len(batch)))]
         if not admitted:
@@ -161,10 +162,10 @@ class Decoding:
                 self._prefill(chunk, length)
 
     def _prefill(self, groups: list[list[Sample]], length: int) -> None:
-        """Compute the keys and values of each group's tokens, of one padded length, and hand them to the slots of its
+        """Compute the keys and values of each group's tokens, of one padded length, and copy them to the slots of its
         samples.
 
-        Padding stands on the right, where causal attention cannot see it.
+        Padding is on the right, where causal attention cannot see it.
         """
         first = groups[0][0]
         if (seen := self._decoder.see(first.tokens[:-1], first.request, length)) is not None:
@@ -192,7 +193,7 @@ class Decoding:
 
     @torch.inference_mode()
     def _advance(self) -> np.ndarray:
-        """Generate one token a sample. Returns the rows that ended."""
+        """Generate one token for each sample. Returns the rows that ended."""
         decoder, batch, size = self._decoder, self._batch, len(self._batch)
         rows = decoder.num_rows(size)
         if decoder.in_segments:
@@ -211,7 +212,7 @@ class Decoding:
         return batch.advance(logits[:size])
 
     def _arrange(self) -> None:
-        """Put the rows in an order in which less is read, if it is time for it."""
+        """Put the rows in an order in which less is read, when it is time for it."""
         batch = self._batch
         if (order := self._order.better(batch.positions[: len(batch)])) is None:
             return
@@ -223,7 +224,7 @@ class Decoding:
 
     @torch.inference_mode()
     def _end(self, rows: np.ndarray, weight_version: int, *, aborted: bool = False) -> Ended:
-        """Take rows out of the batch, with what they hold."""
+        """Take rows out of the batch, and return their results."""
         if not len(rows):
             return []
         batch, cache = self._batch, self._decoder.cache

@@ -24,14 +24,12 @@ from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.layout import MemoryTag
 from cairn.storage.records import Environment
 
-# Replacing a model's weights in place, all or none.
-
 
 class WeightUpdate:
-    """One update of every weight of a model, sent in buckets.
+    """An update of all weights of a model in place, sent in buckets.
 
-    Weights go by the names of weight files or by those that they have in the model, where experts may be one tensor;
-    tied ones are one, under any of their names.
+    Weights have the names of weight files, or the names that they have in the model, where several experts may be one
+    tensor. Tied weights count once, under any of their names.
     """
 
     def __init__(self, model: PreTrainedModel, version: int) -> None:
@@ -41,7 +39,7 @@ class WeightUpdate:
         self._targets = {part.name: part.of(tensor) for name, tensor in held.items() for part in parts[name]}
         self._missing = {*self._targets}
         names_of = {}
-        """By the place of a model's tensor, the weights that it is made of."""
+        """Names of the weights that a tensor of the model is made of, by the tensor's address."""
         for name, tensor in held.items():
             names_of[tensor.data_ptr()] = {part.name for part in parts[name]}
         self._made_of = {name: {name} for name in self._targets}
@@ -69,7 +67,7 @@ class WeightUpdate:
             self._missing -= self._made_of[name]
 
     def end(self) -> None:
-        """Raises: EngineError: a weight was never sent."""
+        """Check that the update is complete. Raises EngineError where a weight was never sent."""
         if self._missing:
             raise EngineError(
                 f"The update to version {self.version} lacks {len(self._missing)} weights, the first of them "
@@ -81,12 +79,12 @@ class TransformersEngine:
     """A `RolloutEngine` that decodes with the library's own forward pass.
 
     The engine owns its process: it sets PyTorch's number of threads. With one CPU thread its samples do not depend on
-    what else is in the batch (see `cairn.engines.rollout.transformers.decoder`); `check_batch_invariance` tells whether
+    what else is in the batch (see `cairn.engines.rollout.transformers.decoder`). `check_batch_invariance` tests whether
     that holds here.
 
     Args:
         model_path: folder in Hugging Face format; a tokenizer is needed for stop strings alone.
-        config: of it, `num_threads`, `dtype` and `max_running_requests` are read.
+        config: read for `num_threads`, `dtype` and `max_running_requests`.
         device: "cpu", "cuda" or "cuda:N".
 
     Raises:
@@ -105,7 +103,7 @@ class TransformersEngine:
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
         self._in_flight = False
-        """Whether samples rest until the update has ended."""
+        """Whether samples are paused until the update has ended."""
         self._released: set[MemoryTag] = set()
         self._batch_invariant: bool | None = None
         if problem := checks.find_decoding_error(self._decoder):
@@ -185,9 +183,9 @@ class TransformersEngine:
         return {"running_requests_max": decoding.running_max, "queued_requests_max": decoding.queued_max}
 
     def health(self) -> dict[str, Any]:
-        """Keys: model, model_type, dtype, device, num_threads, context_length, weight_version, released
-        (memory given away), running_requests (samples being decoded now), tokens_generated, seconds (spent generating),
-        batch_invariant (None before `check_batch_invariance`)."""
+        """Return the engine's state. Keys: model, model_type, dtype, device, num_threads, context_length,
+        weight_version, released (memory given away), running_requests (samples being decoded now), tokens_generated,
+        seconds (spent generating), batch_invariant (None before `check_batch_invariance`)."""
         return {
             "model": str(self._model_path),
             "model_type": self._model.config.model_type,
@@ -214,7 +212,7 @@ class TransformersEngine:
         return self._update
 
     def _serving(self) -> int:
-        """The version of the weights. Raises EngineError where there are none to generate with."""
+        """Return the version of the weights. Raises EngineError where there are none to generate with."""
         if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
         if self._in_flight and self._update is not None:
@@ -225,7 +223,8 @@ class TransformersEngine:
 
 
 def make(model_path: str, config: RolloutConfig, plan: EnginePlan, place: Place, *limits: Any) -> TransformersEngine:
-    """One for a fleet, tried for what its samples depend on. It is no server: no limits of one hold for it."""
+    """Make an engine for a fleet, and test its batch invariance. The limits of a server do not apply, because it is no
+    server."""
     engine = TransformersEngine(model_path, config, plan.device)
     engine.check_batch_invariance()
     return engine

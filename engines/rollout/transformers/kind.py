@@ -1,4 +1,4 @@
-"""What the driver knows of `rollout.engine: transformers`."""
+"""The driver's knowledge of `rollout.engine: transformers`."""
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import EngineKind, EnginePlan, LaunchPlan

@@ -1,9 +1,8 @@
-"""What the layers keep of the running samples (see `layer_states`): one slot a sample, each slot filled from position 0
-at its own pace.
+"""Cache of the layers for the running samples: one slot for each sample, filled from position 0 at its own pace.
 
-A slot's content and the arithmetic on it do not depend on the other slots. What lies behind a slot's length is stale
-but finite, and masked, so it adds exact zeros; with lengths cut at multiples of `ALIGNMENT` the attention kernels add
-them in the same order whatever the cut.
+A slot's content and the arithmetic on it do not depend on the other slots. What comes after a slot's length is stale
+but finite, and masked, so it adds exact zeros. With lengths cut at multiples of `ALIGNMENT`, the attention kernels add
+them in the same order wherever the cut is.
 """
 
 import threading
@@ -26,17 +25,17 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-# What the layers of a model keep of a sample's tokens, by kind of layer: how it is read off a prefilled prompt, and
-# how the model's forward pass meets it when each slot takes one new token.
+# What the layers of a model store of a sample's tokens, by kind of layer: how it is read from a prefilled prompt, and
+# how the model's forward pass sees it when each slot takes one new token.
 #
-# | kind of layer | keeps |
+# | kind of layer | stores |
 # |---|---|
 # | full or sliding attention | keys and values of every position |
 # | sparse attention | the same, and the indexer's keys |
 # | linear attention (gated delta networks) | a state: the convolution's last inputs, and the recurrent one |
 #
-# Of what is kept of every position, a slot still holds what its sample began with, and padding on the right never
-# enters it. A state is all that came before: it cannot be taken back, so prompts are prefilled without padding for it.
+# Where every position is stored, a slot still holds what its sample began with, and padding on the right never enters
+# it. A state summarizes all tokens before it and cannot be taken back, so prompts for it are prefilled without padding.
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class Slots:
     """The slots of a step, as its layers see them."""
 
     rows: int
-    """The first ones, which take a token each."""
+    """Number of the first slots, which take a token each."""
     length: int
-    """Positions to attend to."""
+    """Number of positions to attend to."""
     offsets: dict[int, torch.Tensor]
-    """For each number of heads, [rows * heads]: where the new positions are in a store that is seen as [slots * heads *
-    capacity, size]."""
+    """For each number of heads, [rows * heads]: where the new positions are in a store that is viewed as [slots * heads
+    * capacity, size]."""
 
 
 class _AttentionStep(CacheLayerMixin):
@@ -85,7 +84,7 @@ class _AttentionStep(CacheLayerMixin):
 
 
 class _IndexedStep(_AttentionStep):
-    """The same with the indexer's keys, which have one head."""
+    """Keys and values of slots, and the indexer's keys, which have one head."""
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the new keys [B, 1, size]; return [B, length, size]."""
@@ -112,27 +111,30 @@ class _LinearStep(LinearAttentionCacheLayerMixin):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers of one kind have in common."""
+    """Common properties of the layers of one kind."""
 
     prefilled: type
     """The library's cache of such a layer, for prompts."""
     read: Callable[[Any], tuple[torch.Tensor, ...]]
-    """What a prefilled one keeps: each [P, heads, S, size] with every position, or [P, …] if it is a state."""
+    """Function that returns what a prefilled layer stores: each [P, heads, S, size] with every position, or [P, …] for
+    a state."""
     of_positions: bool
-    """Whether it keeps every position, rather than states."""
+    """Whether the layer stores every position, rather than states."""
     step: Callable[
         [Sequence[torch.Tensor], Sequence[int | None], Slots], CacheLayerMixin | LinearAttentionCacheLayerMixin
     ]
-    """What the forward pass meets in a step, made of the layer's stores, their heads, and the slots."""
+    """Function that returns what the forward pass sees in a step, from the layer's stores, their heads, and the
+    slots."""
 
 
 def _keys_and_values(layer: DynamicLayer) -> tuple[torch.Tensor, ...]:
-    """None where the layer attends to those of another one."""
+    """Return keys and values; nothing where the layer attends to those of another layer."""
     return () if layer.keys is None or layer.values is None else (layer.keys, layer.values)
 
 
 def _with_indexer(layer: DynamicIndexedLayer) -> tuple[torch.Tensor, ...]:
-    """Layers that take the selection of another one have no indexer."""
+    """Return keys and values, and the indexer's keys. Layers that use the selection of another layer have no
+    indexer."""
     keys = layer.indexer_keys
     return _keys_and_values(layer) + (() if keys is None else (keys.unsqueeze(1),))
 
@@ -148,20 +150,21 @@ KINDS = {
     "deepseek_sparse_attention": LayerKind(DynamicIndexedLayer, _with_indexer, True, _IndexedStep),
     "linear_attention": LayerKind(LinearAttentionLayer, _states, False, _LinearStep),
 }
-"""By the names of `config.layer_types`."""
+"""Kinds of layers, by the names of `config.layer_types`."""
 
 
 def prompt_cache(kinds: Sequence[LayerKind]) -> Cache:
-    """An empty cache of the library for a model with such layers, which keeps all positions of sliding ones too."""
+    """Return an empty cache of the library for a model with such layers, which stores all positions of sliding ones
+    too."""
     return Cache(layers=[kind.prefilled() for kind in kinds])
 
 
 ALIGNMENT = 16
-"""Lengths seen by kernels are multiples of this: the float32 lanes of the widest vector unit, AVX-512."""
+"""Divisor of all lengths that kernels see: the float32 lanes of the widest vector unit, AVX-512."""
 
 
 def round_up(length: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Return the next multiple of `ALIGNMENT`."""
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
@@ -171,15 +174,15 @@ class Layer:
 
     kind: LayerKind
     heads: tuple[int | None, ...]
-    """Of each of its stores; None of a state, which has no positions."""
+    """Number of heads of each of its stores; None for a state, which has no positions."""
 
 
 class KVCache:
     """Slots 0, 1, … for the prompts and responses of samples.
 
     Args:
-        example: a cache that the model has filled; gives shapes, dtypes and device.
-        kinds: of the model's layers.
+        example: a cache that the model has filled; provides shapes, dtypes and device.
+        kinds: kinds of the model's layers.
     """
 
     def __init__(self, example: Cache, kinds: Sequence[LayerKind]) -> None:
@@ -188,15 +191,16 @@ class KVCache:
             Layer(kind, tuple(states.shape[1] if kind.of_positions else None for states in layer))
             for kind, layer in zip(kinds, kept, strict=True)
         ]
-        """In the order of `stores`."""
+        """Layers in the order of `stores`."""
         self.stores = [
             states[:0, :, :0] if kind.of_positions else states[:0]
             for kind, layer in zip(kinds, kept, strict=True)
             for states in layer
         ]
-        """Of the first layer, of the second, …: each [slots, heads, capacity, size], or [slots, …] of a state."""
+        """Stores of the first layer, of the second, …: each [slots, heads, capacity, size], or [slots, …] for a
+        state."""
         self.capacity = 0
-        """Positions of a slot."""
+        """Positions in a slot."""
 
     @property
     def keeps_beginnings(self) -> bool:
@@ -204,7 +208,8 @@ class KVCache:
         return all(heads is not None for layer in self.layers for heads in layer.heads)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Have room for so many slots and positions; what the slots hold stays. Positions at least double."""
+        """Make room for `num_slots` slots and `length` positions. The content of slots stays. Positions at least
+        double."""
         slots = max(num_slots, self.stores[0].shape[0])
         if length > self.capacity:
             self.capacity = max(round_up(length), 2 * self.capacity)
@@ -214,7 +219,7 @@ class KVCache:
         ]
 
     def shapes(self, num_slots: int, capacity: int) -> list[tuple[int, ...]]:
-        """Of the stores, with so many slots and positions."""
+        """Return the shapes of the stores with this many slots and positions."""
         return [
             (num_slots, store.shape[1], capacity, store.shape[3]) if grows else (num_slots, *store.shape[1:])
             for store, grows in self._stores()
@@ -232,7 +237,7 @@ class KVCache:
             part.index_copy_(0, slots, states.index_select(0, sources))
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Forget what the slots hold."""
+        """Clear the slots."""
         for store in self.stores:
             store[slots] = 0
 
@@ -243,19 +248,19 @@ class KVCache:
             part.index_copy_(0, slots, part.index_select(0, sources))
 
     def _stores(self) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Each, and whether it has positions."""
+        """Return each store, and whether it has positions."""
         heads = [heads for layer in self.layers for heads in layer.heads]
         return ((store, of is not None) for store, of in zip(self.stores, heads, strict=True))
 
 
 class StepCache(Cache):
-    """What the model's forward pass sees of a `KVCache` when each of the first slots takes one new token.
+    """The model's view of a `KVCache` in a forward pass where each of the first slots takes one new token.
 
     Args:
-        stores: as `KVCache.stores`.
-        layers: as `KVCache.layers`.
+        stores: stores as in `KVCache.stores`.
+        layers: layers as in `KVCache.layers`.
         positions: [B], where the new tokens of the slots 0 … B - 1 go.
-        length: positions to attend to.
+        length: number of positions to attend to.
     """
 
     def __init__(
@@ -274,7 +279,7 @@ class StepCache(Cache):
 
 
 def _growth(shape: Sequence[int], larger: Sequence[int]) -> list[int]:
-    """As `F.pad` takes it: the last dimension first."""
+    """Return the padding in the format of `F.pad`: the last dimension first."""
     return [
         places for size, other in zip(reversed(shape), reversed(larger), strict=True) for places in (0, other - size)
     ]
@@ -282,13 +287,13 @@ def _growth(shape: Sequence[int], larger: Sequence[int]) -> list[int]:
 
 # Attention over the slots of a `KVCache`, as an attention function of transformers.
 #
-# The library's own SDPA function copies keys and values once per query head as soon as a mask is given; here grouped
-# queries read them in place. Without a GPU rows of different lengths are attended to in segments
+# The library's own SDPA function copies keys and values once per query head as soon as it gets a mask. Here grouped
+# queries read them in place. Without a GPU, attention runs over segments of rows of different lengths
 # (`cairn.engines.rollout.transformers.decoding`).
 
 
 SLOT_ATTENTION = "cairn_slots"
-"""Its name in transformers, for `model.set_attn_implementation`."""
+"""Name of this function in transformers, for `model.set_attn_implementation`."""
 
 
 _given = threading.local()
@@ -296,7 +301,7 @@ _given = threading.local()
 
 @contextmanager
 def segmented(segments: torch.Tensor) -> Iterator[None]:
-    """Steps of this thread run over rows in these segments [K, 2]."""
+    """Have steps of this thread run over rows in these segments [K, 2]."""
     _given.segments = segments
     try:
         yield
@@ -314,7 +319,7 @@ def _attend(
     scale: float | None,
     grouped: bool,
 ) -> torch.Tensor:
-    """As `F.scaled_dot_product_attention`, each segment over as many positions as it needs."""
+    """Return `F.scaled_dot_product_attention`, with each segment over as many positions as it needs."""
     found: list[torch.Tensor] = []
     begin = 0
     for i in range(segments.shape[0]):
@@ -353,7 +358,7 @@ def slot_attention(
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
     group_size = int(getattr(module, "num_key_value_groups", 1))
     if group_size > 1 and query.is_cuda:
-        # CUDA's fused kernels take a mask or grouped heads, not both: a group's heads become queries of one head.
+        # CUDA's fused kernels accept a mask or grouped heads, not both: a group's heads become queries of one head.
         grouped = query.unflatten(1, (-1, group_size)).flatten(2, 3)
         mask = attention_mask.unsqueeze(2).expand(-1, -1, group_size, -1, -1).flatten(2, 3)
         mask = mask.expand(-1, grouped.shape[1], -1, -1)

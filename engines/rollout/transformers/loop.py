@@ -1,10 +1,11 @@
-"""Decoding for several streams at a time, by whoever waits.
+"""Decoding for several streams at a time, in the threads that wait for samples.
 
-There is no thread for it: of those who wait for a sample one decodes, for all, until one of its own has ended; then the
-next does. Where nobody waits nothing is decoded, so that an engine is never ahead of a single reader.
+There is no thread of its own. Of the threads that wait for a sample, one decodes for all, until one of its own samples
+has ended; then the next thread does. If nobody waits, nothing is decoded, so that an engine is never ahead of a single
+reader.
 
-Between two steps all samples may be retracted: they rest while weights are replaced, and go on as requests for their
-rest would, which read all that there is of them again.
+Between two steps all samples may be retracted. They are paused while weights are replaced. Then they resume as requests
+for their rest, after a fresh prefill.
 """
 
 import threading
@@ -24,13 +25,13 @@ Result = Completion | Exception
 
 
 class DecodeLoop:
-    """Takes requests at any time, from any thread; they join between two steps.
+    """A loop that accepts requests at any time, from any thread; they join between two steps.
 
     Args:
         end_ids: token ids that end every response, besides each request's own.
-        version: that of the weights; raises EngineError where none can be generated with.
-        occupancy: of the engine.
-        stop_strings: of its requests.
+        version: returns the version of the weights; raises EngineError where there are none to generate with.
+        occupancy: occupancy of the engine.
+        stop_strings: stop strings of its requests.
     """
 
     def __init__(
@@ -47,32 +48,32 @@ class DecodeLoop:
         self._occupancy = occupancy
         self._stop_strings = stop_strings
         self.decoding = Decoding(decoder, end_ids)
-        """What is decoded, or was the last time that there was something to do."""
+        """The current decoding, or the last one that had samples."""
         self._changed = threading.Condition()
         self._askers: weakref.WeakSet[_Asker] = weakref.WeakSet()
         self._asked: dict[Sample, _Asker] = {}
-        """What has not ended."""
+        """Samples that have not ended, and their clients."""
         self._joining: list[Sample] = []
-        """Of it, what no step has seen yet."""
+        """Samples among them that no step has seen yet."""
         self._aborting = False
         """Whether a stream was aborted since the last step."""
         self._resting = False
         self._stepping = False
         self._decodes: threading.Thread | None = None
-        """Who decodes."""
+        """The thread that decodes; None if no thread does."""
         self._weights = 0
         self.tokens = 0
         self.seconds = 0.0
 
     def open(self) -> "LoopStream":
-        """A stream for one asker."""
+        """Open a stream for one client."""
         asker = _Asker()
         with self._changed:
             self._askers.add(asker)
         return LoopStream(self, asker)
 
     def submit(self, asker: "_Asker", requests: Sequence[GenerateRequest]) -> None:
-        """See `Stream.submit`."""
+        """Submit requests; see `Stream.submit`."""
         decoder = self._decoder
         validate_requests(requests, decoder.context_length, decoder.vocab_size, decoder.image_problem)
         samples = samples_of(requests, self._stop_strings.watch)
@@ -92,7 +93,8 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def wait(self, asker: "_Asker") -> list[Result]:
-        """What of the asker's has ended since, at least one thing; none where nothing is asked any more."""
+        """Return the client's results since the last call; wait for at least one. Returns nothing where no request is
+        left."""
         with self._changed:
             self._changed.wait_for(lambda: self._decodes is None or asker.ended or not asker.left)
             if asker.ended or not asker.left:
@@ -108,7 +110,7 @@ class DecodeLoop:
         return asker.take()
 
     def abort(self, asker: "_Asker | None" = None) -> None:
-        """Abort what one has asked for and will, or all."""
+        """Abort all requests of one client, later ones included, or those of all clients."""
         with self._changed:
             for one in [asker] if asker is not None else self._askers:
                 one.aborted = True
@@ -116,8 +118,8 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def rest(self) -> None:
-        """Retract all samples, and decode nothing until `go_on`. Returns when no step is at work any more: after one at
-        most, however that ends."""
+        """Retract all samples, and decode nothing until `go_on`. Returns when no step is running any more: after at
+        most one step, however it ends."""
         with self._changed:
             self._resting = True
             self._changed.wait_for(lambda: not self._stepping)
@@ -132,13 +134,13 @@ class DecodeLoop:
             self._joining = [*retracted.values(), *self._joining]
 
     def go_on(self, version: int) -> None:
-        """Decode again, with weights of another version."""
+        """Resume decoding, with weights of another version."""
         with self._changed:
             self._weights, self._resting = version, False
             self._changed.notify_all()
 
     def retracted(self) -> list[Completion]:
-        """What the samples that have not ended had when they were last retracted, those that were."""
+        """Return what unfinished samples had when they were last retracted, if they were."""
         with self._changed:
             return [sample.part for sample in self._asked if sample.part is not None and len(sample.part.response_ids)]
 
@@ -153,7 +155,7 @@ class DecodeLoop:
         return self._decodes is threading.current_thread()
 
     def _step(self) -> None:
-        """Let join what has come, end what was aborted, and take one step."""
+        """Let new samples join, end aborted ones, and take one step."""
         with self._changed:
             self._changed.wait_for(lambda: not self._resting or self._aborting)
             rests = self._resting
@@ -183,7 +185,7 @@ class DecodeLoop:
                 self._changed.notify_all()
 
     def _break_off(self, error: Exception) -> None:
-        """What a step has left is of no use to anybody."""
+        """Discard the remains of a failed step, and fail the samples that were in it."""
         self._decoder.forget()
         self.decoding = Decoding(self._decoder, self._end_ids)
         with self._changed:
@@ -191,7 +193,7 @@ class DecodeLoop:
             self._give([(sample, error) for sample in self._asked if sample not in new])
 
     def _give(self, ended: Sequence[tuple[Sample, Result]]) -> None:
-        """Let each stream have what is its own."""
+        """Give each stream its own results."""
         if not ended:
             return
         with self._changed:
@@ -206,23 +208,23 @@ class DecodeLoop:
 
 
 class _Asker:
-    """What a loop knows of a stream."""
+    """The loop's state of one stream."""
 
     def __init__(self) -> None:
         self.aborted = False
         self.left = 0
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         self.ended: list[Result] = []
-        """What has ended and was not taken yet."""
+        """Results that were not taken yet."""
 
     def take(self) -> list[Result]:
-        """What has ended."""
+        """Return these results, and forget them."""
         ended, self.ended = self.ended, []
         return ended
 
 
 class LoopStream:
-    """A `Stream` of a `DecodeLoop`. One that nobody has any more is closed."""
+    """A `Stream` of a `DecodeLoop`. A stream without references closes itself."""
 
     def __init__(self, loop: DecodeLoop, asker: _Asker) -> None:
         self._loop = loop

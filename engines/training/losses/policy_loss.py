@@ -5,7 +5,8 @@ import torch
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.protocol import TokenLosses, bounded
+from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.protocol import TokenLosses
 
 
 @plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high", "eps_clip_c"})

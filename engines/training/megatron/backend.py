@@ -45,7 +45,7 @@ def _cpu() -> Backend:
     cpu.install()
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 
-    from cairn.engines.training.megatron.cpu import CpuSpecProvider, Norm, layer_spec
+    from cairn.engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
 
     def spec(config: Any, *, experts: bool) -> Any:
         feed_forward = get_mlp_module_spec_for_backend(

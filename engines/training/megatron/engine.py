@@ -23,7 +23,7 @@ from cairn.engines.training.batching import MicroBatch, pack_micro_batches
 from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
-from cairn.engines.training.log_probs import NEVER, row_shape, top_rows, within
+from cairn.engines.training.log_probs import NEVER, top_rows, within
 from cairn.engines.training.losses.objective import Metrics, loss_and_metrics
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.megatron import checkpoint
@@ -37,6 +37,7 @@ from cairn.engines.training.megatron.state import Memory
 from cairn.engines.training.needs import has_critic, is_policy_gradient, teacher_top_k
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raise_together
+from cairn.engines.training.top_k import row_shape
 from cairn.engines.weights.checksum import digest
 from cairn.storage.store.store import Store, StoredFile
 

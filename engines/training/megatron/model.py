@@ -36,7 +36,8 @@ from cairn.engines.training.megatron.backend import Backend
 from cairn.engines.training.megatron.delta_net import delta_net_spec
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
-from cairn.engines.training.megatron.options import frozen_tensors, options_of
+from cairn.engines.training.megatron.freezing import frozen_tensors
+from cairn.engines.training.megatron.options import options_of
 from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
 from cairn.engines.training.value_model import value_head
 

@@ -5,23 +5,19 @@ This module reads megatron-core's source without importing it, so a configuratio
 
 import ast
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder, sees_images
-from cairn.engines.models.published import published_parts
 from cairn.engines.processes.syntax import parsed
-from cairn.engines.training.freezing import frozen_names
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.types.errors import BadModel
 
 # Megatron's options that a configuration may set: those that place, speed up or check the work. All others change the
@@ -69,53 +65,6 @@ KERNELS = """
 CHECKS = "barrier_with_L1_time check_for_large_grads check_for_nan_in_grad"
 
 PERMITTED = frozenset(" ".join((LAYOUT, MEMORY, COMMUNICATION, KERNELS, CHECKS)).split())
-
-
-def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
-    """Return messages on names that the model in a folder does not have, or that Megatron cannot freeze separately.
-
-    Loads no weights.
-    """
-    try:
-        config = check_model_folder(path).get_text_config()
-        frozen_tensors(family_of(config), config, training)
-    except BadModel as error:
-        return [str(error)]
-    return []
-
-
-def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingConfig) -> frozenset[str]:
-    """Return the frozen tensors of a model's weight files, by their names in these files.
-
-    Names are matched on the whole model as the library builds it. So both engines freeze the same parameters, and every
-    rank computes the same names by itself, whatever part of the model it holds.
-
-    Raises:
-        BadModel: only some of the tensors that Megatron holds in one are frozen; or see
-            `cairn.engines.training.freezing.frozen_names`.
-    """
-    if not (training.only_train_params_name_list or training.freeze_params_name_list):
-        return frozenset()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    names = [name for name, _ in model.named_parameters()]
-    frozen = frozen_names(names, training)
-    _check_whole(family, config.num_hidden_layers, names, frozen)
-    parts = published_parts(model, model.named_parameters())
-    return frozenset(part.name for name in frozen for part in parts[name])
-
-
-def _check_whole(family: Family, layers: int, names: Collection[str], frozen: Collection[str]) -> None:
-    for together in family.held_together(layers):
-        parts = [name for name in together if name in names]
-        stay = [name for name in parts if name in frozen]
-        if stay and stay != parts:
-            go = [name for name in parts if name not in frozen]
-            raise BadModel(
-                f"training.only_train_params_name_list or freeze_params_name_list freezes {' and '.join(stay)} but not "
-                f"{' and '.join(go)}, and Megatron holds them in one tensor: freeze all of them or none, or set "
-                "training.engine to torch"
-            )
 
 
 SOURCES = {

@@ -31,12 +31,12 @@ from cairn.engines.training.checkpoint import (
 )
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from cairn.engines.training.freezing import freeze
-from cairn.engines.training.log_probs import row_shape
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import prepare_process
 from cairn.engines.training.sharding import copy_part, raise_together, shard_model, state_digest, whole
+from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters

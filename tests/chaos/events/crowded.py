@@ -15,8 +15,8 @@ import ray
 
 import cairn.engines.fleet.fleet
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fleet.address import FULL
 from cairn.engines.fleet.cluster import ray_folder
+from cairn.engines.fleet.object_store import FULL
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.events import Event
 from cairn.flows.train import start

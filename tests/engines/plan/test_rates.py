@@ -3,7 +3,8 @@
 import pytest
 
 from cairn.configs.catalogue import gpu_names, hardware
-from cairn.engines.plan.rates import Decoding, bubble, model_size, peak_tflops
+from cairn.engines.plan.peaks import peak_tflops
+from cairn.engines.plan.rates import Decoding, bubble, model_size
 from cairn.engines.plan.serving import Serving
 from tests.engines.plan.test_parameters import published
 

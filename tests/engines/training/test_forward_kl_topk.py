@@ -11,8 +11,8 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.collate import Tokens, collate_trained
-from cairn.engines.training.log_probs import ABSENT, split_rows
 from cairn.engines.training.losses.objective import objective
+from cairn.engines.training.top_k import ABSENT, split_rows
 from cairn.engines.types.types import TrainBatch
 from tests.engines.training.builders import VOCABULARY, cut_vocabulary, make_batch, make_engine, model_folder
 

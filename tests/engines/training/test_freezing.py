@@ -13,8 +13,8 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder, load_causal_lm
 from cairn.engines.training.freezing import freezing_problems
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.options import freezing_problems as freezing_problems_of_megatron
-from cairn.engines.training.megatron.options import frozen_tensors
+from cairn.engines.training.megatron.freezing import freezing_problems as freezing_problems_of_megatron
+from cairn.engines.training.megatron.freezing import frozen_tensors
 from cairn.engines.training.torch.export import export_checkpoint
 from cairn.engines.types.errors import BadModel, EngineError
 from cairn.storage.opening import open_store

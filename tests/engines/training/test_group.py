@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cairn.engines.training.weight_source import SendingGroup
+from cairn.engines.training.weight_group import SendingGroup
 from cairn.engines.types.errors import EngineError
 
 DEADLINE = 3.0

@@ -16,7 +16,7 @@ from cairn.engines.models.folders import open_weights, parameter_names
 from cairn.engines.models.quantized import BlockFp8
 from cairn.engines.rollout.plan import kind_of
 from cairn.engines.training.rank import TrainingRank
-from cairn.engines.training.weight_source import flatten
+from cairn.engines.training.weight_group import flatten
 from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.fp8 import Fp8Weights, quantize
 from tests.architectures import architecture

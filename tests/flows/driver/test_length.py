@@ -8,7 +8,7 @@ import yaml
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import load, parse
-from cairn.flows.driver.session import with_length
+from cairn.flows.driver.length import with_length
 from tests.tiny_run import tiny_config
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cairn.configs.loader import parse
-from cairn.engines.plan.rates import peak_tflops
+from cairn.engines.plan.peaks import peak_tflops
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
 from cairn.storage.ledger.commits import Commit, OutputFile, Step

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from cairn.engines.fleet.fleet import _with_absolute_paths
-from cairn.engines.training.log_probs import split_rows
+from cairn.engines.training.top_k import split_rows
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.scoring.client import ServedModel
-from cairn.engines.training.log_probs import row_shape
+from cairn.engines.training.top_k import row_shape
 from cairn.engines.types.errors import TeacherUnusable
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.iteration import iteration

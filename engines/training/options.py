@@ -1,0 +1,19 @@
+"""Checks of a training engine's own options before there is an engine. Imports no PyTorch."""
+
+from collections.abc import Iterator, Mapping
+
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.megatron.options import PERMITTED
+
+
+def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
+    """Yield messages on what the engine that `training.engine` names cannot do with a model; creates no engine."""
+    if training.engine == "megatron":
+        from cairn.engines.training.megatron.options import problems as megatron_problems
+
+        yield from megatron_problems(training, model_path)
+
+
+def permitted() -> Mapping[str, frozenset[str]]:
+    """Return the options that a store may set in mappings of an engine's own, by the mapping's name."""
+    return {"training.megatron": PERMITTED}

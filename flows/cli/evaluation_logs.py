@@ -1,0 +1,40 @@
+"""Export results of evaluations as logs for the viewer of Inspect."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cairn.flows.cli.app import BadInput
+from cairn.flows.evaluation.evaluating import Found
+
+if TYPE_CHECKING:
+    from cairn.storage.store.store import Store
+
+
+def require_exportable(export: tuple[str, Path] | None, results: int) -> None:
+    """Check `--export` before anything is computed, and create the folder. Raises BadInput."""
+    if export is None:
+        return
+    kind, path = export
+    if kind != "inspect":
+        raise BadInput(f"--export {kind} is no format: use inspect, as in `--export inspect logs`")
+    if path.suffix == ".eval" and results > 1:
+        raise BadInput(f"{path} holds one log, and {results} results are asked for: give the name of a folder")
+    if path.suffix != ".eval" and path.exists() and not path.is_dir():
+        raise BadInput(f"{path} is a file, and no log: give the name of a folder, or one that ends in .eval")
+    try:
+        (path.parent if path.suffix == ".eval" else path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error}): give another place") from None
+
+
+def write_log(store: "Store", found: "Found", path: Path) -> Path:
+    """Write a result's log to `path`, or into it, and return its path. Raises BadInput where it cannot be written."""
+    from cairn.flows.evaluation.inspect_log import export_inspect, log_name
+    from cairn.storage.evals import read_samples
+
+    file = path if path.suffix == ".eval" else path / log_name(found.result)
+    try:
+        export_inspect(found.result, read_samples(store, found.result), file, found.model)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written ({error}): give another place") from None
+    return file
