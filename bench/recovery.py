@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -82,8 +83,13 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     cairn.flows.train.start(open_for_runs(store), run, config, on_event=on_event)
 
 
+_saying = threading.Lock()
+
+
 def mark(name: str, at: float | None = None, **more: float) -> None:
-    print(json.dumps({"mark": name, "at": at or time.time(), **more}), flush=True)
+    line = json.dumps({"mark": name, "at": at or time.time(), **more})
+    with _saying:  # threads of the driver do
+        print(line, flush=True)
 
 
 def span(owner: Any, name: str, label: str, *, is_static: bool = False, enters: bool = False) -> None:

@@ -5,12 +5,10 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -19,7 +17,8 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.base import UNCHECKED, has_credentials
+from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
+from cairn.configs.schema.effect import Idle, idle_options
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
@@ -121,9 +120,6 @@ __all__ = [
 ]
 
 
-_NO_EFFECT = re.compile("has no effect|nothing would read it")
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration in a YAML file, with `a.b=value` overrides applied in order.
 
@@ -179,11 +175,16 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> RunConfig:
+def parse(
+    values: dict[str, Any],
+    context: Mapping[str, bool] | None = None,
+    inherited: Callable[[str], bool] = lambda option: False,
+) -> RunConfig:
     """Check a nested mapping of options, as read from YAML, and return the configuration.
 
     Args:
         context: validation context, see `cairn.configs.schema.base`.
+        inherited: whether an option, dotted, comes from a parent: an error about it names the override that resets it.
 
     Raises:
         ConfigError: lists every problem at once.
@@ -195,9 +196,12 @@ def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> 
     try:
         # Strict JSON mode rejects text in place of a number and a boolean in place of a count, but accepts any list for
         # a tuple.
-        return RunConfig.model_validate_json(text, strict=True, context=context)
+        config = RunConfig.model_validate_json(text, strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
+    if idle := [_way_back(one, inherited=inherited(one.option)) for one in idle_options(config)]:
+        raise ConfigError(idle)
+    return config
 
 
 def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
@@ -209,10 +213,7 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     values = _overridden(parent, overrides)
     given = {override.partition("=")[0].strip() for override in overrides}
     _leave_the_clip_range_to_the_loss(values, parent, given)
-    try:
-        return parse(values, UNCHECKED)
-    except ConfigError as error:
-        raise ConfigError([problem + _way_back(problem, parent, given) for problem in error.problems]) from None
+    return parse(values, UNCHECKED, lambda option: option not in given)
 
 
 def _leave_the_clip_range_to_the_loss(
@@ -237,14 +238,16 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> Ru
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
     after = _overridden(before, overrides)
 
+    given = {override.partition("=")[0].strip() for override in overrides}
     try:
         section = schema.model_validate_json(json.dumps(after[name], default=str), strict=True, context=UNCHECKED)
     except ValidationError as error:
-        given = {override.partition("=")[0].strip() for override in overrides}
-        found = [{**details, "loc": (name, *details["loc"])} for details in error.errors(include_url=False)]
-        problems = [_sentence(cast(ErrorDetails, details)) for details in found]
-        raise ConfigError([problem + _way_back(problem, before, given) for problem in problems]) from None
-    return recorded.model_copy(update={name: section})
+        raise ConfigError([_sentence(details, (name,)) for details in error.errors(include_url=False)]) from None
+    changed = recorded.model_copy(update={name: section})
+    idle = [one for one in idle_options(changed) if one.option.startswith(f"{name}.")]
+    if idle:
+        raise ConfigError([_way_back(one, inherited=one.option not in given) for one in idle])
+    return changed
 
 
 def from_manifest(values: Mapping[str, Any]) -> RunConfig:
@@ -253,7 +256,7 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
     Code that runs a configuration gets it from `cairn.flows.driver.trust`. Raises ConfigError.
     """
     try:
-        return RunConfig.model_validate(values, context=UNCHECKED)
+        return RunConfig.model_validate(values, context=RECORDED | UNCHECKED)
     except (ValidationError, AttributeError, TypeError) as error:
         found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         problems = [_sentence(details) for details in found] or ["it is no configuration"]
@@ -265,30 +268,13 @@ def released(config: RunConfig) -> RunConfig:
 
     For `cairn.flows.driver.trust` only, which has compared them with what a store may set.
     """
-    return RunConfig.model_validate(config.model_dump(mode="json"))
+    return RunConfig.model_validate(config.model_dump(mode="json"), context=RECORDED)
 
 
-def _way_back(problem: str, parent: dict[str, Any], given: Collection[str]) -> str:
-    """Return the overrides that reset inherited options which `problem` says have no effect; empty where there are
-    none."""
-    ways = [f"--set {option.name}={_spell(option.default)}" for option in _idle(problem, parent, given)]
-    return f" (inherited from the parent; back to the default by {' '.join(ways)})" if ways else ""
-
-
-def _idle(problem: str, parent: dict[str, Any], given: Collection[str]) -> Iterator[Option]:
-    """Yield the inherited options that a sentence says have no effect and that are not at their defaults."""
-    for option in options(RunConfig) if _NO_EFFECT.search(problem) else ():
-        if option.required or option.name in given or LIST_ITEM in option.name or not _names(problem, option.name):
-            continue
-        if _spell(reduce(getitem, option.name.split("."), parent)) != _spell(option.default):
-            yield option
-
-
-def _names(problem: str, option: str) -> bool:
-    """Whether a sentence names an option: by its dotted name, or in a sentence on its section by the last word."""
-    section, _, last = option.rpartition(".")
-    name = last if problem.startswith(f"{section}: ") else option
-    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", problem) is not None
+def _way_back(idle: Idle, *, inherited: bool) -> str:
+    """Return the sentence about an option without effect, with the override that resets an inherited one."""
+    reset = f" (inherited from the parent; back to the default by --set {idle.option}={_spell(idle.default)})"
+    return f"{idle}{reset if inherited else ''}"
 
 
 def _overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -375,8 +361,9 @@ def _locate(location: Sequence[int | str]) -> _Field:
     return _Field(".".join(map(str, location)), schema is not None, description)
 
 
-def _sentence(error: ErrorDetails) -> str:
+def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
     """Return one problem as one sentence."""
+    error["loc"] = (*section, *error["loc"])
     field = _locate(error["loc"])
     message = error["msg"].removeprefix("Value error, ")
     match error["type"]:

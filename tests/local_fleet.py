@@ -117,6 +117,23 @@ def dying_after(fleet: "LocalFleet", completions: int) -> "LocalFleet":
     return fleet
 
 
+def dying_after_samples(fleet: "LocalFleet", count: int) -> "LocalFleet":
+    """The driver is interrupted when it has taken so many samples that ended, whatever order they ended in."""
+    engine, left = fleet.rollout[0], count
+    generate = engine.generate_samples
+
+    def dying(*given: Any) -> Iterator[list[GeneratedSample] | Recorded]:
+        nonlocal left
+        for told in generate(*given):
+            yield told
+            left -= 0 if isinstance(told, Recorded) else len(told)
+            if left <= 0:
+                raise KeyboardInterrupt
+
+    engine.generate_samples = dying  # type: ignore[method-assign]
+    return fleet
+
+
 class LocalRollout:
     def __init__(self, config: RunConfig, index: int) -> None:
         self.name = f"rollout:{index}"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
-from cairn.configs.schema.base import Code, Section
+from cairn.configs.schema.base import Code, Section, rule
 from cairn.configs.schema.effect import when
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -434,8 +434,8 @@ class AlgorithmConfig(Section):
             return given
         return cls.usual_clip_range(given) | dict(given)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "AlgorithmConfig":
+    @rule
+    def _consistent(self) -> None:
         if self.use_rollout_logprobs and self.use_tis:
             raise ValueError(
                 "use_rollout_logprobs (true) and use_tis (true) exclude each other: importance sampling corrects "
@@ -505,4 +505,3 @@ class AlgorithmConfig(Section):
                 "would add noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the "
                 "policy to the reference model in the rewards, by kl_coef"
             )
-        return self

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
 
 from cairn.configs.plugins import Unchecked
 
+RECORDED = {"recorded": True}
+"""Validation context of a configuration from a ledger: see `rule`."""
 UNCHECKED = {"unchecked": True}
 """Validation context of a configuration with values from a store. The code that it names is not imported before the
 configuration has passed `cairn.flows.driver.trust`."""
@@ -20,6 +23,22 @@ def _unchecked(name: str, info: ValidationInfo) -> str:
 
 Code = Annotated[str, AfterValidator(_unchecked)]
 """Name of a built-in function, or path of user code: `package.module.function` or `file.py:function`."""
+
+
+def rule(check: Callable[[Any], None]) -> Any:
+    """Make a method of a section a rule between its options, which raises ValueError.
+
+    Recorded configurations met the rules of the version that recorded them: they are not checked again, so that reading
+    one is quick and a run resumes whatever rules were added since.
+    """
+
+    @wraps(check)
+    def checked(section: Any, info: ValidationInfo) -> Any:
+        if not (info.context or {}).get("recorded"):
+            check(section)
+        return section
+
+    return model_validator(mode="after")(checked)
 
 
 class Section(BaseModel):

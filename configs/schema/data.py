@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section
+from cairn.configs.schema.base import Code, Location, Section, rule
 from cairn.configs.schema.effect import SAMPLED, learned_from, when
 
 
@@ -71,8 +71,8 @@ class RowFormat(Section):
     def _one_group(cls, pattern: str | None) -> str | None:
         return one_group(pattern)
 
-    @model_validator(mode="after")
-    def _images_alone(self) -> "RowFormat":
+    @rule
+    def _images_alone(self) -> None:
         if others := sorted(set(self.multimodal_keys) - {"image"}):
             raise ValueError(
                 f"multimodal_keys names a column of {others[0]}, and images alone can be read: leave it out"
@@ -81,7 +81,6 @@ class RowFormat(Section):
             raise ValueError("min_pixels and max_pixels have no effect without multimodal_keys: leave them out")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels})")
-        return self
 
 
 class MixedSource(RowFormat):
@@ -118,11 +117,10 @@ class CurriculumConfig(Section):
     """`pass_rate`: largest number of prompts that wait to be repeated. Beyond it the one that has waited longest is
     dropped."""
 
-    @model_validator(mode="after")
-    def _something_is_between(self) -> "CurriculumConfig":
+    @rule
+    def _something_is_between(self) -> None:
         if self.low > self.high:
             raise ValueError(f"low ({self.low}) is above high ({self.high}): no prompt would ever come back")
-        return self
 
 
 class DataConfig(RowFormat):
@@ -182,8 +180,8 @@ class DataConfig(RowFormat):
         """Paths of all data sets."""
         return tuple(source.path for source in self.mixture) or (self.path,)
 
-    @model_validator(mode="after")
-    def _there_is_one_source(self) -> "DataConfig":
+    @rule
+    def _there_is_one_source(self) -> None:
         if not self.path and not self.mixture and self.get_samples_path is None:
             raise ValueError("path is required and missing: a JSONL or Parquet file; or give several in mixture")
         names = [source.name for source in self.mixture]
@@ -195,7 +193,6 @@ class DataConfig(RowFormat):
         if self.get_samples_path is not None:
             names = ["data_source_path", "rollout_shuffle", "curriculum"]
             self._have_no_effect("get_samples_path", names, "leave it out")
-        return self
 
     def _have_no_effect(self, why: str, names: Sequence[str], way: str) -> None:
         for name in names:

@@ -2,8 +2,8 @@
 
     tis_clip: Annotated[float, when("algorithm.use_tis")] = Field(2.0, gt=0)
 
-`idle_options` finds the options of a configuration that are set and have no effect, and writes the sentence. A condition
-on a section holds for all its options. Where user code may read an option, it is never idle.
+`idle_options` finds the options of a configuration that are set and have no effect, and writes the sentence. A
+condition on a section holds for all its options. Where user code may read an option, it is never idle.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from jinja2 import StrictUndefined, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section
+from cairn.configs.schema.base import Code, Location, Section, rule
 from cairn.configs.schema.data import RowFormat, one_group
 from cairn.configs.schema.rollout import RolloutConfig
 
@@ -97,12 +97,11 @@ class BenchmarkSource(Section):
     split: str = "test"
     """Name of the split that the file holds."""
 
-    @model_validator(mode="after")
-    def _whole(self) -> "BenchmarkSource":
+    @rule
+    def _whole(self) -> None:
         together = (self.dataset, self.revision, self.file)
         if any(together) and not all(together):
             raise ValueError("dataset, revision and file belong together: give all three, or data")
-        return self
 
 
 class Example(Section):
@@ -156,13 +155,12 @@ class BenchmarkPrompt(Section):
             raise ValueError(f"is no template: {error}") from None
         return template
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "BenchmarkPrompt":
+    @rule
+    def _consistent(self) -> None:
         if (self.template is None) == (self.column is None):
             raise ValueError("give either template or column, from which the question is made")
         if self.style == "plain" and self.system is not None:
             raise ValueError("a plain prompt has no system message: write it into the template, or set style to chat")
-        return self
 
 
 class BenchmarkColumns(Section):
@@ -189,13 +187,12 @@ class BenchmarkColumns(Section):
     def _one_group(cls, pattern: str | None) -> str | None:
         return one_group(pattern)
 
-    @model_validator(mode="after")
-    def _one_label(self) -> "BenchmarkColumns":
+    @rule
+    def _one_label(self) -> None:
         if self.choices and self.label is not None:
             raise ValueError("choices make the label, so label must be null")
         if len(self.choices) == 1:
             raise ValueError("one choice is none: name at least two columns")
-        return self
 
 
 class BenchmarkSampling(Section):
@@ -216,13 +213,12 @@ class BenchmarkSampling(Section):
     max_tokens: int = Field(ge=1)
     """Longest response in tokens."""
 
-    @model_validator(mode="after")
-    def _draws(self) -> "BenchmarkSampling":
+    @rule
+    def _draws(self) -> None:
         if self.top_k == 0:
             raise ValueError("top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"temperature is 0, at which all {self.n} responses are the same: set n to 1 or raise it")
-        return self
 
 
 class BenchmarkGrader(Section):
@@ -323,11 +319,10 @@ class BenchmarkConfig(RowFormat):
     max_response_len: int = Field(ge=1)
     """Longest response in tokens. slime: `--eval-max-response-len`."""
 
-    @model_validator(mode="after")
-    def _something_can_be_drawn(self) -> "BenchmarkConfig":
+    @rule
+    def _something_can_be_drawn(self) -> None:
         if self.top_k == 0:
             raise ValueError("top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
-        return self
 
 
 class EvalConfig(Section):
@@ -343,8 +338,8 @@ class EvalConfig(Section):
     benchmarks: tuple[BenchmarkConfig, ...] = ()
     """Benchmarks of each evaluation."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "EvalConfig":
+    @rule
+    def _consistent(self) -> None:
         names = [benchmark.name for benchmark in self.benchmarks]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
@@ -353,4 +348,3 @@ class EvalConfig(Section):
             raise ValueError(
                 f"eval_interval is {self.eval_interval} but benchmarks is empty; add one or set it to null"
             )
-        return self

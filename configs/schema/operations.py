@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Location, Section
+from cairn.configs.schema.base import Location, Section, rule
 from cairn.configs.schema.effect import WITH_ENGINES
 
 
@@ -23,8 +23,8 @@ class CheckpointConfig(Section):
     """Number of newest iterations whose samples and other snapshot files are retained, as well as those that recovery
     would read. Commits, with all metrics and digests, always remain. Null retains all files."""
 
-    @model_validator(mode="after")
-    def _recovery_keeps_what_it_needs(self) -> "CheckpointConfig":
+    @rule
+    def _recovery_keeps_what_it_needs(self) -> None:
         for name in ("save_retain_interval", "retain_snapshots"):
             value = getattr(self, name)
             if value is not None and self.save_interval is None:
@@ -37,7 +37,6 @@ class CheckpointConfig(Section):
                 f"save_retain_interval is {self.save_retain_interval}, which is not a multiple of save_interval "
                 f"({self.save_interval}): there would be no checkpoint to keep there"
             )
-        return self
 
 
 class FleetConfig(Section):
@@ -105,23 +104,21 @@ class FleetConfig(Section):
         """Whether the rollout engines release their GPU memory."""
         return self.colocate if self.offload_rollout is None else self.offload_rollout
 
-    @model_validator(mode="after")
-    def _who_is_compared_is_awake(self) -> "FleetConfig":
+    @rule
+    def _who_is_compared_is_awake(self) -> None:
         if self.check_weight_update_equal and self.offloads_train:
             raise ValueError(
                 "check_weight_update_equal (true) asks the training engine for log-probs or a checksum after an "
                 "update, when offload_train has taken its memory: set one of them to false"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_disk_has_a_folder(self) -> "FleetConfig":
+    @rule
+    def _the_disk_has_a_folder(self) -> None:
         if (self.update_weight_transport == "disk") != (self.update_weight_disk_dir is not None):
             raise ValueError(
                 f"update_weight_transport is {self.update_weight_transport} and update_weight_disk_dir is "
                 f"{self.update_weight_disk_dir}: the transport disk needs a folder, and no other transport reads it"
             )
-        return self
 
 
 class RecoveryConfig(Section):

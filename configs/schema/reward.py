@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section
+from cairn.configs.schema.base import Code, Location, Section, rule
 from cairn.configs.schema.data import one_group
 from cairn.configs.schema.effect import SAMPLED, when
 
@@ -68,11 +68,10 @@ class JudgeConfig(Section):
             raise ValueError("holds neither {response} nor {answer}, so every response would be judged alike: add one")
         return template
 
-    @model_validator(mode="after")
-    def _scores_have_a_range(self) -> "JudgeConfig":
+    @rule
+    def _scores_have_a_range(self) -> None:
         if self.min_score >= self.max_score:
             raise ValueError(f"min_score is {self.min_score:g} and max_score is {self.max_score:g}: let it be higher")
-        return self
 
 
 class RewardModelConfig(Section):

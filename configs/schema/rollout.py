@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section
+from cairn.configs.schema.base import Code, Location, Section, rule
 from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
@@ -28,11 +28,10 @@ class ServerGroup(Section):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Options of the group's servers, by SGLang's names. They override those of `rollout.sglang`."""
 
-    @model_validator(mode="after")
-    def _its_size_is_given_once(self) -> "ServerGroup":
+    @rule
+    def _its_size_is_given_once(self) -> None:
         if (self.num_engines is None) == (self.num_gpus is None):
             raise ValueError("a server group has either num_engines or num_gpus: give one of them")
-        return self
 
     def count(self, num_gpus_per_engine: float) -> int:
         """Return the number of engines of the group.
@@ -143,8 +142,8 @@ _IN_ROUNDS = when(
 )
 _SURPLUS = when(
     "rollout.draws_surplus",
-    because="rollout.over_sampling_batch_size is not above rollout.rollout_batch_size: there are never more groups than "
-    "a batch has room for",
+    because="rollout.over_sampling_batch_size is not above rollout.rollout_batch_size, so that a batch takes all "
+    "groups",
     remedy="raise rollout.over_sampling_batch_size",
 )
 _CHOSEN = When(
@@ -418,23 +417,21 @@ class RolloutConfig(Section):
     def _null_leaves_the_length_to_the_epochs(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return 0 if value is None else validate(value)
 
-    @model_validator(mode="after")
-    def _has_a_length(self) -> "RolloutConfig":
+    @rule
+    def _has_a_length(self) -> None:
         if self.num_rollout == 0 and self.num_epoch is None:
             raise ValueError("num_rollout is required and missing: Iterations of the run; or give num_epoch")
-        return self
 
-    @model_validator(mode="after")
-    def _iterations_can_be_numbered(self) -> "RolloutConfig":
+    @rule
+    def _iterations_can_be_numbered(self) -> None:
         if self.num_rollout > MOST_ITERATIONS:
             raise ValueError(
                 f"num_rollout ({self.num_rollout}) is above {MOST_ITERATIONS}, the most iterations that a ledger can "
                 "number"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _something_can_be_drawn(self) -> "RolloutConfig":
+    @rule
+    def _something_can_be_drawn(self) -> None:
         if self.rollout_top_k == 0:
             raise ValueError("rollout_top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
         if self.rollout_top_k == 1:
@@ -442,43 +439,38 @@ class RolloutConfig(Section):
                 "rollout_top_k is 1, which leaves one token to draw: nothing can be learned from a choice without an "
                 "alternative; set it to 2 or more, or to -1 to keep all tokens"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _responses_may_begin(self) -> "RolloutConfig":
+    @rule
+    def _responses_may_begin(self) -> None:
         if not all(self.rollout_stop):
             raise ValueError("rollout_stop has an empty string, which every text holds: leave it out")
-        return self
 
-    @model_validator(mode="after")
-    def _tools_are_called(self) -> "RolloutConfig":
+    @rule
+    def _tools_are_called(self) -> None:
         if self.custom_generate_function_path == "tool_calls" and not self.tools:
             raise ValueError("custom_generate_function_path is tool_calls, and tools names none: name what it may call")
-        return self
 
-    @model_validator(mode="after")
-    def _parts_are_made_and_continued(self) -> "RolloutConfig":
+    @rule
+    def _parts_are_made_and_continued(self) -> None:
         if self.partial_rollout and self.pipeline != "streaming" and not self.draws_surplus:
             raise ValueError(
                 f"partial_rollout is true but over_sampling_batch_size ({self.over_sampling_batch_size}) is not above "
                 f"rollout_batch_size ({self.rollout_batch_size}): nothing would be left to abort"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _something_is_cut(self) -> "RolloutConfig":
+    @rule
+    def _something_is_cut(self) -> None:
         cut, longest = self.cut_tokens, self.rollout_max_response_len
         if cut is not None and cut >= longest:
             raise ValueError(
                 f"cut_tokens ({cut}) has no effect while rollout_max_response_len is {longest}: no response is long "
                 "enough to be cut off; lower cut_tokens, or leave it out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_stream_takes_groups_as_they_come(self) -> "RolloutConfig":
+    @rule
+    def _a_stream_takes_groups_as_they_come(self) -> None:
         if self.pipeline != "streaming":
-            return self
+            return
         if self.max_age == 0:
             raise ValueError(
                 "max_age is 0 and pipeline is streaming, which generates while it trains: set max_age to 1 or more, or "
@@ -500,13 +492,12 @@ class RolloutConfig(Section):
                 "pipeline is streaming, which brings engines to new weights one after the other, and the requests of "
                 "all go through router: leave router out, or set pipeline to lagged or sync"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _engines_join_and_leave_where_they_can(self) -> "RolloutConfig":
+    @rule
+    def _engines_join_and_leave_where_they_can(self) -> None:
         least = self.min_num_engines
         if least is None or self.pipeline != "streaming":
-            return self
+            return
         if least > self.num_engines:
             raise ValueError(f"min_num_engines ({least}) is above num_engines ({self.num_engines}): raise num_engines")
         if self.external_urls:
@@ -520,10 +511,9 @@ class RolloutConfig(Section):
                 f"{self.custom_generate_function_path}, whose episodes run in a fixed number of workers on them: leave "
                 "min_num_engines out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _there_are_older_tokens(self) -> "RolloutConfig":
+    @rule
+    def _there_are_older_tokens(self) -> None:
         if self.oldest_trained < self.weights_lag:
             raise ValueError(
                 f"max_age ({self.max_age}) is below the lag ({self.weights_lag}): no token would be young enough to be "
@@ -542,16 +532,14 @@ class RolloutConfig(Section):
                 f"trained on; set max_age to {lag + 1} or more, with algorithm.use_tis=true or "
                 "algorithm.use_rollout_logprobs=true"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_buffer_has_a_choice(self) -> "RolloutConfig":
+    @rule
+    def _the_buffer_has_a_choice(self) -> None:
         if self.buffer_filter_path == "stratified" and self.buffer_key is None:
             raise ValueError(
                 "buffer_filter_path is stratified, which needs buffer_key: the key of the metadata whose values take "
                 "turns"
             )
-        return self
 
     @property
     def draws_surplus(self) -> bool:
@@ -573,8 +561,8 @@ class RolloutConfig(Section):
         """Number of iterations by which sampling may be ahead of training: see `lag_of`."""
         return lag_of(self.pipeline, self.lag, self.max_age)
 
-    @model_validator(mode="after")
-    def _servers_are_counted_once(self) -> "RolloutConfig":
+    @rule
+    def _servers_are_counted_once(self) -> None:
         if self.server_groups and self.external_urls:
             raise ValueError("server_groups and external_urls exclude each other: leave one of them out")
         if self.sglang and self.external_urls:
@@ -591,4 +579,3 @@ class RolloutConfig(Section):
                 raise ValueError(
                     f"num_engines is {self.num_engines}, but {option} makes {count}: set num_engines={count}"
                 )
-        return self

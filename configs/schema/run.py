@@ -2,14 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.base import Location, Section
+from cairn.configs.schema.base import Location, Section, rule
 from cairn.configs.schema.data import DataConfig
-from cairn.configs.schema.effect import CRITIC, WITH_ENGINES, idle_options, spelled, when
+from cairn.configs.schema.effect import CRITIC, WITH_ENGINES, when
 from cairn.configs.schema.evaluation import EvalConfig
 from cairn.configs.schema.operations import (
     ApprovalConfig,
@@ -88,10 +87,10 @@ class ModelConfig(Section):
         """Whether there is a teacher, in the trainer or behind a server."""
         return self.teacher_path is not None or self.teacher_url is not None
 
-    @model_validator(mode="after")
-    def _one_teacher(self) -> "ModelConfig":
+    @rule
+    def _one_teacher(self) -> None:
         if self.teacher_url is None:
-            return self
+            return
         if self.teacher_path is not None:
             raise ValueError(
                 f"teacher_path ({self.teacher_path}) and "
@@ -104,7 +103,6 @@ class ModelConfig(Section):
                 f"teacher_url ({self.teacher_url}) needs teacher_name, the name of the model there, as "
                 "/v1/models of the server says it"
             )
-        return self
 
 
 class RunConfig(Section):
@@ -160,8 +158,8 @@ class RunConfig(Section):
         """Samples per optimizer step."""
         return self.samples_per_rollout // self.training.num_steps_per_rollout
 
-    @model_validator(mode="after")
-    def _batches_add_up(self) -> "RunConfig":
+    @rule
+    def _batches_add_up(self) -> None:
         rollout, training = self.rollout, self.training
         made = f"rollout.rollout_batch_size = {rollout.rollout_batch_size}"
         if self.algorithm.learns_from == "preferences":
@@ -186,30 +184,27 @@ class RunConfig(Section):
                 f"training.global_batch_size ({self.global_batch_size}) is not divisible by "
                 f"training.{ranks} ({training.data_parallel_size})"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rounds_can_fill_the_batch(self) -> "RunConfig":
+    @rule
+    def _rounds_can_fill_the_batch(self) -> None:
         first, batch = self.rollout.over_sampling_batch_size, self.rollout.rollout_batch_size
         if first is not None and first < batch:
             raise ValueError(
                 f"rollout.over_sampling_batch_size ({first}) is below rollout.rollout_batch_size ({batch}); "
                 "it must be at least that"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _responses_are_longer_than_what_shortens_them(self) -> "RunConfig":
+    @rule
+    def _responses_are_longer_than_what_shortens_them(self) -> None:
         buffer, longest = self.reward.overlong_buffer_len, self.rollout.rollout_max_response_len
         if self.samples_responses and buffer is not None and buffer > longest:
             raise ValueError(
                 f"reward.overlong_buffer_len ({buffer}) is above rollout.rollout_max_response_len ({longest}), so that "
                 "an empty response would lose something; it must be at most that"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _what_length_costs_is_learned(self) -> "RunConfig":
+    @rule
+    def _what_length_costs_is_learned(self) -> None:
         algorithm = self.algorithm
         shaped = self.reward.overlong_buffer_len is not None and algorithm.advantage_estimator == "gdpo"
         if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys}:
@@ -218,10 +213,9 @@ class RunConfig(Section):
                 "algorithm.gdpo_reward_keys names neither reward nor overlong_penalty, so that nothing would learn it; "
                 "name one of them, or leave the buffer out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _older_tokens_are_corrected_for(self) -> "RunConfig":
+    @rule
+    def _older_tokens_are_corrected_for(self) -> None:
         rollout = self.rollout
         if rollout.oldest_trained > 0 and not self.algorithm.corrects_for_lag:
             aged = rollout.max_age or rollout.pipeline == "streaming"
@@ -233,10 +227,9 @@ class RunConfig(Section):
                 "for the difference; set algorithm.use_tis=true or algorithm.use_rollout_logprobs=true, choose a loss "
                 f"whose ratio is to the policy that sampled, such as algorithm.loss_type=dppo_tv, or {out}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_stream_draws_prompts_ahead(self) -> "RunConfig":
+    @rule
+    def _a_stream_draws_prompts_ahead(self) -> None:
         given = [name for name in ("get_samples_path",) if getattr(self.data, name) is not None]
         given += ["curriculum.policy"] if self.data.curriculum.policy is not None else []
         if self.rollout.pipeline == "streaming" and given:
@@ -244,19 +237,17 @@ class RunConfig(Section):
                 f"rollout.pipeline is streaming, which draws prompts before the results of earlier ones are there, and "
                 f"data.{given[0]} chooses by these: leave it out, or set rollout.pipeline to lagged or sync"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_stream_is_not_forked(self) -> "RunConfig":
+    @rule
+    def _a_stream_is_not_forked(self) -> None:
         if self.rollout.pipeline == "streaming" and self.recovery.on_divergence == "fork":
             raise ValueError(
                 "recovery.on_divergence is fork and rollout.pipeline is streaming, of which there are no forks: set "
                 "on_divergence to stop, or rollout.pipeline to lagged or sync"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _what_is_asked_about_happens(self) -> "RunConfig":
+    @rule
+    def _what_is_asked_about_happens(self) -> None:
         approval, total = self.approval, self.rollout.num_rollout
         if total and approval.before and max(approval.before) >= total:
             raise ValueError(
@@ -271,10 +262,9 @@ class RunConfig(Section):
             )
         if fall is not None and self.eval.eval_interval is None:
             raise ValueError("approval.eval_drop needs evaluations: set eval.eval_interval, or leave it out")
-        return self
 
-    @model_validator(mode="after")
-    def _what_runs_side_by_side_shares_no_memory(self) -> "RunConfig":
+    @rule
+    def _what_runs_side_by_side_shares_no_memory(self) -> None:
         fleet = self.fleet
         shared = [name for name in ("colocate", "offload_train", "offload_rollout") if getattr(fleet, name)]
         if self.rollout.weights_lag and shared:
@@ -283,10 +273,9 @@ class RunConfig(Section):
                 f"fleet.{shared[0]} only one of the two has the memory at a time: set rollout.pipeline=sync, or leave "
                 "it out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _every_step_has_tokens_to_train_on(self) -> "RunConfig":
+    @rule
+    def _every_step_has_tokens_to_train_on(self) -> None:
         """Reject batches in which an optimizer step may have no tokens: in a group that was continued some token is
         young enough, but not one of every sample."""
         n, samples = self.rollout.n_samples_per_prompt, self.global_batch_size
@@ -297,58 +286,54 @@ class RunConfig(Section):
                 f"group of {n} and finished too long ago to be trained on (rollout.max_age): make "
                 "training.global_batch_size a multiple of rollout.n_samples_per_prompt"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _groups_can_be_normalised(self) -> "RunConfig":
+    @rule
+    def _groups_can_be_normalised(self) -> None:
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
         if not self.samples_responses:
-            return self
+            return
         if n == 1 and algorithm.advantage_estimator in ("rloo", "gdpo"):
             raise ValueError(
                 f"algorithm.advantage_estimator is {algorithm.advantage_estimator} but rollout.n_samples_per_prompt is "
                 "1: a sample is compared with the others of its group, and there is none; raise n_samples_per_prompt"
             )
         if n > 1 or not algorithm.rewards_normalization or algorithm.loss_type == "forward_kl_topk":
-            return self  # that loss reads no advantages
+            return  # that loss reads no advantages
         ours = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator)
         if ours is not None and "rewards_normalization" in ours.reads:
             raise ValueError(
                 "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "
                 "be zero; raise n_samples_per_prompt or set rewards_normalization=false"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ratios_can_be_clipped(self) -> "RunConfig":
+    @rule
+    def _ratios_can_be_clipped(self) -> None:
         algorithm, training = self.algorithm, self.training
         if training.num_steps_per_rollout > 1:
-            return self
+            return
         if algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour:  # of another policy
-            return self
+            return
         if algorithm.loss_type == "kl_cov":
             raise ValueError(
                 "algorithm.loss_type (kl_cov) has no effect while training.num_steps_per_rollout is 1: the tokens that "
                 "it picks pay for how far they have moved from the policy before the update, which is nowhere in the "
                 "only step; raise num_steps_per_rollout, or choose clip_cov"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_learning_rate_falls_within_the_run(self) -> "RunConfig":
+    @rule
+    def _the_learning_rate_falls_within_the_run(self) -> None:
         training, fall = self.training, self.training.lr_wsd_decay_iters
         total = self.rollout.num_rollout * training.num_steps_per_rollout
         if fall is None or training.lr_decay_iters is not None or total == 0:
-            return self
+            return
         if fall > total - warmup_steps(training, total):
             raise ValueError(
                 f"training.lr_wsd_decay_iters ({fall}) leaves of the run's {total} optimizer steps less than the "
                 "warm-up takes: lower it"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _what_is_given_is_not_sampled(self) -> "RunConfig":
+    @rule
+    def _what_is_given_is_not_sampled(self) -> None:
         if self.samples_responses and self.rollout.rollout_max_response_len < 1:
             raise ValueError("rollout.rollout_max_response_len is missing: set it to the longest response in tokens")
         steps = self.training.num_steps_per_rollout
@@ -358,19 +343,17 @@ class RunConfig(Section):
                 "updates, so that an iteration is one optimizer step: set it to 1, and rollout.rollout_batch_size to "
                 "the pairs of a step"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _reference_can_be_updated(self) -> "RunConfig":
+    @rule
+    def _reference_can_be_updated(self) -> None:
         if self.algorithm.ref_update_interval is not None and self.training.lora.r:
             raise ValueError(
                 f"algorithm.ref_update_interval is {self.algorithm.ref_update_interval}, but with training.lora.r the "
                 "reference is the model without adapters: train all weights, or leave the interval out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _teacher_is_there_and_used(self) -> "RunConfig":
+    @rule
+    def _teacher_is_there_and_used(self) -> None:
         model, rollout = self.model, self.rollout
         algorithm = self.algorithm
         readers = {
@@ -394,21 +377,12 @@ class RunConfig(Section):
                 "and the policy samples otherwise: leave out rollout.rollout_temperature, rollout_top_p and "
                 "rollout_top_k, or take model.teacher_path"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_actor_is_trained(self) -> "RunConfig":
+    @rule
+    def _the_actor_is_trained(self) -> None:
         critic_only = self.algorithm.num_critic_only_steps
         if 0 < self.rollout.num_rollout <= critic_only:
             raise ValueError(
                 f"algorithm.num_critic_only_steps ({critic_only}) must be below "
                 f"rollout.num_rollout ({self.rollout.num_rollout}): the actor would never be trained"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_option_has_an_effect(self) -> "RunConfig":
-        for idle in idle_options(self):
-            context = {"option": idle.option, "default": spelled(idle.default)}
-            raise PydanticCustomError("idle_option", str(idle).replace("{", "{{").replace("}", "}}"), context)  # type: ignore[arg-type]
-        return self

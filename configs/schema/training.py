@@ -3,9 +3,9 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Section
+from cairn.configs.schema.base import Section, rule
 from cairn.configs.schema.effect import CRITIC
 
 # Schedules of learning rate and weight decay, by Megatron's names, and the rules for their options.
@@ -350,8 +350,8 @@ class TrainingConfig(Section):
         model_ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         return self.world_size // model_ranks
 
-    @model_validator(mode="after")
-    def _megatron_fits(self) -> "TrainingConfig":
+    @rule
+    def _megatron_fits(self) -> None:
         options = self.megatron
         if options and self.engine != "megatron":
             raise ValueError(f"megatron is set, but engine is {self.engine}, which does not read it")
@@ -389,14 +389,14 @@ class TrainingConfig(Section):
                 "megatron.expert_model_parallel_size with tensor_model_parallel_size > 1 needs "
                 "megatron.sequence_parallel: true"
             )
-        return self._pipeline_is_right()
 
-    def _pipeline_is_right(self) -> "TrainingConfig":
+    @rule
+    def _pipeline_is_right(self) -> None:
         """Reject a virtual pipeline whose transfer options give wrong gradients without an error. Megatron's defaults
         are such options; see docs/engines/megatron.md."""
         options = self.megatron
         if options.get("virtual_pipeline_model_parallel_size") is None:
-            return self
+            return
         if self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 "megatron.virtual_pipeline_model_parallel_size needs megatron.pipeline_model_parallel_size > 1"
@@ -406,15 +406,14 @@ class TrainingConfig(Section):
                 "megatron.virtual_pipeline_model_parallel_size gives wrong gradients, without an error, unless "
                 "overlap_p2p_comm is true and batch_p2p_comm is false; leave both out"
             )
-        return self
 
     @property
     def takes_several_steps(self) -> bool:
         """Whether an iteration has more than one optimizer step."""
         return self.num_steps_per_rollout > 1
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "TrainingConfig":
+    @rule
+    def _consistent(self) -> None:
         if self.lora.r and self.moe_router_bias_update_rate:
             raise ValueError(
                 f"moe_router_bias_update_rate ({self.moe_router_bias_update_rate}) moves weights of the model itself, "
@@ -452,4 +451,3 @@ class TrainingConfig(Section):
                 f"micro_batch_size ({self.micro_batch_size}) and max_tokens_per_gpu ({self.max_tokens_per_gpu}) "
                 "exclude each other: both say where a step's samples are cut; leave one of them out"
             )
-        return self

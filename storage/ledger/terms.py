@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field, JsonValue
 
-from cairn.configs.schema.base import UNCHECKED
+from cairn.configs.schema.base import RECORDED, UNCHECKED
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import FORMAT, readable
 from cairn.storage.ledger.leases import Lease
@@ -90,7 +90,7 @@ def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, An
     """Return a recorded configuration in the options of the version of `config`."""
     if not isinstance(config, BaseModel):
         return dict(recorded)
-    return type(config).model_validate(recorded, context=UNCHECKED).model_dump(mode="json")
+    return type(config).model_validate(recorded, context=RECORDED | UNCHECKED).model_dump(mode="json")
 
 
 def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:

@@ -78,7 +78,7 @@ def test_every_tracker_shows_what_the_ledger_holds(root: Path) -> None:
         found = {row["iteration"]: row for row in rows_in_wandb(root) if "iteration" in row}
         return found if len(found) == len(expected) else None
 
-    rows = wait_for(in_wandb, 60)
+    rows = wait_for(in_wandb)
     client = MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("cairn")
     assert experiment is not None

@@ -1,5 +1,6 @@
 """The rollout engine for any Hugging Face causal language model, on CPU or GPU, in this process."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -100,6 +101,8 @@ class TransformersEngine:
         self._loop = DecodeLoop(
             self._decoder, eos_token_ids(self._model), self._serving, self._occupancy, StopStrings(model_path)
         )
+        self._versions = threading.Lock()
+        """Held while what is served changes hands: requests come meanwhile."""
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
         self._in_flight = False
@@ -129,8 +132,9 @@ class TransformersEngine:
         if in_flight:
             self._loop.rest()
         with nullcontext() if in_flight else self._occupancy.alone("update weights"):
-            self._weight_version, self._in_flight = None, in_flight
-            self._update = WeightUpdate(self._model, version)
+            update = WeightUpdate(self._model, version)
+            with self._versions:
+                self._weight_version, self._in_flight, self._update = None, in_flight, update
 
     def retracted(self) -> list[Completion]:
         return self._loop.retracted()
@@ -149,7 +153,8 @@ class TransformersEngine:
     def end_weight_update(self) -> None:
         update = self._updating()
         update.end()
-        self._weight_version, self._update, self._in_flight = update.version, None, False
+        with self._versions:
+            self._weight_version, self._update, self._in_flight = update.version, None, False
         self._loop.go_on(update.version)
 
     def release_memory(self) -> None:
@@ -215,11 +220,12 @@ class TransformersEngine:
         """Return the version of the weights. Raises EngineError where there are none to generate with."""
         if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
-        if self._in_flight and self._update is not None:
-            return self._update.version
-        if self._weight_version is None:
-            raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
-        return self._weight_version
+        with self._versions:
+            if self._in_flight and self._update is not None:
+                return self._update.version
+            if self._weight_version is None:
+                raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
+            return self._weight_version
 
 
 def make(model_path: str, config: RolloutConfig, plan: EnginePlan, place: Place, *limits: Any) -> TransformersEngine:

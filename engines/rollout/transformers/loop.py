@@ -79,18 +79,18 @@ class DecodeLoop:
         samples = samples_of(requests, self._stop_strings.watch)
         self._occupancy.enter(len(samples))
         try:
-            version = self._version()
+            with self._changed:
+                version = self._version()  # under the lock: `go_on` after an update has the last word
+                if not self._asked and samples:
+                    self._weights, self.decoding = version, Decoding(self._decoder, self._end_ids)
+                self._asked |= dict.fromkeys(samples, asker)
+                self._joining += samples
+                self._aborting |= asker.aborted
+                asker.left += len(samples)
+                self._changed.notify_all()
         except EngineError:
             self._occupancy.leave(len(samples))
             raise
-        with self._changed:
-            if not self._asked and samples:
-                self._weights, self.decoding = version, Decoding(self._decoder, self._end_ids)
-            self._asked |= dict.fromkeys(samples, asker)
-            self._joining += samples
-            self._aborting |= asker.aborted
-            asker.left += len(samples)
-            self._changed.notify_all()
 
     def wait(self, asker: "_Asker") -> list[Result]:
         """Return the client's results since the last call; wait for at least one. Returns nothing where no request is

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.rollout.transformers.engine import TransformersEngine, WeightUpdate
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest
 from tests.engines.rollout.models import (
@@ -137,3 +138,25 @@ def test_what_is_asked_while_others_rest_is_generated_with_the_new_weights(qwen3
     assert same(found[late.request_id], collect(qwen3, [late])[late.request_id])
     assert set(found[late.request_id].weight_versions.tolist()) == {1}
     assert set(found[first.request_id].weight_versions.tolist()) == {0, 1}
+
+
+def test_a_request_that_comes_while_an_update_begins_is_taken(
+    qwen3: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (late,) = request(0, [60], max_new_tokens=6)
+    weights = {name: value.clone() for name, value in qwen3._model.named_parameters()}
+    stream = qwen3.open()
+
+    class Slow(WeightUpdate):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            asking = threading.Thread(target=stream.submit, args=([late],))
+            asking.start()
+            asking.join(60)
+
+    monkeypatch.setattr("cairn.engines.rollout.transformers.engine.WeightUpdate", Slow)
+    qwen3.begin_weight_update(1, in_flight=True)
+    qwen3.update_weights(weights)
+    qwen3.end_weight_update()
+    (found,) = (one for part in stream for one in part)
+    assert set(found.weight_versions.tolist()) == {1}
