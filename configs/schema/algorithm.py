@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
 from cairn.configs.schema.base import Code, Section, rule
-from cairn.configs.schema.effect import when
+from cairn.configs.schema.effect import When, when
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators that require `normalize_advantages`: their baseline or scale is that of the whole batch."""
@@ -45,14 +45,15 @@ _TIS = when("algorithm.use_tis")
 _CORRECTED = _TIS | when("algorithm.get_mismatch_metrics")
 _SEVERAL_STEPS = when(
     "training.takes_several_steps",
-    because="training.num_steps_per_rollout is 1: the policy that is trained is the one that ratios and values are "
-    "compared with",
-    remedy="raise num_steps_per_rollout",
+    because="training.num_steps_per_rollout is 1, so that values are compared with themselves",
+    remedy="raise training.num_steps_per_rollout",
 )
-_RATIOS = (
-    _SEVERAL_STEPS
-    | when("algorithm.use_rollout_logprobs")
-    | when("algorithm.ratio_to_behaviour", because="the loss takes no ratio to the policy that sampled")
+_RATIOS = When(
+    lambda run: (
+        run.training.takes_several_steps or run.algorithm.use_rollout_logprobs or run.algorithm.ratio_to_behaviour
+    ),
+    lambda run: "training.num_steps_per_rollout is 1 and algorithm.use_rollout_logprobs is false: every ratio is 1",
+    "change either",
 )
 
 _TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)

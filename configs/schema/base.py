@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import unquote
 
@@ -32,12 +31,12 @@ def rule(check: Callable[[Any], None]) -> Any:
     one is quick and a run resumes whatever rules were added since.
     """
 
-    @wraps(check)
     def checked(section: Any, info: ValidationInfo) -> Any:
         if not (info.context or {}).get("recorded"):
             check(section)
         return section
 
+    checked.__name__, checked.__doc__ = check.__name__, check.__doc__
     return model_validator(mode="after")(checked)
 
 

@@ -128,18 +128,20 @@ class Idle:
 def idle_options(run: Section) -> Iterator[Idle]:
     """Yield the options of a whole configuration that are set and have no effect."""
     changed = list(_changed(run, "", ()))
+    found = set()
     for name, value, default, conditions in changed:
-        for condition in conditions:
-            if not condition.holds(run):
-                yield Idle(name, value, default, condition.why(run), condition.remedy)
-                break
+        failed = next((condition for condition in conditions if not condition.holds(run)), None)
+        if failed is not None:
+            found.add(name)
+            yield Idle(name, value, default, failed.why(run), failed.remedy)
     algorithm: Any = getattr(run, "algorithm", None)
     own = {
         name.partition(".")[2]: (value, default) for name, value, default, _ in changed if name.startswith("algorithm.")
     }
     if algorithm is not None and own and not algorithm.is_read_by_user_code:
         for name, why, remedy in _unread_by_plugins(algorithm, own.keys()):
-            if name in own:
+            if name in own and f"algorithm.{name}" not in found:
+                found.add(f"algorithm.{name}")
                 yield Idle(f"algorithm.{name}", *own[name], why, remedy)
 
 

@@ -108,13 +108,13 @@ MISTAKES = [
     ),
     (
         "algorithm.loss_type=sft_loss",
-        "rollout.rollout_max_response_len (16) has no effect while algorithm.loss_type is sft_loss, which learns "
-        "from responses that the data holds; choose another loss, or leave it out",
+        "rollout.rollout_max_response_len (16) has no effect while algorithm.loss_type is sft_loss, which "
+        "learns from responses that the data holds; choose another loss or estimator, or leave it out",
     ),
     (
         "data.response_key=response",
-        "data.response_key (response) has no effect while algorithm.loss_type is policy_loss, which learns from "
-        "responses that are sampled; set it to sft_loss, or leave it out",
+        "data.response_key (response) has no effect while algorithm.loss_type is policy_loss, which learns "
+        "from responses that are sampled; set algorithm.loss_type=sft_loss, or leave it out",
     ),
     (
         "rollout.rollout_max_response_len=0",
@@ -122,8 +122,8 @@ MISTAKES = [
     ),
     (
         "algorithm.lambd=0.9",
-        "algorithm: lambd (0.9) has no effect while advantage_estimator is grpo; set advantage_estimator=ppo, or "
-        "leave it out",
+        "algorithm.lambd (0.9) has no effect while algorithm.advantage_estimator is grpo; set "
+        "algorithm.advantage_estimator=ppo, or leave it out",
     ),
     (
         "algorithm={advantage_estimator: ppo, kl_coef: 0.1, use_kl_loss: true, kl_loss_coef: 0.1}",
@@ -137,13 +137,13 @@ MISTAKES = [
     ),
     (
         "training.critic_lr=0.1",
-        "training.critic_lr (0.1) is set but algorithm.advantage_estimator is grpo, which has no critic; nothing "
-        "would read it",
+        "training.critic_lr (0.1) has no effect while algorithm.advantage_estimator is grpo, which has no "
+        "critic; set algorithm.advantage_estimator=ppo, or leave it out",
     ),
     (
         "model.ref_path=x",
-        "model.ref_path (x) is set but algorithm.use_kl_loss is false and algorithm.kl_coef is 0; nothing would "
-        "read it",
+        "model.ref_path (x) has no effect while algorithm.use_kl_loss is false and algorithm.kl_coef is 0; "
+        "set algorithm.use_kl_loss=true, or leave it out",
     ),
     (
         "training={engine: megatron, lora: {r: 4}}",
@@ -155,7 +155,8 @@ MISTAKES = [
     ),
     (
         "model.teacher_name=large",
-        "model: teacher_name (large) has no effect while teacher_url is null; set teacher_url, or leave it out",
+        "model.teacher_name (large) has no effect while model.teacher_url is null; set model.teacher_url, or "
+        "leave it out",
     ),
     (
         "model.teacher_url=large",
@@ -168,16 +169,18 @@ MISTAKES = [
     ),
     (
         "model.teacher_path=large",
-        "model.teacher_path (large) is set but algorithm.use_opd is false and distillation_loss_coef is 0; nothing "
-        "would read it",
+        "model.teacher_path (large) has no effect while algorithm.use_opd is false and "
+        "algorithm.distillation_loss_coef is 0; set algorithm.use_opd=true, or leave it out",
     ),
     (
         "algorithm.opd_kl_coef=0.5",
-        "algorithm: opd_kl_coef (0.5) has no effect while use_opd is false; set use_opd=true, or leave it out",
+        "algorithm.opd_kl_coef (0.5) has no effect while algorithm.use_opd is false; set "
+        "algorithm.use_opd=true, or leave it out",
     ),
     (
         "algorithm.kl_loss_coef=0.1",
-        "algorithm: kl_loss_coef (0.1) has no effect while use_kl_loss is false; set use_kl_loss=true, or leave it out",
+        "algorithm.kl_loss_coef (0.1) has no effect while algorithm.use_kl_loss is false; set "
+        "algorithm.use_kl_loss=true, or leave it out",
     ),
     (
         "training={lr_decay_style: WSD, lr_wsd_decay_iters: 3}",
@@ -185,8 +188,8 @@ MISTAKES = [
     ),
     (
         "algorithm={advantage_estimator: ppo, value_clip: 0.5}",
-        "algorithm.value_clip (0.5) has no effect while training.num_steps_per_rollout is 1: the critic that is "
-        "trained is the one that the values are of; raise num_steps_per_rollout, or leave it out",
+        "algorithm.value_clip (0.5) has no effect while training.num_steps_per_rollout is 1, so that values "
+        "are compared with themselves; raise training.num_steps_per_rollout, or leave it out",
     ),
     (
         "algorithm.loss_type=dpo",
@@ -200,24 +203,28 @@ MISTAKES = [
     ),
     (
         "algorithm.tis_clip=5",
-        "algorithm: tis_clip (5.0) has no effect while use_tis is false; set use_tis=true, or leave it out",
+        "algorithm.tis_clip (5.0) has no effect while algorithm.use_tis is false and "
+        "algorithm.get_mismatch_metrics is false; set algorithm.use_tis=true, or leave it out",
     ),
     (
         "algorithm.tis_clip_low=0.5",
-        "algorithm: tis_clip_low (0.5) has no effect while use_tis is false; set use_tis=true, or leave it out",
+        "algorithm.tis_clip_low (0.5) has no effect while algorithm.use_tis is false and "
+        "algorithm.get_mismatch_metrics is false; set algorithm.use_tis=true, or leave it out",
     ),
     (
         "algorithm={use_tis: true, tis_level: sequence}",
-        "algorithm: tis_level (sequence) has no effect while custom_tis_function_path is tis; set "
-        "custom_tis_function_path=mis, or leave it out",
+        "algorithm.tis_level (sequence) has no effect while algorithm.custom_tis_function_path is tis; set "
+        "algorithm.custom_tis_function_path=mis, or leave it out",
     ),
     (
         "algorithm={use_tis: true, custom_tis_function_path: mis, rs_level: sequence}",
-        "algorithm: rs_level (sequence) has no effect while use_rs is false; set use_rs=true, or leave it out",
+        "algorithm.rs_level (sequence) has no effect while algorithm.use_rs is false; set "
+        "algorithm.use_rs=true, or leave it out",
     ),
     (
         "algorithm={use_tis: true, custom_tis_function_path: mis, tis_clip_low: 0.5}",
-        "algorithm: tis_clip_low (0.5) has no effect while tis_mode is truncate; set tis_mode=clip, or leave it out",
+        "algorithm.tis_clip_low (0.5) has no effect while algorithm.tis_mode is truncate; set "
+        "algorithm.tis_mode=clip, or leave it out",
     ),
     (
         "algorithm={use_tis: true, custom_tis_function_path: mis, use_rs: true, rs_lower_bound: 3}",
@@ -226,16 +233,18 @@ MISTAKES = [
     ),
     (
         "algorithm.tis_batch_normalize=true",
-        "algorithm: tis_batch_normalize (true) has no effect while use_tis is false; set use_tis=true, or leave it out",
+        "algorithm.tis_batch_normalize (true) has no effect while algorithm.use_tis is false; set "
+        "algorithm.use_tis=true, or leave it out",
     ),
     (
         "algorithm.opsm_delta=0.1",
-        "algorithm: opsm_delta (0.1) has no effect while use_opsm is false; set use_opsm=true, or leave it out",
+        "algorithm.opsm_delta (0.1) has no effect while algorithm.use_opsm is false; set "
+        "algorithm.use_opsm=true, or leave it out",
     ),
     (
         "algorithm.use_unbiased_kl=true",
-        "algorithm: use_unbiased_kl (true) has no effect while use_kl_loss is false; set use_kl_loss=true, or"
-        " leave it out",
+        "algorithm.use_unbiased_kl (true) has no effect while algorithm.use_kl_loss is false; set "
+        "algorithm.use_kl_loss=true, or leave it out",
     ),
     (
         "algorithm={use_kl_loss: true, use_unbiased_kl: true, kl_loss_type: k2}",
@@ -244,18 +253,18 @@ MISTAKES = [
     ),
     (
         "algorithm.kl_loss_type=k3",
-        "algorithm: kl_loss_type (k3) has no effect while use_kl_loss is false and kl_coef is 0; set "
-        "use_kl_loss=true, or leave it out",
+        "algorithm.kl_loss_type (k3) has no effect while algorithm.use_kl_loss is false and "
+        "algorithm.kl_coef is 0; set algorithm.use_kl_loss=true, or leave it out",
     ),
     (
         "algorithm={rewards_normalization: false, grpo_std_normalization: false}",
-        "algorithm: grpo_std_normalization (false) has no effect while rewards_normalization is false; set "
-        "rewards_normalization=true, or leave it out",
+        "algorithm.grpo_std_normalization (false) has no effect while algorithm.rewards_normalization is "
+        "false; set algorithm.rewards_normalization=true, or leave it out",
     ),
     (
         "algorithm={advantage_estimator: ppo, grpo_std_normalization: false}",
-        "algorithm: grpo_std_normalization (false) has no effect while advantage_estimator is ppo; set "
-        "advantage_estimator=cispo or grpo or grpo_turns or gspo, or leave it out",
+        "algorithm.grpo_std_normalization (false) has no effect while algorithm.advantage_estimator is ppo; "
+        "set algorithm.advantage_estimator=cispo or grpo or grpo_turns or gspo, or leave it out",
     ),
     (
         "algorithm={advantage_estimator: gspo, loss_type: cispo}",
@@ -264,14 +273,13 @@ MISTAKES = [
     ),
     (
         "algorithm={advantage_estimator: cispo, eps_clip_c: 3}",
-        "algorithm: eps_clip_c (3.0) has no effect while advantage_estimator is cispo, trained with the loss "
-        "cispo; choose another estimator, or leave it out",
+        "algorithm.eps_clip_c (3.0) has no effect while training.num_steps_per_rollout is 1 and "
+        "algorithm.use_rollout_logprobs is false: every ratio is 1; change either, or leave it out",
     ),
     (
         "algorithm.eps_clip_high=0.28",
         "algorithm.eps_clip_high (0.28) has no effect while training.num_steps_per_rollout is 1 and "
-        "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are taken "
-        "against; change either, or leave it out",
+        "algorithm.use_rollout_logprobs is false: every ratio is 1; change either, or leave it out",
     ),
     (
         "algorithm={use_kl_loss: true, kl_loss_coef: 0.1, kl_loss_type: k1}",
