@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, load, parse
+from cairn.configs.loader import load, parse
 from cairn.configs.schema.base import has_credentials
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
@@ -142,9 +142,3 @@ def test_no_message_about_an_override_repeats_one(override: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load("configs/recipes/quickstart.yaml", [override])
     assert KEY not in str(refused.value)
-
-
-def test_a_run_that_began_with_one_is_read() -> None:
-    values = parse(RECIPE).model_dump(mode="json")
-    values["tracking"]["mlflow_tracking_uri"] = SECRET[0]
-    assert from_manifest(values).tracking.mlflow_tracking_uri == SECRET[0]

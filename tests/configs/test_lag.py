@@ -20,7 +20,7 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
     ("sections", "says"),
     [
         ({"rollout": LAGGED}, "rollout.lag is 1: tokens that older weights sampled are trained on, and nothing"),
-        ({"rollout": {"lag": 2}}, r"lag \(2\) has no effect while pipeline is sync"),
+        ({"rollout": {"lag": 2}}, r"lag \(2\) has no effect while rollout.pipeline is sync"),
         ({"rollout": {**LAGGED, "lag": 2, "max_age": 1}}, r"max_age \(1\) is below the lag \(2\)"),
         ({"rollout": LAGGED, "algorithm": {"use_tis": True}, "fleet": {"colocate": True}}, "with fleet.colocate only"),
         ({"rollout": LAGGED, "algorithm": {"use_tis": True}, "fleet": {"offload_train": True}}, "fleet.offload_train"),

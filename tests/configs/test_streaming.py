@@ -23,24 +23,27 @@ CORRECTED = {"use_tis": True}
         ),
         (
             {"rollout": {"pipeline": "lagged", "update_weights_interval": 2}},
-            r"update_weights_interval \(2\) has no effect while pipeline is lagged: set pipeline to streaming",
+            r"update_weights_interval \(2\) has no effect while rollout.pipeline is lagged; set rollout.pipeline=str",
         ),
         (
             {"rollout": {"pipeline": "lagged", "async_buffer_size": 2}},
-            r"async_buffer_size \(2\) has no effect while p",
+            r"async_buffer_size \(2\) has no effect while rollout.p",
         ),
         ({"rollout": {"async_buffer_size": 9}}, r"async_buffer_size \(9\) has no effect above max_age × rollout_batch"),
-        ({"rollout": {"lag": 1}}, r"lag \(1\) has no effect while pipeline is streaming: set pipeline to lagged"),
+        ({"rollout": {"lag": 1}}, r"lag \(1\) has no effect while rollout.pipeline is streaming; set rollout.pi"),
         (
             {"rollout": {"over_sampling_batch_size": 4}},
-            "over_sampling_batch_size has no effect while pipeline is strea",
+            r"over_sampling_batch_size \(4\) has no effect while rollout.pipeline is strea",
         ),
-        ({"rollout": {"shards_per_round": 2}}, "shards_per_round has no effect while pipeline is streaming"),
+        (
+            {"rollout": {"shards_per_round": 2}},
+            r"shards_per_round \(2\) has no effect while rollout.pipeline is streaming",
+        ),
         ({"rollout": {"router": {}, "engine": "sglang"}}, "requests of all go through router: leave router out"),
         ({"rollout": {"min_num_engines": 2}}, r"min_num_engines \(2\) is above num_engines \(1\): raise num_engines"),
         (
             {"rollout": {"min_num_engines": 1, "pipeline": "sync"}},
-            r"min_num_engines \(1\) has no effect while pipeline is sync, .* set pipeline to streaming",
+            r"min_num_engines \(1\) has no effect while rollout.pipeline is sync; set rollout.pipeline=str",
         ),
         (
             {"rollout": {"min_num_engines": 1, "engine": "sglang", "external_urls": ["http://there:1"]}},

@@ -10,7 +10,7 @@ import torch
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
-from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.limits import bounded
 
 
 @plugin(reads={"tis_clip", "tis_clip_low", "tis_batch_normalize"})

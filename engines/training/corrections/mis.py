@@ -24,7 +24,7 @@ import torch
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig, RatioLevel
 from cairn.engines.training.collate import Tokens, given
-from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.limits import bounded
 
 
 @plugin(

@@ -3,7 +3,7 @@
 import torch
 
 from cairn.configs.schema.algorithm import KLType
-from cairn.engines.training.losses.limits import LARGEST_LOG_RATIO, bounded
+from cairn.engines.training.limits import LARGEST_LOG_RATIO, bounded
 
 
 def kl_divergence(

@@ -11,10 +11,10 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.corrections import Correction
+from cairn.engines.training.limits import bounded
 from cairn.engines.training.log_probs import entropy, token_log_probs, within
 from cairn.engines.training.losses.forward_kl_topk import forward_kl
 from cairn.engines.training.losses.kl import kl_divergence
-from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.needs import is_policy_gradient
 from cairn.engines.training.protocol import LARGEST, Loss
 

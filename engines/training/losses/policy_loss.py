@@ -5,7 +5,7 @@ import torch
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.limits import bounded
 from cairn.engines.training.protocol import TokenLosses
 
 

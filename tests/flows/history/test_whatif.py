@@ -122,7 +122,10 @@ def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(fo
             "the run learns from responses, and with these options it would learn from preferences",
         ),
         (["toy@0", "--set", "algorithm.gama=0.1"], "algorithm.gama is not an option; did you mean algorithm.gamma?"),
-        (["toy@0", "--set", "algorithm.gamma=0.9"], "algorithm: gamma (0.9) has no effect while advantage_estimator"),
+        (
+            ["toy@0", "--set", "algorithm.gamma=0.9"],
+            "algorithm.gamma (0.9) has no effect while algorithm.advantage_estimator",
+        ),
         (
             ["toy@0", "--set", "algorithm.advantage_estimator=ppo"],
             "algorithm.advantage_estimator=ppo needs values, which iteration 0 of run 'toy' has not scored: a fork",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from cairn.tasks.advantages.batch import ScoredBatch
 from cairn.tasks.batch.batch import arrays
 from cairn.tasks.grading.shaping import with_rewards
 from cairn.tasks.rewards.grader import Graded
+from tests.mistakes import mistakes
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 Groups = list[list[dict[str, float]]]
@@ -149,7 +151,10 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
     ("options", "said"),
     [
         ({"advantage_estimator": "gdpo"}, "gdpo_reward_keys names none"),
-        ({"gdpo_reward_keys": ["a"]}, "has no effect while advantage_estimator is grpo; set advantage_estimator=gdpo"),
+        (
+            {"gdpo_reward_keys": ["a"]},
+            "has no effect while algorithm.advantage_estimator is grpo; set algorithm.advantage_estimator=gdpo",
+        ),
         ({"advantage_estimator": "gdpo", "gdpo_reward_keys": ["a", "a"]}, "names a reward twice"),
         (
             {"advantage_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1, 2]},
@@ -159,8 +164,7 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
     ],
 )
 def test_options_without_effect_or_sense_are_refused(options: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        AlgorithmConfig.model_validate(options)
+    assert re.search(said, mistakes(algorithm=options))
 
 
 def test_a_recipe_names_rewards_and_numbers_and_nothing_else(tiny_assets: Path) -> None:

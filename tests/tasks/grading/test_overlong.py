@@ -7,13 +7,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.tasks.grading.shaping import Overlong, sampled_tokens
 from cairn.tasks.rewards.grader import Graded
+from tests.mistakes import mistakes
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 
@@ -67,8 +66,8 @@ def test_a_run_s_rewards_have_it_and_its_evaluations_do_not(tiny_assets: Path, t
 
 
 def test_options_without_effect_or_sense_are_refused(tiny_assets: Path) -> None:
-    with pytest.raises(ValidationError, match="overlong_penalty_factor is 2, which has no effect"):
-        RewardConfig(overlong_penalty_factor=2.0)
+    told = "reward.overlong_penalty_factor (2.0) has no effect while reward.overlong_buffer_len is null; set it to"
+    assert told in mistakes(reward={"overlong_penalty_factor": 2.0})
     with pytest.raises(Exception, match=r"overlong_buffer_len \(99\) is above rollout\.rollout_max_response_len"):
         tiny_config(tiny_assets, reward={"overlong_buffer_len": 99})
 
