@@ -11,15 +11,10 @@ refuses new objects.
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from cairn.storage.store.errors import NoSpace, naming_full
-
-if TYPE_CHECKING:
-    pass
-
 
 FULL = (ObjectStoreFullError, OutOfDiskError)
 """Errors that Ray raises where no room is left for an object."""

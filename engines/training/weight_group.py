@@ -2,7 +2,7 @@
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
@@ -17,10 +17,6 @@ from torch.distributed.distributed_c10d import (
 
 from cairn.engines.types.errors import EngineError, EngineTimeout
 from cairn.engines.weights.layout import Layout
-
-if TYPE_CHECKING:
-    pass
-
 
 LOOK_INTERVAL = 0.0005
 """Seconds between two checks of a running broadcast."""

@@ -1,15 +1,12 @@
 """Print results of evaluations for people."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.flows.cli.tables import age, console
 from cairn.flows.evaluation.comparing import Standing, figures
 from cairn.flows.evaluation.evaluating import Found
 from cairn.flows.text import printable
-
-if TYPE_CHECKING:
-    pass
 
 
 def print_results(found: Sequence[Found]) -> None:

@@ -1,7 +1,5 @@
 """Number of iterations of a run whose length is configured in epochs."""
 
-from typing import TYPE_CHECKING
-
 from cairn.configs.errors import BadData, ConfigError
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
@@ -9,9 +7,6 @@ from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.tasks.data.drawing import MixedData
 from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.stream import GivenPrompts
-
-if TYPE_CHECKING:
-    pass
 
 
 def with_length(config: RunConfig) -> RunConfig:

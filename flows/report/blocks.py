@@ -237,7 +237,7 @@ def _call(call: CallView, began: float | None) -> dict[str, Any]:
 def _text(text: str | None) -> str:
     if text is None:
         return ""
-    return text if len(text) <= MOST_TURNS else f"{text[:MOST]}… and {len(text) - MOST:,} characters more"
+    return text if len(text) <= MOST_TURNS else f"{text[:MOST_TURNS]}… and {len(text) - MOST_TURNS:,} characters more"
 
 
 def _timing(at: float | None, seconds: float | None, began: float | None) -> list[str]:

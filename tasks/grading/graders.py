@@ -46,7 +46,6 @@ _OTHERS = {
     "deepscaler": ("math", "equality"),
     "gpqa": ("choices",),
     "gsm8k_strict": ("gsm8k",),
-    "ifeval": ("instructions",),
     "math": ("equality",),
     "math500": ("math", "equality"),
     "multiple_choice": ("choices",),
