@@ -7,6 +7,7 @@ log keeps up with any rate with one write at a time, and whoever appends never w
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,8 @@ class PacedWriter:
         self._deadline = deadline
         self._changed = threading.Condition()
         self._waiting: list[Any] = []
-        self._then: list[Callable[[], None]] = []
+        self._then: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """What is called when all that was appended before is durable, or never will be."""
         self._urgent = False
         self._closed = False
         self._error: Exception | None = None
@@ -50,18 +52,34 @@ class PacedWriter:
         except Exception as second:  # what broke the work off is what its caller must hear of
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
-    def append(self, *finished: Any, then: Callable[[], None] | None = None, urgent: bool = False) -> None:
-        """Hand over what has finished. Returns at once. `then` is called, by the writer's thread, when it is durable
-        with all before it; `urgent`: somebody waits for that, so that no others are waited for."""
+    def append(
+        self,
+        *finished: Any,
+        then: Callable[[], None] | None = None,
+        otherwise: Callable[[], None] = lambda: None,
+        urgent: bool = False,
+    ) -> None:
+        """Hand over what has finished. Returns at once.
+
+        Args:
+            then: called by the writer's thread when it is durable with all before it.
+            otherwise: called in its place where an error stops the writer before.
+            urgent: somebody waits for `then`, so that the writer does not wait for others.
+        """
         with self._changed:
             self._raise_error()
             if self._closed:
                 raise ValueError("the log is closed")
             self._waiting += finished
             if then is not None:
-                self._then.append(then)
+                self._then.append((then, otherwise))
             self._urgent |= urgent
             self._changed.notify()
+
+    def require_intact(self) -> None:
+        """Raise the error that stopped the writer, if there was one."""
+        with self._changed:
+            self._raise_error()
 
     @property
     def broken(self) -> bool:
@@ -84,6 +102,7 @@ class PacedWriter:
             raise self._error
 
     def _write_parts(self) -> None:
+        then: list[tuple[Callable[[], None], Callable[[], None]]] = []
         try:
             for number in itertools.count():
                 with self._changed:
@@ -96,8 +115,12 @@ class PacedWriter:
                     return
                 if waiting:
                     self._write(number, waiting)
-                for told in then:
-                    told()
+                while then:
+                    then.pop(0)[0]()
         except Exception as error:
             with self._changed:
                 self._error = error
+                waiting_for_it = [*then, *self._then]
+            for _, otherwise in waiting_for_it:
+                with suppress(Exception):  # each is told, whatever another makes of it
+                    otherwise()

@@ -9,7 +9,7 @@ from typing import Self
 
 import pyarrow as pa
 
-from cairn.engines.episodes.records import CallKind, CallRecord, Recorded
+from cairn.engines.episodes.records import NEVER, CallKind, CallRecord, Recorded
 from cairn.engines.errors import EngineError
 from cairn.engines.trajectories import Origin, SampleKey, SampleRequest
 from cairn.storage.call_log import CallLog
@@ -33,10 +33,19 @@ class LoggedCalls:
         raise NotImplementedError
 
     def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
-        """Log what came from an engine, and acknowledge it there where that is awaited."""
+        """Log what came from an engine, and acknowledge it there where that is awaited, or say that it never will be
+        durable."""
         assert self._log is not None
-        then = partial(_acknowledge, acknowledge, recorded.number) if recorded.awaited else None
-        self._log.append(*recorded.records, then=then, urgent=recorded.awaited)
+        if not recorded.awaited:
+            self._log.append(*recorded.records)
+            return
+        then, otherwise = (partial(_acknowledge, acknowledge, number) for number in (recorded.number, NEVER))
+        self._log.append(*recorded.records, then=then, otherwise=otherwise, urgent=True)
+
+    def require_intact(self) -> None:
+        """Raise the error by which nothing more becomes durable, if there was one."""
+        if self._log is not None:
+            self._log.require_intact()
 
     def after(self, then: Callable[[], None]) -> None:
         """Do something when all that was taken is durable."""

@@ -255,6 +255,8 @@ class Recorder:
     def _give_durable(
         self, future: "asyncio.Future[CallRecord]", record: CallRecord, told: "asyncio.Future[None]"
     ) -> None:
+        if told.cancelled():  # it never becomes durable: the code is not to go on with it
+            future.cancel()
         self._give(future, record)
 
     def _give(self, future: "asyncio.Future[CallRecord]", record: CallRecord) -> None:

@@ -72,6 +72,10 @@ class CallRecord:
         return f"call {self.call} ({what})" + (f" with {self.arguments}" if tells else "")
 
 
+NEVER = -1
+"""Acknowledged in place of a number: nothing that is awaited becomes durable any more."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Records that came up together, in the order in which they did."""

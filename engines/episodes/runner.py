@@ -17,14 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from cairn.engines.episodes.call_ids import begin_sample, sample_of, task_factory
 from cairn.engines.episodes.context import Context
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import EpisodeDiverged, Recorder, SampleAborted
-from cairn.engines.episodes.records import CallRecord, Recorded
+from cairn.engines.episodes.records import NEVER, CallRecord, Recorded
 from cairn.engines.episodes.waits import Waits
 from cairn.engines.errors import RequestRefused
 from cairn.engines.tools.results import shortened
@@ -74,6 +74,7 @@ class Runner:
         self._acknowledging: dict[int, list[asyncio.Future[None]]] = {}
         self._numbers = count(time.monotonic_ns())
         """Above those of processes before this one: what is acknowledged to them late means nothing here."""
+        self._log_is_lost = False
         self._aborted = False
         self._failure: BadTrajectory | None = None
         self._stir = asyncio.Event()
@@ -132,7 +133,14 @@ class Runner:
         return Recorded(number, records, bool(awaited))
 
     def acknowledge(self, number: int) -> None:
-        """What came with this number, and all before it, is durable."""
+        """What came with this number, and all before it, is durable. `NEVER`: nothing becomes durable any more; all
+        samples are given back, and no effect that waits for that is made."""
+        if number == NEVER:
+            self._log_is_lost = True
+            self.abort()
+            for future in (*self._to_acknowledge, *chain.from_iterable(self._acknowledging.values())):
+                future.cancel()
+            return
         for waiting in [one for one in self._acknowledging if one <= number]:
             for future in self._acknowledging.pop(waiting):
                 if not future.done():
@@ -231,6 +239,9 @@ class Runner:
     def _record_durably(self, record: CallRecord) -> "asyncio.Future[None]":
         self._record(record)
         future: asyncio.Future[None] = self._loop.create_future()
+        if self._log_is_lost:
+            future.cancel()
+            return future
         self._to_acknowledge.append(future)
         self._stir.set()
         return future

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.engines.episodes.records import CallRecord
+from cairn.engines.episodes.records import NEVER, CallRecord
 from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.watchdog import Watchdog
 from cairn.engines.trajectories import GeneratedSample, Origin, SampleRequest
@@ -36,10 +36,11 @@ def played(
     samples: Sequence[SampleRequest],
     *,
     abort: Callable[[CallRecord], bool] = lambda record: False,
+    lost: Callable[[CallRecord], bool] = lambda record: False,
     timeout: float = 5.0,
 ) -> tuple[list[GeneratedSample], list[CallRecord]]:
     """What comes of samples, and all that is recorded, durable at once. `abort`: whether all are given up when this
-    has been recorded, before it is said to be durable."""
+    has been recorded, before it is said to be durable. `lost`: whether the log breaks at this, so that it never is."""
     loop = asyncio.new_event_loop()
     runner = Runner(loop, generate, PARAMS, lambda: None)
     ended, records = list[GeneratedSample](), list[CallRecord]()
@@ -58,7 +59,7 @@ def played(
                     if any(map(abort, recorded.records)):
                         runner.abort()
                     if recorded.awaited:
-                        runner.acknowledge(recorded.number)
+                        runner.acknowledge(NEVER if any(map(lost, recorded.records)) else recorded.number)
                 ended.extend(runner.ended)
                 runner.ended.clear()
 
