@@ -378,6 +378,10 @@ class CallRecord:
         return f"call {self.call} ({what})" + (f" with {self.arguments}" if tells else "")
 
 
+NEVER = -1
+"""Acknowledged in place of a number: no waiting record will become durable."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A batch of new records, in order."""

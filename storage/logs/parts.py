@@ -186,7 +186,8 @@ class PacedWriter:
         self._deadline = deadline
         self._changed = threading.Condition()
         self._waiting: list[Any] = []
-        self._then: list[Callable[[], None]] = []
+        self._then: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """What to call when everything appended before is durable, and what if it never will be."""
         self._urgent = False
         self._closed = False
         self._error: Exception | None = None
@@ -208,12 +209,19 @@ class PacedWriter:
         except Exception as second:  # what broke the work off is what its caller must hear of
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
-    def append(self, *finished: Any, then: Callable[[], None] | None = None, urgent: bool = False) -> None:
+    def append(
+        self,
+        *finished: Any,
+        then: Callable[[], None] | None = None,
+        otherwise: Callable[[], None] = lambda: None,
+        urgent: bool = False,
+    ) -> None:
         """Queue finished items and return at once.
 
         Args:
             finished: the items.
             then: called in the writer's thread when these items and all before them are durable.
+            otherwise: called in place of `then` if an error stops the writer before.
             urgent: write the next part without waiting for further items, because a caller waits for it.
         """
         with self._changed:
@@ -222,9 +230,14 @@ class PacedWriter:
                 raise ValueError("the log is closed")
             self._waiting += finished
             if then is not None:
-                self._then.append(then)
+                self._then.append((then, otherwise))
             self._urgent |= urgent
             self._changed.notify()
+
+    def require_intact(self) -> None:
+        """Raise the error that stopped the writer, if there was one."""
+        with self._changed:
+            self._raise_error()
 
     @property
     def broken(self) -> bool:
@@ -247,6 +260,7 @@ class PacedWriter:
             raise self._error
 
     def _write_parts(self) -> None:
+        then: list[tuple[Callable[[], None], Callable[[], None]]] = []
         try:
             for number in itertools.count():
                 with self._changed:
@@ -259,11 +273,15 @@ class PacedWriter:
                     return
                 if waiting:
                     self._write(number, waiting)
-                for told in then:
-                    told()
+                while then:
+                    then.pop(0)[0]()
         except Exception as error:
             with self._changed:
                 self._error = error
+                callers = [*then, *self._then]
+            for _, otherwise in callers:
+                with suppress(Exception):  # a failing caller must not keep the others waiting
+                    otherwise()
 
 
 # Lifetime of the parts of a stream's logs: a part is useful as long as one of its groups is open.

@@ -10,7 +10,7 @@ from typing import Self
 import pyarrow as pa
 
 from cairn.engines.types.errors import EngineError
-from cairn.engines.types.trajectories import CallKind, CallRecord, Origin, Recorded, SampleKey, SampleRequest
+from cairn.engines.types.trajectories import NEVER, CallKind, CallRecord, Origin, Recorded, SampleKey, SampleRequest
 from cairn.storage.ledger.commits import Step
 from cairn.storage.logs.call_log import CallLog
 from cairn.tasks.durable.step import StepCall
@@ -32,10 +32,21 @@ class LoggedCalls:
         raise NotImplementedError
 
     def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
-        """Log records that an engine sent, and acknowledge them to the engine if it waits for that."""
+        """Log records that an engine sent, and acknowledge them to the engine if it waits for that.
+
+        If the log breaks before, the engine is told `NEVER`.
+        """
         assert self._log is not None
-        then = partial(_acknowledge, acknowledge, recorded.number) if recorded.awaited else None
-        self._log.append(*recorded.records, then=then, urgent=recorded.awaited)
+        if not recorded.awaited:
+            self._log.append(*recorded.records)
+            return
+        then, otherwise = (partial(_acknowledge, acknowledge, number) for number in (recorded.number, NEVER))
+        self._log.append(*recorded.records, then=then, otherwise=otherwise, urgent=True)
+
+    def require_intact(self) -> None:
+        """Raise the error that stopped the log's writer, if there was one."""
+        if self._log is not None:
+            self._log.require_intact()
 
     def after(self, then: Callable[[], None]) -> None:
         """Call `then` when everything taken so far is durable."""

@@ -189,6 +189,7 @@ def _together(
             if isinstance(told, Recorded):
                 calls.take(told, engine.acknowledge)
                 continue
+            calls.require_intact()
             take_joined()
             generated = [_usable(step.run, asked[sample.key], sample) for sample in told]
             may_abort = aborted or interrupted()

@@ -147,7 +147,8 @@ def test_what_is_committed_is_one_history(pipeline: str, effects: bool, tiny_ass
         late, enough = (answered, GROUPS * SAMPLES) if effects else (ended, GROUPS * SAMPLES / 2)
         before = late(store, 1)
         (tmp_path / "open-1").touch()
-        wait_for(lambda: late(store, 1) >= before + enough, 100)
+        # Its first intent may come before its other answers are recorded: then it has ended with fewer.
+        wait_for(lambda: late(store, 1) >= before + enough or not first.is_alive(), 100)
     finally:
         for driver in (second, first):
             if driver.is_alive():

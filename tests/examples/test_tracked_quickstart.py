@@ -44,6 +44,7 @@ def test_every_tracker_shows_what_the_ledger_holds(root: Path) -> None:
     }
     given = [part for name, value in options.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     home = {name: str(root / "home") for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
+    home["WANDB_SERVICE"] = ""  # W&B's own process, and not that of a test before, which would write when it ends
     with in_background(CAIRN, "train", RECIPE, "--run", "tracked", *given, cwd=root, **home) as driver:
 
         def exported() -> dict[str, float] | None:

@@ -47,8 +47,14 @@ class Between(DirectSteps):
         return super().call(step, index, shard, *args, **kwargs)
 
 
-def drive_while_machines_come_and_go(store: str, config: RunConfig, parent: Connection) -> None:
-    """A driver, which says when a machine is to come, and when it is to go."""
+def drive_while_machines_come_and_go(
+    store: str, config: RunConfig, parent: Connection, environment: dict[str, str]
+) -> None:
+    """A driver, which says when a machine is to come, and when it is to go. `environment`: how Ray lets it in, whatever
+    its process was forked from."""
+    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
+        del os.environ[name]
+    os.environ.update(environment)
     with (
         Fleet.start(config, name="elastic", total_steps=ITERATIONS, tell=lambda told: parent.send(told)) as fleet,
         tiny_context(store, config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
@@ -114,11 +120,12 @@ def test_an_engine_gets_work_when_its_machine_comes_and_leaves_it_to_others_when
     with simulated_machines.simulated_machines() as machines:
         machines.have([1])
         fleet = {**ROOM, "ray_address": machines.do(simulated_machines.address)}
+        way_in = machines.do(simulated_machines.way_in)
         config = streaming(tiny_assets, 1, fleet=fleet)
         elastic = {"num_engines": 2, "min_num_engines": 1}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=elastic)})
         here, there = FORKS.Pipe()
-        driver = FORKS.Process(target=drive_while_machines_come_and_go, args=(str(tmp_path), config, there))
+        driver = FORKS.Process(target=drive_while_machines_come_and_go, args=(str(tmp_path), config, there, way_in))
         driver.start()
         there.close()
         while not told or told[-1] != "done":

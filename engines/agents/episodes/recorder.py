@@ -401,6 +401,8 @@ class Recorder:
     def _give_durable(
         self, future: "asyncio.Future[CallRecord]", record: CallRecord, told: "asyncio.Future[None]"
     ) -> None:
+        if told.cancelled():  # it will never become durable, so the code must not go on with it
+            future.cancel()
         self._give(future, record)
 
     def _give(self, future: "asyncio.Future[CallRecord]", record: CallRecord) -> None:

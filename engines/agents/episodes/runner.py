@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from cairn.engines.agents.episodes.context import Context, EpisodeOptions
@@ -33,6 +33,7 @@ from cairn.engines.agents.tools.results import shortened
 from cairn.engines.agents.tools.tool import Tool
 from cairn.engines.types.errors import RequestRefused
 from cairn.engines.types.trajectories import (
+    NEVER,
     BadTrajectory,
     CallRecord,
     GeneratedSample,
@@ -118,6 +119,7 @@ class Runner:
         self._numbers = count(time.monotonic_ns())
         """Numbers of batches, above those of earlier processes, so that late acknowledgements of theirs have no
         effect."""
+        self._log_is_lost = False
         self._aborted = False
         self._failure: BadTrajectory | None = None
         self._stir = asyncio.Event()
@@ -178,7 +180,17 @@ class Runner:
         return Recorded(number, records, bool(awaited))
 
     def acknowledge(self, number: int) -> None:
-        """Mark the records with this number, and all before them, as durable."""
+        """Mark the records with this number, and all before them, as durable.
+
+        `NEVER`: nothing becomes durable any more. All samples are given back, and no effect that waits for durability
+        is made.
+        """
+        if number == NEVER:
+            self._log_is_lost = True
+            self.abort()
+            for future in (*self._to_acknowledge, *chain.from_iterable(self._acknowledging.values())):
+                future.cancel()
+            return
         for waiting in [one for one in self._acknowledging if one <= number]:
             for future in self._acknowledging.pop(waiting):
                 if not future.done():
@@ -280,6 +292,9 @@ class Runner:
     def _record_durably(self, record: CallRecord) -> "asyncio.Future[None]":
         self._record(record)
         future: asyncio.Future[None] = self._loop.create_future()
+        if self._log_is_lost:
+            future.cancel()
+            return future
         self._to_acknowledge.append(future)
         self._stir.set()
         return future

@@ -4,6 +4,7 @@ What Ray does with placement groups is what it does on real machines; nobody com
 process, so this one has a process of its own, to which tests send functions.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -80,6 +81,11 @@ def address() -> str:
     """Of their cluster."""
     found: str = _cluster.address
     return found
+
+
+def way_in() -> dict[str, str]:
+    """Environment variables by which their cluster lets a driver in."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
 
 
 def lose_newest() -> None:

@@ -24,6 +24,7 @@ from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
 from cairn.tasks.generation.calls import call_table
 from tests.storage.builders import rollout_table
+from tests.waiting import wait_for
 
 GROUPS = range(12)
 INPUTS = "1" * 64
@@ -119,3 +120,25 @@ def append(log: PacedWriter, table: pa.Table) -> None:
 
 def groups_of(table: pa.Table) -> Collection[Any]:
     return sorted(table["group_id"].to_pylist())
+
+
+def test_who_waits_for_what_never_becomes_durable_is_told() -> None:
+    told, breaking = list[str](), threading.Event()
+
+    def write(number: int, items: list[Any]) -> None:
+        if number:
+            breaking.wait(60)
+            raise OSError("the disk is gone")
+
+    log = PacedWriter(write, "a log")
+    log.append(1, then=lambda: told.append("durable"), otherwise=lambda: told.append("never"), urgent=True)
+    wait_for(lambda: told == ["durable"])
+    log.append(2, then=lambda: told.append("durable"), otherwise=lambda: told.append("never"), urgent=True)
+    log.append(3, then=lambda: told.append("durable"), otherwise=lambda: 1 / 0)
+    log.append(4, then=lambda: told.append("durable"), otherwise=lambda: told.append("never"))
+    breaking.set()
+    wait_for(lambda: len(told) == 3)
+    assert told == ["durable", "never", "never"]
+    for asked in (log.require_intact, log.close, lambda: log.append(5)):
+        with pytest.raises(OSError, match="the disk is gone"):
+            asked()

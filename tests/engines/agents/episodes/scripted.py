@@ -9,7 +9,7 @@ import numpy as np
 
 from cairn.engines.agents.episodes.runner import Generate, Runner
 from cairn.engines.agents.episodes.watchdog import Watchdog
-from cairn.engines.types.trajectories import CallRecord, GeneratedSample, Origin, SampleRequest
+from cairn.engines.types.trajectories import NEVER, CallRecord, GeneratedSample, Origin, SampleRequest
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=4)
@@ -35,10 +35,11 @@ def played(
     samples: Sequence[SampleRequest],
     *,
     abort: Callable[[CallRecord], bool] = lambda record: False,
+    lost: Callable[[CallRecord], bool] = lambda record: False,
     timeout: float = 5.0,
 ) -> tuple[list[GeneratedSample], list[CallRecord]]:
     """What comes of samples, and all that is recorded, durable at once. `abort`: whether all are given up when this
-    has been recorded, before it is said to be durable."""
+    has been recorded, before it is said to be durable. `lost`: whether the log breaks at this, so that it never is."""
     loop = asyncio.new_event_loop()
     runner = Runner(loop, generate, PARAMS, lambda: None)
     ended, records = list[GeneratedSample](), list[CallRecord]()
@@ -57,7 +58,7 @@ def played(
                     if any(map(abort, recorded.records)):
                         runner.abort()
                     if recorded.awaited:
-                        runner.acknowledge(recorded.number)
+                        runner.acknowledge(NEVER if any(map(lost, recorded.records)) else recorded.number)
                 ended.extend(runner.ended)
                 runner.ended.clear()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -123,6 +124,19 @@ def test_an_abort_gives_a_sample_back_whose_code_takes_errors_for_values() -> No
     assert (sample.finish_reason, sample.error) == (FinishReason.ABORT, None)
     assert ids(played(generate, asked(records))[0][0]) == ids(whole[0])
     assert made == ["pay 1", "pay 1"]
+
+
+@pytest.mark.parametrize("lost_at", ["intent", "answer"])
+def test_a_log_that_breaks_gives_samples_back_and_no_effect_is_made_that_it_does_not_hold(lost_at: str) -> None:
+    async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
+        with suppress(Exception):
+            await ctx.call(pay, {"amount": 3})
+        made.append("went on")
+        return await finish(ctx, sample)
+
+    (sample,), _ = played(generate, asked(), lost=lambda record: (record.order is None) == (lost_at == "intent"))
+    assert sample.finish_reason == FinishReason.ABORT
+    assert made == ([] if lost_at == "intent" else ["pay 3"])
 
 
 def test_of_effects_side_by_side_an_abort_leaves_none_uncertain() -> None:
