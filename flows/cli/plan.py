@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption
+from cairn.flows.cli.app import FAILED, JsonOption
 from cairn.flows.cli.printing import print_json, say
 from cairn.flows.cli.training import RecipeArgument, SetOption
 
@@ -39,19 +39,13 @@ def plan(
         float | None,
         typer.Option("--mbu", min=0.001, max=1, help="Share of its memory's bandwidth that decoding reaches."),
     ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option("--like", metavar="RUN", help="Take times from this run of the store, scaled by tokens."),
-    ] = None,
     json: JsonOption = False,
-    store: StoreOption = ".",
 ) -> None:
     """Compute what a recipe needs, before you use a GPU: memory, cache, transfers and the time of an iteration.
 
     Neither GPUs nor weights are needed. The command reads the model's config.json, or uses the published facts of a
     model with the folder's name. Memory is computed for the longest samples, time for average ones, from the rates of
-    the named GPUs. If the store has runs of the same model in the same layout, the times of their steps are used. Exits
-    with 1 if the recipe does not fit or cannot run so, and names options that would change that.
+    the named GPUs. Exits with 1 if the recipe does not fit or cannot run so, and names options that would change that.
 
     Examples:
 
@@ -61,28 +55,16 @@ def plan(
     """
     import psutil
 
-    from cairn.configs.catalogue import hardware
     from cairn.configs.loader import load
-    from cairn.flows.cli.reading import answering_store
-    from cairn.flows.plan.earlier import earlier_run
     from cairn.flows.plan.planning import plan_recipe
 
     changes = list(overrides or [])
     if gpus_per_node is not None:
         changes.append(f"rollout.num_gpus_per_node={gpus_per_node}")
-    config, machine = load(recipe, changes), hardware(gpu)
-    on_gpus = config.training.num_gpus_per_rank > 0
-    try:
-        earlier = earlier_run(answering_store(store), config, machine.device if on_gpus else None, like)
-    except FileNotFoundError as error:
-        raise BadInput(str(error)) from None
-    if like is not None and earlier is None:
-        raise BadInput(f"run {like!r} has no iteration that was trained on, so that there are no times to take")
     found = plan_recipe(
-        config,
+        load(recipe, changes),
         recipe.stem,
         gpu,
-        earlier,
         memory_of_this_machine=psutil.virtual_memory().total,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
@@ -149,7 +131,7 @@ def _lines(found: "Plan") -> list[str]:
         lines.append(f"sync: {_gb(found.sync.bytes)} GB, {_seconds(found.sync.seconds)}, {found.sync.how}")
     kept = found.checkpoint
     lines.append(f"checkpoint: {_gb(kept.bytes)} GB, {_seconds(kept.seconds)}, {kept.how}")
-    parts = ", ".join(f"{step.step} {_seconds(step.seconds)} ({step.source})" for step in found.steps)
+    parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in found.steps)
     side = ", rollout beside the rest" if found.overlapped else ""
     lines.append(f"an iteration: {_seconds(found.seconds)}{side}: {parts}")
     return lines

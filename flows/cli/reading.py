@@ -106,35 +106,32 @@ def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     """Show the status of a run: its state and driver, its current step, its weights, rewards and evaluations, and
     whether the rollout engines wait for the trainer or the reverse.
 
-    `balance` is measured over the newest iterations, ten at most, and names options that would make the run faster.
+    `balance` is measured over the newest iterations, ten at most, and names options on which the bottleneck depends.
     `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are identical bit for bit.
 
     Examples:
 
     - `cairn status quickstart`
     - `cairn status quickstart --json | jq -r .state_digest`
-    - `cairn status quickstart --json | jq '.balance | {trainer_wait, rollout_wait, bottleneck, advice}'`
+    - `cairn status quickstart --json | jq '.balance | {trainer_wait, rollout_wait, bottleneck, hints}'`
     """
     from cairn.configs.loader import from_manifest
-    from cairn.flows.plan.balancing import advice, spelled
     from cairn.flows.reading.balance import measured
     from cairn.flows.reading.views import run_status
     from cairn.storage.store.errors import Damaged
 
     ledger = open_ledger(store, run)
     found = run_status(ledger.store, run)
-    recorded = ledger.manifest.config
-    config = from_manifest(recorded)
+    config = from_manifest(ledger.manifest.config)
     try:
         balance = measured(ledger, config, found.iterations)
     except Damaged:  # in an iteration that is over, which `cairn verify` finds: where the run stands can be said
         balance = None
-    changes = advice(balance, recorded, config) if balance else ()
     if json:
-        told = {**balance.model_dump(mode="json"), "advice": changes} if balance else None
-        print_json({**found.model_dump(mode="json"), "balance": told})
+        shown = {**balance.model_dump(mode="json"), "hints": balance.hints} if balance else None
+        print_json({**found.model_dump(mode="json"), "balance": shown})
     else:
-        tables.print_status(found, spelled(balance, changes, config) if balance else None)
+        tables.print_status(found, balance.sentence(config) if balance else None)
 
 
 def show(

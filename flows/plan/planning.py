@@ -12,7 +12,6 @@ from cairn.engines.plan.ranks import adapter_size, is_trained
 from cairn.engines.plan.rates import bubble, model_size
 from cairn.engines.plan.serving import serving_problems
 from cairn.engines.training.needs import has_critic, scores_needed
-from cairn.flows.plan.earlier import Earlier
 from cairn.flows.plan.memory import (
     EngineMemory,
     RankMemory,
@@ -34,9 +33,6 @@ from cairn.flows.reading.costs import devices
 # Seconds of an iteration's steps, from the rates of machines.
 
 
-FROM_RATES = "rates"
-
-
 def step_times(subject: Subject, at_once: int | None, sync: Transfer | None, checkpoint: Transfer) -> list[StepTime]:
     """Return the seconds of each step with a notable duration.
 
@@ -45,14 +41,14 @@ def step_times(subject: Subject, at_once: int | None, sync: Transfer | None, che
     """
     found = []
     if at_once is not None:
-        found.append(StepTime(step="rollout", seconds=_rollout(subject, at_once), source=FROM_RATES))
+        found.append(StepTime(step="rollout", seconds=_rollout(subject, at_once)))
     for step, seconds in (("score", _score(subject)), ("train", _train(subject))):
         if seconds:
-            found.append(StepTime(step=step, seconds=seconds, source=FROM_RATES))
+            found.append(StepTime(step=step, seconds=seconds))
     interval = subject.config.checkpoint.save_interval or subject.config.rollout.num_rollout or 1
-    found.append(StepTime(step="checkpoint", seconds=checkpoint.seconds / interval, source=FROM_RATES))
+    found.append(StepTime(step="checkpoint", seconds=checkpoint.seconds / interval))
     if sync is not None:
-        found.append(StepTime(step="sync", seconds=sync.seconds, source=FROM_RATES))
+        found.append(StepTime(step="sync", seconds=sync.seconds))
     return found
 
 
@@ -128,30 +124,23 @@ def _pass(subject: Subject, share: float) -> float:
     return share * flops / rate * (1 + idle)
 
 
-def plan_recipe(config: RunConfig, recipe: str, gpu: str, earlier: Earlier | None = None, **reckoned: Any) -> Plan:
+def plan_recipe(config: RunConfig, recipe: str, gpu: str, **reckoned: Any) -> Plan:
     """Return the plan of a configuration. Where it does not fit, the plan contains remedies.
 
     Args:
         recipe: its name.
         gpu: see `cairn.flows.plan.subject.subject_of`, also for `reckoned`.
-        earlier: a run that lengths and times are taken from.
     """
-    if earlier is not None:
-        own = {
-            "response_tokens": earlier.response,
-            "prompt_tokens": max(1.0, earlier.sequence - earlier.response),
-        }
-        reckoned |= {name: value for name, value in own.items() if reckoned.get(name) is None}
 
     def planned(changed: RunConfig) -> Plan:
         return plan_of(subject_of(changed, recipe, gpu, **reckoned))
 
-    plan = plan_of(subject_of(config, recipe, gpu, **reckoned), earlier)
+    plan = plan_of(subject_of(config, recipe, gpu, **reckoned))
     return plan.model_copy(update={"remedies": remedies(config, plan, planned)})
 
 
-def plan_of(subject: Subject, earlier: Earlier | None = None) -> Plan:
-    """Return the resource needs of a recipe. `earlier`: a run that times are taken from."""
+def plan_of(subject: Subject) -> Plan:
+    """Return the resource needs of a recipe."""
     config, model = subject.config, subject.model
     problems = list(dict.fromkeys(layout_problems(subject)))
     rank = heaviest_rank(subject)
@@ -167,7 +156,6 @@ def plan_of(subject: Subject, earlier: Earlier | None = None) -> Plan:
     machines = machines_of(config)
     checkpoint = checkpoint_of(subject, machines)
     sync = sync_of(subject) if config.needs_rollout_engines else None
-    from_rates = step_times(subject, cache.at_once if cache else None, sync, checkpoint)
     held = devices(config)
     return Plan(
         recipe=subject.recipe,
@@ -186,7 +174,7 @@ def plan_of(subject: Subject, earlier: Earlier | None = None) -> Plan:
         cache=cache,
         sync=sync,
         checkpoint=checkpoint,
-        steps=tuple(earlier.scaled(subject) if earlier else from_rates),
+        steps=tuple(step_times(subject, cache.at_once if cache else None, sync, checkpoint)),
         overlapped=config.rollout.weights_lag > 0,
         problems=tuple(problems),
         assumptions=subject.assumptions,

@@ -92,8 +92,6 @@ class StepTime(Record):
 
     step: str
     seconds: float
-    source: str
-    """`rates`, or the run in which it was measured."""
 
 
 class Remedy(Record):

@@ -26,6 +26,8 @@ WINDOW = 10
 """Number of iterations that are measured at most."""
 LEAST = 3
 """Number of iterations that are measured at least: fewer are not conclusive."""
+NOTABLE = 0.1
+"""Share of the time below which a wait does not matter."""
 _READERS = 4
 """Number of iterations whose commits are read concurrently."""
 _ON_ROLLOUT = frozenset({Step.ROLLOUT, Step.EVAL})
@@ -44,6 +46,21 @@ class Bottleneck(StrEnum):
     GRADERS = "graders"
     DRIVER = "driver"
     """Steps without a device, and orchestration overhead."""
+
+
+HINTS = {
+    Bottleneck.ROLLOUT: ("rollout.num_engines", "rollout.max_running_requests", "rollout.partial_rollout"),
+    Bottleneck.TRAINER: ("training.world_size", "training.max_tokens_per_gpu", "checkpoint.save_interval"),
+    Bottleneck.GRADERS: ("reward.num_workers",),
+    Bottleneck.DRIVER: (),
+}
+"""Options on which the speed of a part depends, those with the greatest effect first."""
+_NAMES = {
+    Bottleneck.ROLLOUT: "rollout is",
+    Bottleneck.TRAINER: "training is",
+    Bottleneck.GRADERS: "the graders are",
+    Bottleneck.DRIVER: "the driver's work between their steps is",
+}
 
 
 class Balance(Record):
@@ -74,6 +91,32 @@ class Balance(Record):
     """Mean number of generated groups of an iteration."""
     queued: float
     """Largest number of requests that waited in an engine's queue."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether neither side waits for a notable share of the time."""
+        return max(self.rollout_wait, self.trainer_wait) < NOTABLE
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """Options on which the bottleneck depends; none where neither side waits."""
+        return () if self.is_even else HINTS[self.bottleneck]
+
+    def sentence(self, config: RunConfig) -> str:
+        """Return `the trainer waits 41 % of the time, the rollout engines 3 %: rollout is the bottleneck; …`."""
+        waits = f"the trainer waits {_percent(self.trainer_wait)} of the time, the rollout engines "
+        waits += _percent(self.rollout_wait)
+        if self.is_even:
+            return f"{waits}: balanced"
+        waits += f": {_NAMES[self.bottleneck]} the bottleneck"
+        if self.bottleneck is Bottleneck.DRIVER:
+            waits += f", neither side works {_percent(self.neither)} of the time"
+        if config.fleet.colocate or config.fleet.offloads_train or config.fleet.offloads_rollout:
+            waits += "; sides that share GPUs (fleet.colocate, fleet.offload_train, fleet.offload_rollout) take turns"
+        elif not config.rollout.weights_lag:
+            waits += "; with rollout.pipeline sync each side waits while the other works, lagged overlaps them: "
+            waits += f"iterations {self.overlap:.2f} times as fast at best"
+        return waits + (f"; see {', '.join(self.hints)}" if self.hints else "")
 
 
 def iteration_waits(commits: Sequence[Commit], earlier: Sequence[Commit], config: RunConfig) -> dict[str, float]:
@@ -199,3 +242,7 @@ class _Window:
     def _cut(self, intervals: Iterable[Interval]) -> list[Interval]:
         cut = ((max(start, self._start), min(end, self._end)) for start, end in intervals)
         return [(start, end) for start, end in cut if start < end]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -9,11 +9,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
-from cairn.flows.reading.costs import tokens
-from cairn.storage.ledger.commits import Step
 from tests.architectures import architecture
 from tests.flows.plan.layouts import LAYOUTS
-from tests.flows.written_runs import new_run, write_run
 from tests.tiny_run import tiny_config
 
 
@@ -32,15 +29,15 @@ def recipe(tmp_path: Path) -> Path:
     return written(tmp_path / "qwen.yaml", LAYOUTS[0].config)
 
 
-def test_a_recipe_that_fits_ends_with_0_and_a_table(recipe: Path, tmp_path: Path) -> None:
-    result = plan(recipe, "--store", tmp_path)
+def test_a_recipe_that_fits_ends_with_0_and_a_table(recipe: Path) -> None:
+    result = plan(recipe)
     assert result.exit_code == 0
     for what in ("4.022", "weights", "gradients", "optimizer", "keys and values", "sync: 8.04 GB", "an iteration:"):
         assert what in result.stdout
 
 
-def test_json_holds_what_the_table_shows(recipe: Path, tmp_path: Path) -> None:
-    found = json.loads(plan(recipe, "--json", "--store", tmp_path).stdout)
+def test_json_holds_what_the_table_shows(recipe: Path) -> None:
+    found = json.loads(plan(recipe, "--json").stdout)
     assert found["fits"] is True
     assert found["model"]["parameters"] == 4_022_468_096
     assert found["gpus"] == 8
@@ -53,8 +50,8 @@ def test_json_holds_what_the_table_shows(recipe: Path, tmp_path: Path) -> None:
     assert found["seconds"] == pytest.approx(sum(step["seconds"] for step in found["steps"]))
 
 
-def test_what_does_not_fit_ends_with_1_and_every_remedy_fits(recipe: Path, tmp_path: Path) -> None:
-    too_much = ("--set", "training.max_tokens_per_gpu=65536", "--json", "--store", tmp_path)
+def test_what_does_not_fit_ends_with_1_and_every_remedy_fits(recipe: Path) -> None:
+    too_much = ("--set", "training.max_tokens_per_gpu=65536", "--json")
     result = plan(recipe, *too_much)
     assert result.exit_code == 1
     remedies = json.loads(result.stdout)["remedies"]
@@ -67,23 +64,21 @@ def test_what_does_not_fit_ends_with_1_and_every_remedy_fits(recipe: Path, tmp_p
         assert sum(row["bytes"] for row in memory["rows"]) == pytest.approx(remedy["highest"])
 
 
-def test_a_layout_that_does_not_divide_is_told_and_ends_with_1(recipe: Path, tmp_path: Path) -> None:
-    odd = plan(recipe, "--set", "rollout.num_gpus_per_engine=3", "--gpus-per-node", "9", "--store", tmp_path)
+def test_a_layout_that_does_not_divide_is_told_and_ends_with_1(recipe: Path) -> None:
+    odd = plan(recipe, "--set", "rollout.num_gpus_per_engine=3", "--gpus-per-node", "9")
     assert odd.exit_code == 1
     assert "cut over 3 ranks, which must divide the model's 32 attention heads" in odd.stdout
 
 
-def test_another_gpu_changes_the_memory_and_the_time(recipe: Path, tmp_path: Path) -> None:
-    first, second = (
-        json.loads(plan(recipe, "--json", "--gpu", gpu, "--store", tmp_path).stdout) for gpu in ("H100", "b200")
-    )
+def test_another_gpu_changes_the_memory_and_the_time(recipe: Path) -> None:
+    first, second = (json.loads(plan(recipe, "--json", "--gpu", gpu).stdout) for gpu in ("H100", "b200"))
     assert second["memory"][0]["capacity"] > 2 * first["memory"][0]["capacity"]
     assert second["seconds"] < first["seconds"] / 1.5
 
 
-def test_rates_and_lengths_that_are_given_are_reckoned_with(recipe: Path, tmp_path: Path) -> None:
+def test_rates_and_lengths_that_are_given_are_reckoned_with(recipe: Path) -> None:
     def seconds(step: str, *options: str) -> float:
-        steps = json.loads(plan(recipe, "--json", "--store", tmp_path, *options).stdout)["steps"]
+        steps = json.loads(plan(recipe, "--json", *options).stdout)["steps"]
         return next(one["seconds"] for one in steps if one["step"] == step)
 
     assert seconds("train", "--mfu", "0.7") == pytest.approx(seconds("train") / 2)
@@ -98,14 +93,11 @@ def test_rates_and_lengths_that_are_given_are_reckoned_with(recipe: Path, tmp_pa
         (["nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--gpu", "h10"], "there is no GPU 'h10' among a100-40gb"),
         (["--set", "model.path=models/Qwen9"], "no published model that Cairn knows is called 'Qwen9'"),
-        (["--like", "nobody"], "there is no run 'nobody'"),
     ],
 )
-def test_bad_input_is_one_sentence_and_ends_with_2(
-    arguments: list[str], sentence: str, recipe: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_sentence_and_ends_with_2(arguments: list[str], sentence: str, recipe: Path) -> None:
     whole = arguments if arguments[0].endswith(".yaml") else [recipe, *arguments]
-    result = plan(*whole, "--store", tmp_path)
+    result = plan(*whole)
     assert result.exit_code == 2
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
@@ -115,7 +107,7 @@ def test_a_config_without_an_architecture_is_one_sentence(recipe: Path, tmp_path
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"hidden_size": 64}')
-    result = plan(recipe, "--set", f"model.path={folder}", "--store", tmp_path)
+    result = plan(recipe, "--set", f"model.path={folder}")
     assert result.exit_code == 2
     assert "config.json" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -125,28 +117,10 @@ def test_a_recipe_without_gpus_is_planned_for_the_memory_of_this_machine(tmp_pat
     architecture("qwen3").save(tmp_path / "model")
     config = tiny_config(tmp_path)
     recipe = written(tmp_path / "tiny.yaml", config)
-    result = plan(recipe, "--set", f"model.path={tmp_path / 'model'}", "--json", "--store", tmp_path)
+    result = plan(recipe, "--set", f"model.path={tmp_path / 'model'}", "--json")
     assert result.exit_code == 0
     (memory,) = json.loads(result.stdout)["memory"]
     assert memory["of"] == "a machine's own memory"
     assert {"training: weights", "training: optimizer", "rollout: keys and values"} <= {
         row["what"] for row in memory["rows"]
     }
-
-
-def test_times_are_those_of_an_earlier_run_scaled_by_tokens(tmp_path: Path) -> None:
-    architecture("qwen3").save(tmp_path / "model")
-    ledger = new_run(str(tmp_path))
-    write_run(ledger, 2)
-    commits = ledger.commits(1)
-    (train,) = (commit for commit in commits if commit.step is Step.TRAIN)
-    config = written(tmp_path / "again.yaml", tiny_config(tmp_path))
-    options = ("--set", f"model.path={tmp_path / 'model'}", "--like", ledger.run, "--json", "--store", tmp_path)
-    found = json.loads(plan(config, *options).stdout)
-    step = next(one for one in found["steps"] if one["step"] == "train")
-    assert step["source"] == f"run {ledger.run}"
-    measured = (train.committed_at - train.started_at) / (tokens(train) or 1)
-    longer = json.loads(plan(config, *options, "--response-tokens", "6", "--prompt-tokens", "2").stdout)
-    samples = tiny_config(tmp_path).samples_per_rollout
-    scaled = next(one for one in longer["steps"] if one["step"] == "train")
-    assert scaled["seconds"] == pytest.approx(measured * samples * 8)

@@ -137,7 +137,6 @@ READERS = [
     "resume tiny",
     "resume forked",
     "train recipe.yaml --run tiny",
-    "plan --like tiny recipe.yaml",
     "eval tiny@0 gsm8k --data b.jsonl",
     "eval tiny@0 b",
     "approve tiny 1",

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from cairn.configs.errors import BadData
-from cairn.flows.plan.earlier import earlier_run
 from cairn.flows.reading.views import all_runs
 from cairn.flows.train import remove_old_files
 from cairn.storage import evals
@@ -31,7 +30,6 @@ from cairn.storage.upkeep.retention import forks, retire
 from cairn.tasks.data.files import parsed
 from tests.storage.upkeep.test_retention import EVERY_FOURTH, _eleven_iterations
 from tests.tables import cases
-from tests.tiny_run import tiny_config
 
 ROOT = Path(__file__).parents[3]
 DEEP = b"[" * 5000 + b"]" * 5000
@@ -79,7 +77,6 @@ def test_a_stray_folder_among_the_runs_stops_nobody(
     assert not list(retire(ledger, EVERY_FOURTH)), "the driver has retired what is due"
     assert forks(ledger.store, "run-1") == {}
     assert "run-1" in list_runs(ledger.store)
-    assert earlier_run(ledger.store, tiny_config(Path("nowhere")), None, None) is None
     assert "run-1" in {status.run for status in all_runs(ledger.store)}
     assert open_query(ledger.store).sql("select count(*) n from runs").to_pylist() == [{"n": 1}]
     ledger.lease.release(Outcome.STOPPED)
