@@ -105,7 +105,7 @@ class Evaluation(Marker):
         except ValueError as error:
             raise Damaged(f"result {path} cannot be trusted: {error}") from None
         if layout.evaluation_result(found.key.folder) != path:
-            raise Damaged(f"result {path} belongs to another place: it says {found.key.folder}")
+            raise Damaged(f"result {path} is in the wrong place: it names {found.key.folder}")
         return found
 
 
@@ -178,7 +178,7 @@ def find(store: Store, key: EvaluationKey) -> Evaluation | None:
     except FileNotFoundError:
         return None
     if found.key != key:
-        raise Damaged(f"result {path} is one of another model or benchmark whose digests begin alike")
+        raise Damaged(f"result {path} belongs to another model or benchmark whose digests start alike")
     return found
 
 
@@ -236,7 +236,7 @@ def read_samples(store: Store, result: Evaluation) -> pa.Table:
     try:
         return from_parquet(data)
     except ValueError as error:
-        raise Damaged(f"{path} is not what Cairn writes: {error}") from error
+        raise Damaged(f"{path} is not in Cairn's format: {error}") from error
 
 
 def folders(store: Store) -> Iterator[str]:

@@ -362,7 +362,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
     ],
 )
 def test_a_store_address_with_keys_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(StoreRefused, match="keys do not belong into a store's address; check AWS_ACCESS") as caught:
+    with pytest.raises(StoreRefused, match="a store's address must not contain keys; check AWS_ACCESS") as caught:
         open_store(url)
     assert not any(word in str(caught.value) for word in ("AKIA", "hunter2", "wJal", "K7MD"))
 

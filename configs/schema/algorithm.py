@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
-from cairn.configs.schema.base import Code, Section, rule
+from cairn.configs.schema.base import Code, Section, Text, rule
 from cairn.configs.schema.effect import When, when
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -125,7 +125,7 @@ class AlgorithmConfig(Section):
     dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """`dpo`: assumed share of pairs whose preference label is wrong. TRL: `label_smoothing`."""
 
-    gdpo_reward_keys: Annotated[tuple[str, ...], _TUPLE] = ()
+    gdpo_reward_keys: Annotated[tuple[Text, ...], _TUPLE] = ()
     """`gdpo`: names of the rewards that are normalised separately, in the mapping that the grader returns. `reward` is
     the sample's reward, and `overlong_penalty` the penalty for its length (docs/rewards.md). A sample without a number
     for one of these names fails. verl: `gdpo_reward_keys`."""

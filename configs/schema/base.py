@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import unquote
 
@@ -20,7 +21,30 @@ def _unchecked(name: str, info: ValidationInfo) -> str:
     return Unchecked(name) if "." in name and (info.context or {}).get("unchecked") else name
 
 
-Code = Annotated[str, AfterValidator(_unchecked)]
+class FromStore(StrEnum):
+    """What a store may set an option to. `cairn.flows.driver.trust` has the rule of each.
+
+    Only the user may set an option that is not marked so, unless it holds nothing but numbers, switches and words of a
+    fixed set.
+    """
+
+    TEXT = "text"
+    CODE = "code"
+    MODEL_FOLDER = "model folder"
+    DATA = "data"
+    TEMPLATE_ARGUMENTS = "template arguments"
+    ENGINE_OPTIONS = "engine options"
+    SERVER = "server"
+    SERVICE = "service"
+    CLUSTER = "cluster"
+    API_KEY_NAME = "name of an API key"
+    OUTPUT_FOLDER = "output folder"
+    DATABASE = "database"
+
+
+Text = Annotated[str, FromStore.TEXT]
+"""Text that is looked up, compared or shown: it can only change what is computed."""
+Code = Annotated[str, AfterValidator(_unchecked), FromStore.CODE]
 """Name of a built-in function, or path of user code: `package.module.function` or `file.py:function`."""
 
 
@@ -119,3 +143,14 @@ def _without_credentials(address: str) -> str:
 
 Location = Annotated[str, AfterValidator(_without_credentials)]
 """Type of every option that holds an address: a path, an fsspec URL, a server, a database."""
+DataPath = Annotated[Location, FromStore.DATA]
+ModelFolder = Annotated[Location, FromStore.MODEL_FOLDER]
+OutputFolder = Annotated[Location, FromStore.OUTPUT_FOLDER]
+ServerUrl = Annotated[Location, FromStore.SERVER]
+"""Server that receives weights or samples, without a key."""
+ServiceUrl = Annotated[Location, FromStore.SERVICE]
+"""Server that grades samples."""
+ApiKeyName = Annotated[str, FromStore.API_KEY_NAME]
+"""Environment variable with a secret."""
+EngineOptions = Annotated[dict[str, Any], FromStore.ENGINE_OPTIONS]
+"""An engine's own options."""

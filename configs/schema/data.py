@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section, rule
+from cairn.configs.schema.base import Code, DataPath, FromStore, Section, Text, rule
 from cairn.configs.schema.effect import SAMPLED, learned_from, when
 
 
@@ -32,21 +32,21 @@ class RowFormat(Section):
     puzzles. Or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--data-source-path`."""
 
-    input_key: str = "prompt"
+    input_key: Text = "prompt"
     """Column with the prompt: a string or a list of chat messages. Where a chat template is applied, the list may also
     be a JSON string. slime: `--input-key`."""
 
-    label_key: str | None = "label"
+    label_key: Text | None = "label"
     """Column with the expected answer; null where the grader needs none. slime: `--label-key`."""
 
-    metadata_key: str | None = "metadata"
+    metadata_key: Text | None = "metadata"
     """Column with a mapping, or a JSON string of one, that graders and plug-ins get. Rows may lack it. slime:
     `--metadata-key`."""
 
-    tool_key: str | None = None
+    tool_key: Text | None = None
     """Column with tool definitions for the chat template, a list or a JSON string of one. slime: `--tool-key`."""
 
-    multimodal_keys: dict[str, str] = Field(default_factory=dict)
+    multimodal_keys: dict[Text, Text] = Field(default_factory=dict)
     """Columns with other inputs of a prompt than text, by their kind: `{image: images}`. Only images are supported, and
     only with a model of images and text, see docs/vision.md. slime: `--multimodal-keys`."""
 
@@ -56,14 +56,14 @@ class RowFormat(Section):
     max_pixels: int | None = Field(None, ge=1)
     """Larger images are reduced to this number of pixels; by default that of the model's processor."""
 
-    label_pattern: str | None = None
+    label_pattern: Text | None = None
     r"""Regular expression with one group that extracts the answer from the label, such as `####\s*(.+)` for GSM8K."""
 
     apply_chat_template: bool = True
     """Render the prompt through the tokenizer's chat template; a string becomes one user message. slime:
     `--apply-chat-template`."""
 
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    apply_chat_template_kwargs: Annotated[dict[str, Any], FromStore.TEMPLATE_ARGUMENTS] = Field(default_factory=dict)
     """Extra arguments of the chat template, such as `enable_thinking`. slime: `--apply-chat-template-kwargs`."""
 
     @field_validator("label_pattern")
@@ -86,11 +86,11 @@ class RowFormat(Section):
 class MixedSource(RowFormat):
     """A data set of a mixture."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    name: Text = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """Name of the data set. Its rows have it as `source` in their metadata, and its rewards are reported in the metric
     `rollout/source/<name>/raw_reward`."""
 
-    path: Location
+    path: DataPath
     """JSONL or Parquet file, or another input of the data source, as in `data.path`."""
 
     weight: float = Field(1.0, gt=0)
@@ -126,7 +126,7 @@ class CurriculumConfig(Section):
 class DataConfig(RowFormat):
     """Training prompts. In a run that learns from demonstrations or preferences the rows also hold the responses."""
 
-    path: Location = ""
+    path: DataPath = ""
     """JSONL or Parquet file, on disk or at any fsspec URL, or another input of the data source. `path@[100:200]` takes
     a slice of its rows. Left out with `mixture`. slime: `--prompt-data`."""
 
@@ -145,15 +145,15 @@ class DataConfig(RowFormat):
     rollout_shuffle: bool = True
     """Shuffle the rows of each epoch, in an order that the run's seed determines. slime: `--rollout-shuffle`."""
 
-    response_key: Annotated[str | None, learned_from("demonstrations")] = None
+    response_key: Annotated[Text | None, learned_from("demonstrations")] = None
     """Demonstrations: column with the response to the prompt in `input_key`, a string or a list of chat messages. Null:
     `input_key` holds whole chats, whose assistant turns are trained on. See docs/sft.md."""
 
-    chosen_key: Annotated[str, learned_from("preferences")] = "chosen"
+    chosen_key: Annotated[Text, learned_from("preferences")] = "chosen"
     """Preferences (`algorithm.advantage_estimator: dpo`): column with the preferred response to the prompt in
     `input_key`, a string or messages; or with a whole chat that ends in this response. TRL: `chosen`."""
 
-    rejected_key: Annotated[str, learned_from("preferences")] = "rejected"
+    rejected_key: Annotated[Text, learned_from("preferences")] = "rejected"
     """Preferences: column with the other response, in the form of `chosen_key`."""
 
     last_turn_only: Annotated[bool, learned_from("demonstrations", "preferences")] = False

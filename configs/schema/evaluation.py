@@ -7,7 +7,7 @@ from jinja2 import StrictUndefined, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section, rule
+from cairn.configs.schema.base import Code, DataPath, Location, Section, Text, rule
 from cairn.configs.schema.data import RowFormat, one_group
 from cairn.configs.schema.rollout import RolloutConfig
 
@@ -289,14 +289,14 @@ class Benchmark(Section):
 class BenchmarkConfig(RowFormat):
     """A benchmark of a run's evaluations."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: Text = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name in metrics and commits."""
 
-    path: Location
+    path: DataPath
     """JSONL or Parquet file, on disk or at any fsspec URL, or another input of the data source; `path@[0:100]` takes a
     slice of its rows."""
 
-    rm_type: str | None = None
+    rm_type: Text | None = None
     """Built-in grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""
 
     metric: Code = "mean"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Location, Section, rule
+from cairn.configs.schema.base import FromStore, Location, OutputFolder, Section, Text, rule
 from cairn.configs.schema.effect import WITH_ENGINES
 
 
@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
 class FleetConfig(Section):
     """Ray cluster and its actors."""
 
-    ray_address: Location | None = None
+    ray_address: Annotated[Location, FromStore.CLUSTER] | None = None
     """Ray cluster to join: `auto` for the one on this machine, or `host:port`. Null starts a cluster that ends with the
     run."""
 
@@ -81,7 +81,7 @@ class FleetConfig(Section):
     update_weight_buffer_size: Annotated[int, WITH_ENGINES] = Field(512 * 1024**2, ge=1)
     """Size in bytes of a bucket of weights. slime: `--update-weight-buffer-size`."""
 
-    update_weight_disk_dir: Annotated[Location | None, WITH_ENGINES] = None
+    update_weight_disk_dir: Annotated[OutputFolder | None, WITH_ENGINES] = None
     """Folder for the transport `disk`, with the same path on every machine of the fleet. slime:
     `--update-weight-disk-dir`."""
 
@@ -184,7 +184,7 @@ class GraderRetries(Retries):
     """Retries of a sample. After them it fails, or the whole step fails if samples graded before cannot be graded
     either."""
 
-    errors: tuple[str, ...] = ("ConnectionError", "TimeoutError", "Timeout", "TransportError", "APIConnectionError")
+    errors: tuple[Text, ...] = ("ConnectionError", "TimeoutError", "Timeout", "TransportError", "APIConnectionError")
     """Names of exception classes, with or without their module, that a retry may mend; subclasses are included.
     `cairn.tasks.rewards.grader.TryAgain` is always retried, and so is an exception with an HTTP status of 408, 429 or
     500 to 599."""
@@ -221,7 +221,7 @@ class OperationsConfig(Section):
 class EvalDrop(Section):
     """Fall of a score after which the run waits for approval."""
 
-    benchmark: str
+    benchmark: Text
     """Name of a benchmark in `eval.benchmarks`."""
 
     drop: float = Field(gt=0)
@@ -302,7 +302,7 @@ class AlarmsConfig(Section):
 class TrackingConfig(Section):
     """Services and files that show metrics. See docs/tracking.md."""
 
-    tensorboard_dir: Location | None = "tensorboard"
+    tensorboard_dir: OutputFolder | None = "tensorboard"
     """Local folder for TensorBoard event files, with one sub-folder per run; null writes none."""
 
     use_wandb: bool = False
@@ -312,10 +312,10 @@ class TrackingConfig(Section):
     wandb_mode: Literal["online", "offline"] = "online"
     """`offline` writes files for `wandb sync`, and needs no network and no key. slime: `--wandb-mode`."""
 
-    wandb_project: str = "cairn"
+    wandb_project: Text = "cairn"
     """Name of the W&B project. slime: `--wandb-project`."""
 
-    wandb_group: str | None = None
+    wandb_group: Text | None = None
     """Group of the run in W&B. slime: `--wandb-group`."""
 
     wandb_team: str | None = None
@@ -324,16 +324,16 @@ class TrackingConfig(Section):
     wandb_host: Location | None = None
     """Address of a W&B server of your own. slime: `--wandb-host`."""
 
-    wandb_dir: Location = "."
+    wandb_dir: OutputFolder = "."
     """Local folder in which W&B creates its folder `wandb`. slime: `--wandb-dir`."""
 
     use_mlflow: bool = False
     """Show the run in MLflow. Needs the extra `mlflow`."""
 
-    mlflow_tracking_uri: Location = "sqlite:///mlflow.db"
+    mlflow_tracking_uri: Annotated[Location, FromStore.DATABASE] = "sqlite:///mlflow.db"
     """A database, `sqlite:///FILE` or `postgresql://…`, or an MLflow server, `http://host:port`."""
 
-    mlflow_experiment: str = "cairn"
+    mlflow_experiment: Text = "cairn"
     """Name of the experiment that holds the run; it is created if it does not exist."""
 
     prometheus_port: int | None = Field(None, ge=1, le=65535)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section, rule
+from cairn.configs.schema.base import ApiKeyName, Code, ModelFolder, Section, ServiceUrl, Text, rule
 from cairn.configs.schema.data import one_group
 from cairn.configs.schema.effect import SAMPLED, when
 
@@ -18,20 +18,20 @@ ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 class JudgeConfig(Section):
     """`rm_type: judge`: a language model behind an OpenAI-compatible endpoint scores a response."""
 
-    url: Location
+    url: ServiceUrl
     """Base URL of the endpoint, including its `/v1`: `http://localhost:8000/v1`."""
 
-    model: str = Field(min_length=1)
+    model: Text = Field(min_length=1)
     """Name of the model at the endpoint."""
 
-    template: str = (
+    template: Text = (
         "Judge how well the response answers the question.\n\n[Question]\n{prompt}\n\n[Response]\n{response}\n\n"
         "Explain your judgement in a few sentences, then end with a score from 0 to 10 in the form [[score]]."
     )
     """Prompt of the judge. `{prompt}` is the prompt as the policy read it, `{response}` the response, `{answer}` the
     part of it after the policy's thoughts, `{label}` the row's label; other braces stay unchanged."""
 
-    system: str | None = None
+    system: Text | None = None
     """System message before the prompt."""
 
     pattern: str = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
@@ -52,7 +52,7 @@ class JudgeConfig(Section):
     timeout: float = Field(120.0, gt=0)
     """Seconds that a reply may take; then the request is retried, as `retry.grader` says."""
 
-    api_key_env: str | None = Field(None, pattern=ENVIRONMENT_NAME)
+    api_key_env: ApiKeyName | None = Field(None, pattern=ENVIRONMENT_NAME)
     """Name of the environment variable that holds the endpoint's key. The key itself is never recorded."""
 
     @field_validator("pattern")
@@ -77,7 +77,7 @@ class JudgeConfig(Section):
 class RewardModelConfig(Section):
     """`rm_type: reward_model`: a sequence classifier with one label scores prompt and response, in its own actor."""
 
-    path: Location = Field(min_length=1)
+    path: ModelFolder = Field(min_length=1)
     """Folder of the classifier in the Hugging Face format, with its tokenizer."""
 
     num_gpus: float = Field(0.0, ge=0, le=1)
@@ -132,7 +132,7 @@ class CodeConfig(Section):
 class RewardConfig(Section):
     """Grader, with its limits."""
 
-    rm_type: str = "math"
+    rm_type: Text = "math"
     """Built-in grader: `math` (math-verify), `exact_match`, `random`, `reasoning_gym`, or one of a benchmark, such as
     `gsm8k`. docs/rewards.md says which answer counts. `episode` takes the reward that the generate function returned
     (docs/agents.md). slime: `--rm-type`."""
@@ -141,7 +141,7 @@ class RewardConfig(Section):
     """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`). Takes precedence
     over `rm_type`. slime: `--custom-rm-path`."""
 
-    rm_type_key: str | None = "rm_type"
+    rm_type_key: Text | None = "rm_type"
     """Key of a row's metadata that names a built-in grader for this row. It takes precedence over `rm_type`, but not
     over `custom_rm_path`. Null: rows name none."""
 
@@ -149,7 +149,7 @@ class RewardConfig(Section):
     """Grade the samples of a group together: a grader of your own that takes `samples` is called once for each group,
     when all samples of the group are complete. slime: `--group-rm`."""
 
-    reward_key: str = "reward"
+    reward_key: Text = "reward"
     """Key of the reward where the grader returns a mapping; its other entries are recorded too. slime:
     `--reward-key`."""
 
@@ -173,11 +173,11 @@ class RewardConfig(Section):
     num_workers: int = Field(1, ge=1)
     """Number of grader processes."""
 
-    rm_url: Location | None = None
+    rm_url: ServiceUrl | None = None
     """URL to which `rm_type: remote_rm` posts `{prompt, response, label}` as JSON. The response is a number, or a
     mapping with the number under `reward_key`. slime: `--rm-url`."""
 
-    rm_api_key_env: str | None = Field(None, pattern=ENVIRONMENT_NAME)
+    rm_api_key_env: ApiKeyName | None = Field(None, pattern=ENVIRONMENT_NAME)
     """Name of the environment variable that holds the key of that service. The key itself is never recorded."""
 
     judge: JudgeConfig | None = None

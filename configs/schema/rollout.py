@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
-from cairn.configs.schema.base import Code, Location, Section, rule
+from cairn.configs.schema.base import Code, DataPath, EngineOptions, Section, ServerUrl, Text, rule
 from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
@@ -25,7 +25,7 @@ class ServerGroup(Section):
     num_gpus_per_engine: float | None = Field(None, ge=0)
     """GPUs of each engine of the group; null takes `rollout.num_gpus_per_engine`."""
 
-    overrides: dict[str, Any] = Field(default_factory=dict)
+    overrides: EngineOptions = Field(default_factory=dict)
     """Options of the group's servers, by SGLang's names. They override those of `rollout.sglang`."""
 
     @rule
@@ -97,13 +97,13 @@ class PythonTool(SandboxedTool):
 class SearchTool(Section):
     """`search`: returns passages of a corpus that match a query, by BM25."""
 
-    corpus: Location | None = Field(None, min_length=1)
+    corpus: DataPath | None = Field(None, min_length=1)
     """JSONL or Parquet file with one passage per row; required where the tool is named."""
 
-    text_key: str = "text"
+    text_key: Text = "text"
     """Column with the passage."""
 
-    title_key: str | None = None
+    title_key: Text | None = None
     """Column with the passage's title, which is also searched and shown."""
 
     k: int = Field(3, ge=1, le=100)
@@ -178,11 +178,11 @@ class RolloutConfig(Section):
     engine: Literal["transformers", "sglang"] = "transformers"
     """The rollout engine: `transformers` samples in the actor's own process, `sglang` in a separate server."""
 
-    sglang: dict[str, Any] = Field(default_factory=dict)
+    sglang: EngineOptions = Field(default_factory=dict)
     """Options of `sglang.launch_server` under their own names, such as `attention_backend` or `tp_size`. slime:
     `--sglang-*`."""
 
-    router: dict[str, Any] | None = None
+    router: EngineOptions | None = None
     """Options of the `sglang_router` process that routes every engine's requests, under their own names, such as
     `policy` (`cache_aware`, `round_robin`, `power_of_two`, `consistent_hashing`, …). Null starts no router, and each
     engine calls its own server. slime: `--router-*`."""
@@ -190,7 +190,7 @@ class RolloutConfig(Section):
     server_groups: tuple[ServerGroup, ...] = ()
     """Groups of servers of several kinds, with `num_engines` servers in total. slime: `--sglang-config`."""
 
-    external_urls: tuple[Location, ...] = ()
+    external_urls: tuple[ServerUrl, ...] = ()
     """Servers that already run elsewhere, `http://host:port`, one for each of `num_engines`. The run never starts or
     ends them. slime: `--rollout-external-engine-addrs`."""
 
@@ -296,7 +296,7 @@ class RolloutConfig(Section):
     continue: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
 
-    buffer_key: Annotated[str | None, SAMPLED, _CHOSEN] = None
+    buffer_key: Annotated[Text | None, SAMPLED, _CHOSEN] = None
     """Key of the data rows' metadata. `priority` takes groups by the number under it, the highest first; without this
     key it uses the filter's priority or else the standard deviation of the rewards. `stratified` takes groups with
     different values under it in turn."""
@@ -381,7 +381,7 @@ class RolloutConfig(Section):
     rollout_stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the model's own end tokens. slime: `--rollout-stop-token-ids`."""
 
-    rollout_stop: tuple[str, ...] = ()
+    rollout_stop: tuple[Text, ...] = ()
     """Strings that end a response as soon as its text, including special tokens, contains one. The token that completes
     the string is the last. A run's strings also end the responses of its benchmarks. slime: `--rollout-stop`."""
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.base import Location, Section, rule
+from cairn.configs.schema.base import ModelFolder, Section, ServerUrl, Text, rule
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.effect import CRITIC, WITH_ENGINES, when
 from cairn.configs.schema.evaluation import EvalConfig
@@ -38,21 +38,21 @@ _TEACHER = when(
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: Location
+    path: ModelFolder
     """Folder of a Hugging Face causal LM with its tokenizer. slime: `--hf-checkpoint`."""
 
-    ref_path: Annotated[Location | None, _REFERENCE] = None
+    ref_path: Annotated[ModelFolder | None, _REFERENCE] = None
     """Folder of the reference model for the KL divergence; the initial weights by default. slime: `--ref-load`."""
 
-    teacher_path: Annotated[Location | None, _TEACHER] = None
+    teacher_path: Annotated[ModelFolder | None, _TEACHER] = None
     """Folder of the teacher of on-policy distillation, with the same tokenizer. slime: `--opd-teacher-load`."""
 
-    teacher_url: Annotated[Location | None, _TEACHER] = None
+    teacher_url: Annotated[ServerUrl | None, _TEACHER] = None
     """Address of a server that holds the teacher, `http://host:30000`, in place of `teacher_path`. The log-probs of
     every token are requested once and stored with the scores. The server's key, if it needs one, is read from the
     environment of the driver, `CAIRN_TEACHER_API_KEY`. slime: `--opd-type`."""
 
-    teacher_name: Annotated[str | None, when("model.teacher_url", remedy="set model.teacher_url")] = None
+    teacher_name: Annotated[Text | None, when("model.teacher_url", remedy="set model.teacher_url")] = None
     """Name of the teacher at that server, as in its `/v1/models`; the run records it as the teacher's identity."""
 
     teacher_api: Annotated[Literal["sglang", "openai"], when("model.teacher_url", remedy="set model.teacher_url")] = (
@@ -67,7 +67,7 @@ class ModelConfig(Section):
     teacher_concurrency: Annotated[int, when("model.teacher_url", remedy="set model.teacher_url")] = Field(32, ge=1)
     """Number of concurrent requests to the server, of one sequence each."""
 
-    critic_path: Annotated[Location | None, CRITIC] = None
+    critic_path: Annotated[ModelFolder | None, CRITIC] = None
     """Folder of the critic's initial weights: a causal LM, or a token classifier with one label, whose head becomes the
     value head. `path` by default."""
 

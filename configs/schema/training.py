@@ -1,11 +1,11 @@
 """Options of the training engine, its optimizer and its batches."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import Section, rule
+from cairn.configs.schema.base import EngineOptions, Section, Text, rule
 from cairn.configs.schema.effect import CRITIC
 
 # Schedules of learning rate and weight decay, by Megatron's names, and the rules for their options.
@@ -149,7 +149,7 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Scale adapters by lora_alpha / sqrt(r) instead."""
 
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | list[Text] = "all-linear"
     """Linear layers that get an adapter, by their names in the model or the last parts of these: `[q_proj, v_proj]`.
     `all-linear` takes all but the output layer."""
 
@@ -168,7 +168,7 @@ class TrainingConfig(Section):
     """The training engine. `torch`: trains any Hugging Face causal LM, with FSDP2 over more than one rank. `megatron`:
     trains the model families that it has a mapping for, with every parallelism of megatron-core."""
 
-    megatron: dict[str, Any] = Field(default_factory=dict)
+    megatron: EngineOptions = Field(default_factory=dict)
     """Options of megatron-core under their own names, those of `TransformerConfig`, `DistributedDataParallelConfig` and
     `OptimizerConfig`: `tensor_model_parallel_size: 2`. An unknown name is an error."""
 
@@ -289,12 +289,12 @@ class TrainingConfig(Section):
     timeout: float = Field(3600, gt=0)
     """Seconds that one training step, score or save may take before it counts as hung."""
 
-    only_train_params_name_list: tuple[str, ...] = ()
+    only_train_params_name_list: tuple[Text, ...] = ()
     """Regular expressions of the actor's parameters to train; all others are frozen. An expression matches anywhere in
     a parameter's Hugging Face name. Frozen parameters stay bitwise unchanged, without gradient or optimizer state.
     slime: `--only-train-params-name-list`."""
 
-    freeze_params_name_list: tuple[str, ...] = ()
+    freeze_params_name_list: tuple[Text, ...] = ()
     """Regular expressions of the actor's parameters to freeze; all others are trained. A critic is always trained
     whole. slime: `--freeze-params-name-list`."""
 

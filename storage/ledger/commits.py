@@ -204,7 +204,7 @@ class Commit(Marker):
         except ValueError as error:
             raise Damaged(f"commit {path} cannot be trusted: {error}") from None
         if layout.commit(commit.run, commit.iteration, commit.step, commit.shard) != path:
-            raise Damaged(f"commit {path} belongs to another place: it says {commit.name} of run {commit.run}")
+            raise Damaged(f"commit {path} is in the wrong place: it names {commit.name} of run {commit.run}")
         return commit
 
 

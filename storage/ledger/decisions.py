@@ -201,7 +201,7 @@ class Decisions:
         for before, after in zip((None, *known), known, strict=False):
             if after.previous != (before.digest if before else None):
                 path = layout.decision(self._run, after.number)
-                raise Damaged(f"{path} does not follow the decision before it: one of the two is not what was recorded")
+                raise Damaged(f"{path} does not follow the decision before it: one of the two was altered")
         self._known = known
         return known
 
@@ -255,7 +255,7 @@ class Decisions:
             return None
         decision = read_decision(data, path)
         if (decision.run, decision.identity, decision.number) != (self._run, self._identity, number):
-            raise Damaged(f"{path} belongs to another place: it is number {decision.number} of a run {decision.run!r}")
+            raise Damaged(f"{path} is in the wrong place: it is number {decision.number} of run {decision.run!r}")
         return decision
 
 

@@ -383,5 +383,5 @@ def _numbered(name: str) -> int | None:
 
 def _short(digest: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise ValueError(f"{digest!r} is no SHA-256 in hexadecimal")
+        raise ValueError(f"{digest!r} is not a SHA-256 digest in hexadecimal")
     return digest[:_SHORT]

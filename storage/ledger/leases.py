@@ -311,7 +311,7 @@ class Lease:
         live.
         """
         if self._ended.is_set():
-            raise LeaseLost(f"this driver has given {self._owned} back")
+            raise LeaseLost(f"this driver has released {self._owned}")
         if self._store.exists(self._owned.path(self.epoch + 1)):
             newest = newest_lease(self._store, self._owned)
             raise LeaseLost(f"{self._owned} was taken over by {newest}; this driver stops, nothing committed is lost")
@@ -322,7 +322,7 @@ class Lease:
             ) from self._failure
         if not self._is_there():
             self._ended.set()  # no sign of life of this driver belongs to that epoch
-            raise LeaseLost(f"{self._owned} was deleted while this driver had it; this driver stops")
+            raise LeaseLost(f"{self._owned} was deleted while this driver owned it; this driver stops")
 
     def release(self, outcome: Outcome) -> None:
         """Release the run and record the outcome. A second call does nothing."""

@@ -168,7 +168,9 @@ class Ledger:
         missing."""
         if commit.run != self.run:
             if self.parent is None:
-                raise Damaged(f"commit {commit.name} is of run {commit.run!r}, which is no parent of {self.run!r}")
+                raise Damaged(
+                    f"commit {commit.name} belongs to run {commit.run!r}, which is not a parent of {self.run!r}"
+                )
             return self.parent.terms_of(commit)
         terms = self._terms.numbered(commit.terms)
         if terms is None:
@@ -184,7 +186,9 @@ class Ledger:
         parent = Ledger.open(self.store, self.manifest.parent.run)
         parent._forks = (*self._forks, self.run)
         if parent.run in parent._forks:
-            raise Damaged(f"run {parent.run!r} is recorded as forked from itself, over {' and '.join(parent._forks)}")
+            raise Damaged(
+                f"run {parent.run!r} is recorded as forked from itself, through {' and '.join(parent._forks)}"
+            )
         return parent
 
     @property
@@ -337,7 +341,7 @@ class Ledger:
         if not self.store.create(path, commit.to_bytes(), lease.check):
             first = self._read(path)
             if first is None:
-                raise StoreError(f"{path} could not be created, yet it is not there")
+                raise StoreError(f"{path} could not be created, but it does not exist either")
             commit = first
         attempt.discard_superseded()
         return commit

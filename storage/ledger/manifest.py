@@ -63,12 +63,14 @@ def read_manifest(store: Store, run: str) -> Manifest:
     try:
         fields = canonical.unseal(data)
         if "being_deleted_since" in fields:
-            raise BeingDeleted(f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` goes on")
+            raise BeingDeleted(
+                f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` resumes it"
+            )
         require_readable(fields)
         del fields["digest"]
         manifest = Manifest.model_validate(fields)
         if manifest.run != run:
-            raise ValueError(f"it is that of run {manifest.run!r}")
+            raise ValueError(f"it belongs to run {manifest.run!r}")
     except ValueError as error:
         raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
     return manifest
@@ -81,7 +83,7 @@ def _say_once(sentence: str) -> None:
 
 def pass_over(name: str, error: Exception) -> None:
     """Warn once about a folder among the runs that does not hold a run."""
-    _say_once(f"{layout.run(name)} is passed over, as if no run were there: {ascii(str(error))[1:-1]}")
+    _say_once(f"{layout.run(name)} is skipped, as if the run did not exist: {ascii(str(error))[1:-1]}")
 
 
 def list_runs(store: Store) -> list[str]:

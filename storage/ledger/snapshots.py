@@ -155,7 +155,7 @@ def _require_plain(footer: bytes, marks: Iterable[bytes]) -> None:
     An imported library may read its own column types by unpickling, which is unsafe.
     """
     if any(mark in footer for mark in marks):
-        raise ValueError("it has columns of a type of some library's own, which is never read")
+        raise ValueError("it has columns of a library's extension type, which Cairn never reads")
 
 
 PARTS = "write_ahead"
@@ -201,7 +201,7 @@ class AttemptFolder:
         """
         name = file.path.removeprefix(f"{self.folder}/")
         if not self.store.exists(self.path(name)):
-            raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer says so")
+            raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer reported it")
         return OutputFile(path=self._within_root(name), bytes=file.bytes, sha256=file.sha256)
 
     def discard_superseded(self) -> None:
@@ -259,7 +259,7 @@ def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:
         data = store.read(path)
     except FileNotFoundError:
         if is_retired(store, run, path):
-            raise Retired(f"{path} is retired: run {run!r} does not keep its older files for ever") from None
+            raise Retired(f"{path} is retired: run {run!r} deletes its older files") from None
         raise Damaged(f"{path} is committed but missing; expected {output.bytes} bytes") from None
     sha256 = hashlib.sha256(data).hexdigest()
     if not is_redacted(store, run, output, len(data), sha256):
@@ -316,4 +316,4 @@ def read_recorded_table(store: Store, run: str, output: OutputFile, columns: Seq
     try:
         return from_parquet(data, columns)
     except ValueError as error:
-        raise Damaged(f"{layout.in_run(run, output.path)} is not what Cairn writes: {error}") from error
+        raise Damaged(f"{layout.in_run(run, output.path)} is not in Cairn's format: {error}") from error

@@ -205,7 +205,7 @@ class RunTerms:
             try:
                 upgrade = Upgrade.from_bytes(self._store.read(path))
                 if (upgrade.run, upgrade.number) != (run, number):
-                    raise ValueError(f"it says it is number {upgrade.number} of run {upgrade.run!r}")
+                    raise ValueError(f"it is number {upgrade.number} of run {upgrade.run!r}")
                 yield upgrade
             except FileNotFoundError:
                 return

@@ -81,7 +81,7 @@ def claim_admission(
         return claim
     first = find_claim(ledger.store, ledger.run, number)
     if first is None:
-        raise StoreError(f"{path} could not be created, yet it is not there")
+        raise StoreError(f"{path} could not be created, but it does not exist either")
     return first
 
 
@@ -103,7 +103,7 @@ def read_claim(data: bytes, path: str) -> Claim:
     except ValueError as error:
         raise Damaged(f"{path} cannot be trusted: {error}") from None
     if path != layout.admission(claim.run, claim.number):
-        raise Damaged(f"{path} belongs to another place: it says admission {claim.number} of run {claim.run!r}")
+        raise Damaged(f"{path} is in the wrong place: it names admission {claim.number} of run {claim.run!r}")
     return claim
 
 
@@ -170,14 +170,16 @@ class Admitted:
         if newest is None:
             return
         for id in sorted(self._taken.keys() - self._admitted.keys()):
-            yield _finding(newest, Fault.GROUP_DIFFERS, f"group {id} is taken by {self._taken[id]}, and never admitted")
+            yield _finding(
+                newest, Fault.GROUP_DIFFERS, f"group {id} is taken by {self._taken[id]}, but was never admitted"
+            )
         left, last = newest.values["open"], str(newest.values["admitted"])
         assert isinstance(left, dict)
         still = {id for ids in left.values() for id in ids}  # type: ignore[union-attr]
         number = next((_number(one) for one in self._admitted.values() if one.name == last), -1)
         for id, admission in self._admitted.items():
             if id not in self._taken and id not in still and _number(admission) <= number:
-                told = f"group {id} is admitted by {admission.name}, and {newest.name} neither took it nor left it open"
+                told = f"group {id} is admitted by {admission.name}, but {newest.name} neither took it nor left it open"
                 yield _finding(newest, Fault.GROUP_LOST, told)
 
     def _not_as_claimed(self) -> Iterator[Finding]:
@@ -185,10 +187,10 @@ class Admitted:
         for claim in self._claims:
             found, name = self._numbered.get(claim.number), claim.admission
             if found is None and claim.number < last:
-                message = f"admission {claim.number} is claimed for {name}, and is missing, though later ones are there"
+                message = f"admission {claim.number} is claimed for {name}, but is missing, although later ones exist"
             elif found is not None and (found.name, len(_ids(found))) != (name, claim.count):
                 message = (
-                    f"admission {claim.number} is claimed for {name} with {claim.count} groups, and is {found.name} "
+                    f"admission {claim.number} is claimed for {name} with {claim.count} groups, but is {found.name} "
                     f"with {len(_ids(found))}"
                 )
             else:

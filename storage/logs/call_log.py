@@ -115,8 +115,8 @@ class CallLog(PacedWriter):
         for name in self._names():
             if name not in self._known or layout.attempt_epoch(name) > layout.attempt_epoch(attempt.name):
                 raise LeaseLost(
-                    f"{attempt.folder} is not the newest attempt: {name} has begun, and what this one was about to "
-                    "do, it may do"
+                    f"{attempt.folder} is not the newest attempt: {name} has begun and may do the same work; "
+                    "this one stops"
                 )
 
     def _names(self) -> list[str]:

@@ -44,7 +44,7 @@ def read_any_part(store: Store, path: str) -> pa.Table | None:
     try:
         return tables.from_ipc(data)
     except ValueError as error:
-        raise Damaged(f"{path} is not what Cairn writes: {error}") from error
+        raise Damaged(f"{path} is not in Cairn's format: {error}") from error
 
 
 def part_bytes(table: pa.Table, inputs_digest: str, metadata: Mapping[bytes, bytes] | None = None) -> tuple[str, bytes]:
@@ -159,7 +159,7 @@ def _found(path: str, table: pa.Table) -> dict[str, int]:
     except ValueError:
         said = None
     if not isinstance(said, dict) or not all(isinstance(number, int) for number in said.values()):
-        raise Damaged(f"{path} is not what Cairn writes: it does not say which parts it found")
+        raise Damaged(f"{path} is not in Cairn's format: it does not list the parts that it found")
     return said
 
 
@@ -253,7 +253,7 @@ class PacedWriter:
         with self._changed:
             self._raise_error()
         if self._writer.is_alive():
-            raise StoreError(f"writing {self._what} did not end in {self._deadline:.0f} s")
+            raise StoreError(f"writing {self._what} did not finish within {self._deadline:.0f} s")
 
     def _raise_error(self) -> None:
         if self._error is not None:

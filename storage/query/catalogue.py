@@ -81,7 +81,7 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
         require_readable(fields)
         run, iteration, step, shard = fields["run"], fields["iteration"], fields["step"], fields.get("shard")
         if layout.commit(run, iteration, step, shard) != path:
-            raise ValueError(f"it is that of {run} {iteration} {step}")
+            raise ValueError(f"it belongs to {run} {iteration} {step}")
         outputs, environment = fields.get("outputs", []), fields["environment"]
         tables = [
             output
@@ -130,7 +130,7 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 def _table_path(run: str, path: str) -> str:
     full = f"{layout.run(run)}/{path}"
     if not is_path(full) or layout.parse_file(run, full) is None:
-        raise ValueError(f"its file {path!r} is none of an attempt")
+        raise ValueError(f"its file {path!r} is not in an attempt's folder")
     return full
 
 

@@ -171,7 +171,7 @@ def _require_select(connection: duckdb.DuckDBPyConnection, text: str) -> None:
     """Raise BadQuery unless the text is one statement that reads."""
     statements = connection.extract_statements(text)
     if len(statements) != 1:
-        raise BadQuery(f"give one SELECT; these are {len(statements)} statements")
+        raise BadQuery(f"write one SELECT; these are {len(statements)} statements")
     if statements[0].type != duckdb.StatementType.SELECT:
         raise BadQuery(f"only SELECT reads the ledger; this is {statements[0].type.name}")
 

@@ -65,7 +65,7 @@ class LedgerFiles(AbstractFileSystem):
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode != "rb":
-            raise PermissionError(f"{path} is only read")
+            raise PermissionError(f"{path} is read-only here")
         name = self._strip_protocol(path)
         if self.info(path)["size"] <= _WHOLE:
             return io.BytesIO(self.store.read(name))
@@ -85,7 +85,7 @@ def unreadable(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
             tail = store.read_range(path, max(0, size - 8), size)
             length = int.from_bytes(tail[:4], "little")
             if tail[4:] != b"PAR1" or length + 8 > size:
-                raise ValueError("it ends otherwise than a Parquet file")
+                raise ValueError("it does not end like a Parquet file")
             pq.read_schema(pa.BufferReader(b"PAR1" + store.read_range(path, size - 8 - length, size)))
         except FileNotFoundError:
             found[path] = f"{path} is committed but missing; it is left out, see `cairn verify`"

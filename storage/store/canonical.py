@@ -76,10 +76,10 @@ def unseal(data: bytes) -> dict[str, Any]:
     """
     sealed = from_json(data)
     if not isinstance(sealed, dict) or "digest" not in sealed:
-        raise ValueError("it carries no digest")
+        raise ValueError("it has no digest")
     found = digest({key: value for key, value in sealed.items() if key != "digest"})
     if found != sealed["digest"]:
-        raise ValueError(f"it says its digest is {sealed['digest']}, its content has {found}")
+        raise ValueError(f"it records the digest {sealed['digest']}, but its content has {found}")
     if to_bytes(sealed) != data:
-        raise ValueError("its content is not written as it was")
+        raise ValueError("its bytes are not those that were sealed")
     return sealed

@@ -75,7 +75,7 @@ def _opened(path: str | Path, flags: int = 0) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if found.st_size > LONGEST_RECORD and str(path).endswith(".json"):
-            raise Damaged(f"{path} has {found.st_size} bytes, a record of the ledger {LONGEST_RECORD} at most")
+            raise Damaged(f"{path} has {found.st_size} bytes, but a ledger record has at most {LONGEST_RECORD}")
         yield file
 
 

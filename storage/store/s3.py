@@ -48,7 +48,7 @@ REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, BrokenConnection, Respons
 """Errors that s3fs raises."""
 
 KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)"
-_REGION = "it lies in another region; set AWS_REGION to the bucket's"
+_REGION = "the bucket is in another region; set AWS_REGION to it"
 _REFUSALS = {
     "InvalidAccessKeyId": f"the access key is unknown; {KEYS}",
     "SignatureDoesNotMatch": f"the secret key is wrong; {KEYS}",
@@ -99,7 +99,7 @@ def in_our_words(error: Exception, url: str, path: str) -> Exception:
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return StoreRefused(f"store {url} cannot be used: there are no keys; {KEYS}")
     if isinstance(error, HTTPClientError | NoConnection | OSError | BrokenConnection | ResponseParserError):
-        return StoreError(f"store {url} does not answer at {path}: {type(error).__name__}")
+        return StoreError(f"store {url} does not respond at {path}: {type(error).__name__}")
     return StoreRefused(f"store {url} cannot be used: {error}")
 
 
@@ -135,7 +135,7 @@ def _send_a_creation_once(request: Any, **_: Any) -> None:
     """Raise _NotSentAgain if botocore retries a creation, because botocore does not call the guard before a retry."""
     attempt = re.search(r"attempt=(\d+)", str(request.headers.get("amz-sdk-request", "")))
     if "If-None-Match" in request.headers and attempt is not None and int(attempt[1]) > 1:
-        raise _NotSentAgain("a creation is tried again by its creator alone")
+        raise _NotSentAgain("only the creator may retry a creation")
 
 
 class _Retries:
@@ -165,7 +165,7 @@ class S3Store:
     def __init__(self, url: str):
         parts = urlsplit(url)
         if "@" in url or ":" in parts.netloc or parts.query:  # keys may hold slashes: then they look like a path
-            raise StoreRefused(f"keys do not belong into a store's address; {KEYS}")
+            raise StoreRefused(f"a store's address must not contain keys; {KEYS}")
         if parts.scheme != "s3" or not parts.netloc or parts.fragment:
             raise StoreRefused(f"store {parts.scheme}://{parts.netloc}… is not of the form s3://bucket/prefix")
         self._bucket = parts.netloc
@@ -216,7 +216,7 @@ class S3Store:
 
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not 0 < len(data) <= _LARGEST_MARKER:
-            raise ValueError(f"cannot create {path} from {len(data)} bytes: one to {_LARGEST_MARKER} are possible")
+            raise ValueError(f"cannot create {path} from {len(data)} bytes: the size must be 1 to {_LARGEST_MARKER}")
 
         def create_once() -> bool:
             guard()
@@ -334,7 +334,7 @@ class S3Store:
         except BotoCoreError as error:
             raise StoreRefused(f"store {self.url} cannot be opened: {error}") from None
         except ValueError:  # whose text quotes the URL, and that may hold keys
-            raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is no valid URL") from None
+            raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is not a valid URL") from None
         for event in ("after-call.s3", "after-call-error.s3"):
             connection.s3.meta.events.register(event, self._retries.add_requests)
         connection.s3.meta.events.register("before-send.s3.PutObject", _send_a_creation_once)

@@ -54,11 +54,11 @@ def read_key(file: str) -> Ed25519PrivateKey:
         key = load_pem_private_key(Path(file).expanduser().read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise StoreRefused(
-            f"CAIRN_SIGNING_KEY names {file}, which is no readable private key without a password "
+            f"CAIRN_SIGNING_KEY names {file}, which is not a readable private key without a password "
             f"({type(error).__name__}); cairn keygen writes one"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise StoreRefused(f"CAIRN_SIGNING_KEY names {file}, which is no Ed25519 key; cairn keygen writes one")
+        raise StoreRefused(f"CAIRN_SIGNING_KEY names {file}, which is not an Ed25519 key; cairn keygen writes one")
     return key
 
 

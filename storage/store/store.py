@@ -174,7 +174,7 @@ def probe(store: Store) -> None:
     first, second = f"first {path}".encode(), f"second {path}".encode()
     try:
         if not store.create(path, first) or store.read(path) != first:
-            raise StoreRefused(f"store {store.url} does not give back what was written; use another store")
+            raise StoreRefused(f"store {store.url} returns other bytes than were written; use another store")
         if store.create(path, second) or store.read(path) != first:
             raise StoreRefused(
                 f"store {store.url} lets a second writer create a file that exists, so two drivers could overwrite "

@@ -235,10 +235,10 @@ class Accounting:
         elif fate is not None:
             again = trains and fate.disposition is Disposition.TRAIN
             fault = Fault.TRAINED_TWICE if again else Fault.GROUP_DIFFERS
-            message = f"group {id} is {told} in {cut.name}, though {_TOLD[fate.disposition]} in {fate.cut}"
+            message = f"group {id} is {told} in {cut.name}, although {_TOLD[fate.disposition]} in {fate.cut}"
             yield _finding(cut, fault, message)
         elif rollout is None and (known or row.iteration == cut.iteration):
-            message = f"group {id} is {told} in {cut.name}, though neither the cut before left it nor a rollout made it"
+            message = f"group {id} is {told} in {cut.name}, but neither the cut before nor a rollout has it"
             yield _finding(cut, Fault.GROUP_DIFFERS, message)
         elif rollout is not None and rollout != row.rollout:
             message = f"group {id} is {told} in {cut.name} with samples of {row.rollout}, its newest are in {rollout}"

@@ -182,7 +182,7 @@ def delete_run(store: Store, run: str) -> None:
                 return
         except FileNotFoundError:
             pass
-        raise LeaseLost(f"run {run!r} is deleted by someone else by now, or was; this deletion stops")
+        raise LeaseLost(f"run {run!r} is being deleted, or was deleted, by another process; this deletion stops")
 
     try:
         before = store.read(manifest)
@@ -215,4 +215,4 @@ def _require_unshared(store: Store, run: str) -> None:
     found = forks(store, run)
     if found:
         names = ", ".join(f"{name} (up to iteration {iteration})" for name, iteration in sorted(found.items()))
-        raise SharedWithForks(f"run {run!r} is read by its forks: {names}; delete these first")
+        raise SharedWithForks(f"run {run!r} is still read by its forks {names}; delete these first")

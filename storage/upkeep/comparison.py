@@ -46,7 +46,7 @@ def compare(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) 
     for name in sorted({*our_files, *their_files}):
         first, second = our_files.get(name), their_files.get(name)
         if first is None or second is None:
-            found.append(f"{name} is in one only")
+            found.append(f"{name} is in only one of them")
         elif (first.content or first.sha256) != (second.content or second.sha256):
             if not name.endswith(_TABLE):
                 found.append(f"{name} has other bytes")

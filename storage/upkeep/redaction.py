@@ -104,7 +104,7 @@ def redact(
         unreached(sentence)
     forget(ledger.store, found.seen.texts)
     for number, file in enumerate(found.files):
-        progress(f"{number} of {len(found.files)} tables redacted, next that of {file.commit}")
+        progress(f"{number} of {len(found.files)} tables redacted, next: the table of {file.commit}")
         _replace(ledger, file, found)
     assert isinstance(decision.what, Redaction)
     touched = {_iteration_of(ledger, layout.in_run(ledger.run, file.path)) for file in decision.what.files}
@@ -124,7 +124,7 @@ def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Red
             if file.old_sha256 != before.new_sha256:
                 raise ValueError(
                     f"{layout.in_run(ledger.run, file.path)} is being redacted by decision {decision.number} of "
-                    f"{decision.by}: give the command again when that is done"
+                    f"{decision.by}: run the command again when that is done"
                 )
     return Redaction(
         prompt=found.prompt,
@@ -190,36 +190,36 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
         if found.prompt in waiting_prompts(ledger.store, ledger.run, iteration, done):
             raise ValueError(f"{place} yet: samples of it are being generated in iteration {iteration}")
     if found.prompt in prompts_in_stream(ledger.store, ledger.run):
-        raise ValueError(f"{place} yet: samples of it are generated, and no iteration has taken them")
+        raise ValueError(f"{place} yet: it has samples that no iteration has taken; run the command again later")
     for one in _with_forks(ledger):
         clash = sorted(found.iterations & _needed_for_recovery(one))
         if clash:
             raise ValueError(
-                f"{place} yet: run {one.run!r} would need its samples of iteration {clash[-1]} to recover, which no "
-                f"checkpoint follows that it begins from; let it go on to its next one, or fork nothing from there"
+                f"{place} yet: run {one.run!r} needs its samples of iteration {clash[-1]} to recover, as no later "
+                f"checkpoint covers them; resume that run until its next checkpoint, or do not fork from there"
             )
     for pin in pinned(ledger.decisions.all()):
         saved = newest_checkpoint(ledger, pin)
         needed = {i for i, kind in brought_back_from(ledger, pin) if kind is layout.Kind.SNAPSHOTS}
         if (saved is None or saved.iteration < pin) and (clash := sorted(found.iterations & needed)):
             raise ValueError(
-                f"{place}: iteration {pin} is pinned, and its weights are brought back from samples of iteration "
-                f"{clash[-1]}; cairn unpin {ledger.run} {pin}"
+                f"{place}: iteration {pin} is pinned, and its weights are recomputed from samples of iteration "
+                f"{clash[-1]}; run cairn unpin {ledger.run} {pin}"
             )
 
 
 def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
     """Yield a sentence about each place where text of a prompt may remain."""
     for folder in evals.asking(ledger.store, seen.texts):
-        yield f"the result of an evaluation in {folder} holds the same text: remove that folder, it is computed again"
+        yield f"the result of an evaluation in {folder} holds the same text: remove that folder, and run the evaluation again"
     for folder in sorted(
         {path.rpartition("/")[0] for path in ledger.store.find(layout.run(ledger.run)) if is_calls(path)}
     ):
         paths = [f"{folder}/{name}" for name in ledger.store.list(folder)]
         if groups_of_calls(ledger.store, paths) - seen.committed:
             yield (
-                f"episodes are under way whose calls in {folder} do not say of which prompt: give the command again "
-                "when they are committed"
+                f"calls in {folder} belong to unfinished episodes and do not name their prompt: run the command again "
+                "when these are committed"
             )
 
 
@@ -337,7 +337,7 @@ def _begun(ledger: Ledger, found: Found) -> Decision | None:
             continue
         if _sha256(ledger, path) == file.old_sha256:
             raise ValueError(
-                f"the redaction of prompt {decision.what.prompt} is not finished: cairn delete {ledger.run} --prompt "
+                f"the redaction of prompt {decision.what.prompt} is not finished: run cairn delete {ledger.run} --prompt "
                 f"{decision.what.prompt} first"
             )
     for decision in decisions:
@@ -345,7 +345,7 @@ def _begun(ledger: Ledger, found: Found) -> Decision | None:
             made = {(file.path, file.new_sha256) for file in decision.what.files}
             own = decision if {(file.path, file.new_sha256) for file in found.files} <= made else None
     if own is None and not found.files:
-        elsewhere = f"; {', '.join(found.owners)} holds what it shares" if found.owners else ""
+        elsewhere = f"; {', '.join(found.owners)} holds the shared ones" if found.owners else ""
         raise ValueError(f"run {ledger.run!r} holds no text of prompt {found.prompt} in samples of its own{elsewhere}")
     return own
 

@@ -261,8 +261,8 @@ def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
     for name, number in redacted_samples(ledger).items():
         if int(name.partition("/")[0]) in needed:
             raise Redacted(
-                f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs {name}, of which decision "
-                f"{number} has redacted samples"
+                f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs {name}, and decision "
+                f"{number} redacted samples of it"
             )
     for i in sorted(needed) if gone else ():
         if ledger.store.exists(layout.retired(ledger.owner(i).run, i, Kind.SNAPSHOTS)):
@@ -353,7 +353,7 @@ def pin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | Non
     if iteration < ledger.first_iteration:
         assert ledger.parent is not None
         raise ValueError(
-            f"iteration {iteration} of run {ledger.run!r} is one of {ledger.owner(iteration).run!r}: pin it there"
+            f"iteration {iteration} of run {ledger.run!r} belongs to {ledger.owner(iteration).run!r}: pin it there"
         )
     if ledger.find(iteration, Step.TRAIN) is None:
         raise ValueError(f"run {ledger.run!r} has not trained iteration {iteration} yet")
@@ -383,5 +383,5 @@ def _require_there(ledger: Ledger, iteration: int) -> None:
         if i >= ledger.first_iteration and ledger.store.exists(layout.retired(ledger.run, i, kind)):
             raise Retired(
                 f"iteration {iteration} of run {ledger.run!r} cannot be pinned: that needs the {kind} of iteration "
-                f"{i}, retired already"
+                f"{i}, which are retired"
             )

@@ -42,7 +42,7 @@ def find_self_test(store: Store, fingerprint: str) -> SelfTest | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise Damaged(f"{path} cannot be trusted: {error}; remove it, and it is tried again") from None
+        raise Damaged(f"{path} cannot be trusted: {error}; remove it to repeat the self-test") from None
 
 
 def record_self_test(store: Store, found: SelfTest, guard: Callable[[], None]) -> None:

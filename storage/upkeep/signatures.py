@@ -65,10 +65,10 @@ def read_signers(file: Path) -> dict[str, str]:
             name, key = words
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
         except ValueError:
-            raise ValueError(f"{file}, line {number} is not NAME KEY, a name and 64 hex digits") from None
+            raise ValueError(f"{file}, line {number} is not of the form NAME KEY: a name and 64 hex digits") from None
         found[key.lower()] = name
     if not found:
-        raise ValueError(f"{file} names no signer: give each a line, NAME KEY")
+        raise ValueError(f"{file} names no signer: add a line NAME KEY for each")
     return found
 
 
@@ -100,11 +100,13 @@ def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Sign
         key, signature = str(fields["key"]), bytes.fromhex(fields["signature"])
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, _message(path, data))
     except FileNotFoundError:
-        return Signed(path=path, signer=None, problem=f"{path}, as it is, is signed by nobody")
+        return Signed(path=path, signer=None, problem=f"{path} has no signature of its present content")
     except (ValueError, TypeError, KeyError, InvalidSignature):
-        return Signed(path=path, signer=None, problem=f"{path} is wrongly signed: its signature is of something else")
+        return Signed(
+            path=path, signer=None, problem=f"{path} is wrongly signed: its signature belongs to other content"
+        )
     if key not in signers:
-        return Signed(path=path, signer=None, problem=f"{path} is signed by {key}, which is none of the signers")
+        return Signed(path=path, signer=None, problem=f"{path} is signed by {key}, which is not one of the signers")
     return Signed(path=path, signer=signers[key])
 
 

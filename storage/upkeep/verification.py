@@ -50,8 +50,10 @@ def mixed_histories(store: Store, commit: Commit) -> Iterator[Finding]:
             recorded = calls.get((*key, call))
             if recorded is None or not _is_after(recorded, before):
                 path = layout.in_run(commit.run, files[SAMPLES_FILE].path)
-                told = "is not recorded" if recorded is None else f"went on from other tokens than these {len(before)}"
-                message = f"{path} has a sample {key[0]}/{key[1]} whose call {call} of the policy {told}"
+                told = (
+                    "is not recorded" if recorded is None else f"continued from other tokens than these {len(before)}"
+                )
+                message = f"{path} has sample {key[0]}/{key[1]}, whose policy call {call} {told}"
                 yield Finding(fault=Fault.CALLS_DIFFER, path=path, message=message)
                 return
 
@@ -251,7 +253,9 @@ def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
             data = store.read(path)
             decision = read_decision(data, path)
             if decision.previous != before:
-                message = f"{path} follows a decision with digest {decision.previous}, the one before it has {before}"
+                message = (
+                    f"{path} follows a decision with digest {decision.previous}, but the one before it has {before}"
+                )
                 yield Verified(
                     name=name,
                     files=1,
@@ -262,7 +266,7 @@ def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
                 yield Verified(name=name, files=1, bytes=len(data))
             before = decision.digest
         except FileNotFoundError:
-            finding = Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing, though later ones are there")
+            finding = Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing, although later ones exist")
             yield Verified(name=name, files=0, bytes=0, findings=(finding,))
         except Damaged as error:
             finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
@@ -337,8 +341,8 @@ def _verify_file(store: Store, run: str, output: OutputFile, redactions: _Redact
         if sha256 in {output.sha256, *(file.new_sha256 for _, file in versions)}:
             assert isinstance(decision.what, Redaction)
             message = (
-                f"{path} still holds what decision {decision.number} redacts: cairn delete {run} --prompt "
-                f"{decision.what.prompt} finishes that"
+                f"{path} still holds text that decision {decision.number} redacts: run cairn delete {run} --prompt "
+                f"{decision.what.prompt} to finish"
             )
             return Finding(fault=Fault.UNREDACTED, path=path, message=message)
         expected = f"expected {redacted.new_bytes} bytes with sha256 {redacted.new_sha256} since it was redacted"
@@ -369,5 +373,5 @@ def _verify_inputs(commit: Commit, path: str, digests: dict[str, str]) -> Iterat
         if name not in digests:
             yield Finding(fault=Fault.INPUT_MISSING, path=path, message=f"{made_from}, which cannot be read")
         elif digests[name] != digest:
-            message = f"{made_from}, which has digest {digests[name]} now"
+            message = f"{made_from}, which now has digest {digests[name]}"
             yield Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message)

@@ -65,7 +65,7 @@ def test_an_address_with_a_secret_is_told_from_one_without() -> None:
 def fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field
-        for below in trust._sections_in(field.annotation):
+        for below in trust.sections_in(field.annotation):
             yield from fields(below, f"{prefix}{name}.")
 
 

@@ -82,7 +82,7 @@ def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
     )
     shown = cairn("show", "toy", "3", store=ledger)
     assert shown.exit_code == 1
-    assert "is retired: run 'toy' does not keep its older files for ever" in shown.stderr
+    assert "is retired: run 'toy' deletes its older files" in shown.stderr
 
 
 @pytest.mark.parametrize("iterations", [{0}, {0, 11}])
@@ -110,7 +110,7 @@ def test_diff_names_what_is_retired_and_goes_on(
     found = json.loads(cairn("diff", "toy", "other", "--json", store=ledger).stdout)
     assert found["parts_at"] == ("000011/rollout.00-000" if parts else None)
     assert [sentence.partition(":")[0] for sentence in found["retired"]] == [f"000000/rollout.{s}" for s in SHARDS]
-    assert all("is retired: run 'toy' does not keep" in sentence for sentence in found["retired"])
+    assert all("is retired: run 'toy' deletes its older files" in sentence for sentence in found["retired"])
 
 
 @pytest.mark.parametrize("arguments", [["--yes-delete", "to"], []])
@@ -148,5 +148,5 @@ def test_a_half_deleted_run_is_shown_as_such_and_nothing_goes_on_with_it(ledger:
     assert status["state"] == "deleted"
     for command in ("resume", "status", "verify", "gc"):
         refused = cairn(command, "toy", store=ledger)
-        assert (refused.exit_code, "`cairn delete toy` goes on" in refused.stderr) == (2, True), command
+        assert (refused.exit_code, "`cairn delete toy` resumes it" in refused.stderr) == (2, True), command
     assert cairn("delete", "toy", "--yes-delete", "toy", store=ledger).exit_code == 0

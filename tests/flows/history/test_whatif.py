@@ -163,7 +163,7 @@ def test_tables_that_are_not_there_any_more_are_named(folder: Path) -> None:
     )
     assert retire(ledger, config_of(ledger).checkpoint.model_copy(update={"retain_snapshots": 1}), everything=True)
     result = cairn("gone@0", "--set", RLOO)
-    assert (result.exit_code, "run 'gone' does not keep its older files for ever" in result.stderr) == (1, True)
+    assert (result.exit_code, "run 'gone' deletes its older files" in result.stderr) == (1, True)
 
 
 ALGORITHMS: list[dict[str, Any]] = [

@@ -124,7 +124,7 @@ def test_what_is_gone_or_altered_is_an_error_that_names_it(tmp_path: Path) -> No
         lineage(ledger, 1, 4, 1)
     ledger.store.write(layout.retired("toy", 1, layout.Kind.SNAPSHOTS), b"{}")
     file.unlink()
-    with pytest.raises(Retired, match="does not keep its older files"):
+    with pytest.raises(Retired, match="deletes its older files"):
         lineage(ledger, 1, 4, 1)
 
 

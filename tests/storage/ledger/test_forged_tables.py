@@ -60,7 +60,7 @@ def test_a_parquet_file_with_the_right_digest_runs_nothing(mark: Path, tmp_path:
             rows=2,
             sha256=hashlib.sha256(data).hexdigest(),
         )
-        with pytest.raises(Damaged, match=r"rewards\.parquet is not what Cairn writes: it "):
+        with pytest.raises(Damaged, match=r"rewards\.parquet is not in Cairn's format: it "):
             read_table(store, "r", output)
     assert not mark.exists()
     pq.read_table(pa.BufferReader(sink.getvalue()))
@@ -79,7 +79,7 @@ def test_a_part_of_the_write_ahead_log_with_the_right_digest_runs_nothing(mark: 
     for data in (sink.getvalue().to_pybytes(), b"ARROW1 and nothing else ARROW1"):
         part = dead.path(f"write_ahead/000000.{hashlib.sha256(data).hexdigest()}.arrow")
         ledger.store.write(part, data)
-        with WriteAhead(own, "inputs") as log, pytest.raises(Damaged, match=r"\.arrow is not what Cairn writes: it "):
+        with WriteAhead(own, "inputs") as log, pytest.raises(Damaged, match=r"\.arrow is not in Cairn's format: it "):
             log.recover()
         ledger.store.delete(part)
     assert not mark.exists()

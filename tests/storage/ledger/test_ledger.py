@@ -169,7 +169,7 @@ def test_a_commit_copied_to_another_place_is_damage(ledger: Ledger) -> None:
     commit_step(ledger, 0, Step.TRAIN)
     data = ledger.store.read(layout.commit(ledger.run, 0, Step.TRAIN))
     ledger.store.write(layout.commit(ledger.run, 1, Step.TRAIN), data)
-    with pytest.raises(Damaged, match="belongs to another place: it says 000000/train"):
+    with pytest.raises(Damaged, match="is in the wrong place: it names 000000/train"):
         ledger.find(1, Step.TRAIN)
 
 
@@ -256,5 +256,5 @@ def test_a_fork_finds_what_it_shares_where_it_lies_and_adds_its_own(store: Store
 def test_runs_that_are_forked_from_each_other_are_damage(store: Store) -> None:
     Ledger.create(store, "egg", CONFIG, {}, Parent(run="hen", iteration=1))
     Ledger.create(store, "hen", CONFIG, {}, Parent(run="egg", iteration=1))
-    with pytest.raises(Damaged, match="'egg' is recorded as forked from itself, over egg and hen"):
+    with pytest.raises(Damaged, match="'egg' is recorded as forked from itself, through egg and hen"):
         Ledger.open(store, "egg").find(0, Step.TRAIN)

@@ -69,7 +69,7 @@ def test_a_file_that_an_engine_wrote_is_adopted_as_it_says_and_one_that_is_not_t
     adopted = attempt.adopt(written)
     assert (adopted.bytes, adopted.sha256) == (written.bytes, written.sha256)
     assert ledger.store.read(layout.in_run(ledger.run, adopted.path)) == b"weights"
-    with pytest.raises(FileNotFoundError, match="although its writer says so"):
+    with pytest.raises(FileNotFoundError, match="although its writer reported it"):
         attempt.adopt(StoredFile(f"{attempt.folder}/by-engine/rank-1", 7, written.sha256))
 
 

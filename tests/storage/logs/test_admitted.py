@@ -55,7 +55,12 @@ def test_what_an_iteration_takes_of_a_later_ones_is_open_until_then(ledger: Ledg
             Fault.GROUP_LOST,
             "group 2 is admitted by 000001/admit.00, and 000001/rollout.00-000 neither",
         ),
-        ([[0], [9]], [1, 2, 3], Fault.GROUP_DIFFERS, "group 9 is taken by 000001/rollout.00-000, and never admitted"),
+        (
+            [[0], [9]],
+            [1, 2, 3],
+            Fault.GROUP_DIFFERS,
+            "group 9 is taken by 000001/rollout.00-000, but was never admitted",
+        ),
     ],
 )
 def test_a_group_that_is_taken_twice_lost_or_never_admitted_is_found(
@@ -79,8 +84,8 @@ def claimed(ledger: Ledger, number: int, index: int, count: int = 2) -> Claim:
     [
         (2, 0, None),
         (2, 2, None),  # it was about to be made
-        (3, 0, "admission 0 is claimed for 000000/admit.00 with 3 groups, and is 000000/admit.00 with 2"),
-        (2, 1, "admission 1 is claimed for 000000/admit.00 with 2 groups, and is 000001/admit.00 with 2"),
+        (3, 0, "admission 0 is claimed for 000000/admit.00 with 3 groups, but is 000000/admit.00 with 2"),
+        (2, 1, "admission 1 is claimed for 000000/admit.00 with 2 groups, but is 000001/admit.00 with 2"),
     ],
 )
 def test_an_admission_that_is_not_what_was_claimed_is_found(
@@ -100,9 +105,7 @@ def test_a_claim_without_its_admission_is_found_where_there_are_later_ones(ledge
     claimed(ledger, 0, 0)
     admitted(ledger, 1, [2, 3], 1)
     (finding,) = [finding for one in verify(ledger) for finding in one.findings]
-    assert finding.message == (
-        "admission 0 is claimed for 000000/admit.00, and is missing, though later ones are there"
-    )
+    assert finding.message == ("admission 0 is claimed for 000000/admit.00, but is missing, although later ones exist")
 
 
 def test_a_claim_that_was_altered_is_found(ledger: Ledger) -> None:
@@ -110,4 +113,4 @@ def test_a_claim_that_was_altered_is_found(ledger: Ledger) -> None:
     path = layout.admission(ledger.run, 0)
     ledger.store.write(path, ledger.store.read(path).replace(b'"count": 2', b'"count": 3'))
     (finding,) = [finding for one in verify(ledger) for finding in one.findings]
-    assert finding.message.startswith(f"{path} cannot be trusted: it says its digest is")
+    assert finding.message.startswith(f"{path} cannot be trusted: it records the digest")

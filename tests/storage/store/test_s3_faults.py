@@ -125,7 +125,7 @@ def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_give
     monkeypatch.setattr(s3, "PATIENCE", 1.0)
     proxy.plan = lambda method, path: Fault.HANG
     began = time.monotonic()
-    with pytest.raises(StoreError, match="does not answer at marker: ReadTimeoutError"):
+    with pytest.raises(StoreError, match="does not respond at marker: ReadTimeoutError"):
         faulty_store.read("marker")
     assert time.monotonic() - began < 50, "the proxy lets go after 60"
 
@@ -172,7 +172,7 @@ def test_an_endpoint_out_of_reach_is_refused_at_start(s3_server: S3Server, monke
         silent.bind(("127.0.0.1", 0))  # and does not listen
         use_server(monkeypatch, replace(s3_server, endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"))
         began = time.monotonic()
-        with pytest.raises(StoreRefused, match=r"does not answer.*check AWS_ENDPOINT_URL"):
+        with pytest.raises(StoreRefused, match=r"does not respond.*check AWS_ENDPOINT_URL"):
             probe(open_store("s3://bucket/prefix"))
     assert time.monotonic() - began < s3.PATIENCE
 
@@ -206,7 +206,7 @@ def test_wrong_keys_are_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_in_the_address_are_refused_and_not_repeated() -> None:
-    with pytest.raises(StoreRefused, match="keys do not belong") as caught:
+    with pytest.raises(StoreRefused, match="must not contain keys") as caught:
         open_store("s3://AKIAEXAMPLE:hunter2@bucket/prefix")
     assert "hunter2" not in str(caught.value)
     assert "AKIAEXAMPLE" not in str(caught.value)

@@ -174,7 +174,7 @@ def test_a_group_that_was_left_open_and_is_forgotten_is_found(ledger: Ledger, le
         ),
         (
             {2: "train", 9: "train"},
-            "group 9 is trained on in 000001/filter.00, though neither the cut before left it nor a rollout made it",
+            "group 9 is trained on in 000001/filter.00, but neither the cut before nor a rollout has it",
         ),
         (
             {2: ("train", 0, "00-000")},

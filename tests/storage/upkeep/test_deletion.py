@@ -97,7 +97,7 @@ def test_a_deletion_that_crashed_anywhere_can_be_finished_and_nothing_opens_the_
         except _Crash:
             moments += 1
         store.left = 10**6
-        with pytest.raises(BeingDeleted, match="`cairn delete run-1` goes on"):
+        with pytest.raises(BeingDeleted, match="`cairn delete run-1` resumes it"):
             Ledger.open(store, "run-1")
         with pytest.raises(BeingDeleted):
             Ledger.create(store, "run-1", ledger.manifest.config)
@@ -117,7 +117,7 @@ def test_a_driver_whose_run_was_deleted_touches_nothing_of_the_next_run_of_that_
         delete_run(store, "run-1")
     heir = Ledger.create(store, "run-1", CONFIG)
     heir.acquire()
-    with pytest.raises(LeaseLost, match="'run-1' was deleted while this driver had it"):
+    with pytest.raises(LeaseLost, match="'run-1' was deleted while this driver owned it"):
         commit_step(forgotten, 0, Step.SYNC)
     assert forgotten.lease is not None
     forgotten.lease.release(Outcome.FAILED)

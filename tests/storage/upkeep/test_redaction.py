@@ -240,7 +240,7 @@ def test_of_two_at_once_the_second_is_refused_before_it_replaces_what_the_first_
         if sentence.startswith("looking at 000003/") and not beside.decisions.all():
             redact(beside, PROMPT + 1, by="ada")  # of the same shard
 
-    with pytest.raises(ValueError, match="is being redacted by decision 1 of ada: give the command again"):
+    with pytest.raises(ValueError, match="is being redacted by decision 1 of ada: run the command again"):
         redact(ledger, PROMPT, progress=first)
     assert findings(ledger) == set()
     redact(ledger, PROMPT)
@@ -265,7 +265,7 @@ def test_beyond_what_was_redacted_an_altered_table_is_damage(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
-    [(9, "need its samples of iteration 3 to recover"), (99, "holds no text of prompt 99")],
+    [(9, "needs its samples of iteration 3 to recover"), (99, "holds no text of prompt 99")],
 )
 def test_samples_that_are_needed_or_not_there_are_refused(tmp_path: Path, prompt: int, sentence: str) -> None:
     ledger = written(tmp_path)
@@ -276,7 +276,7 @@ def test_samples_that_are_needed_or_not_there_are_refused(tmp_path: Path, prompt
 
 def test_until_a_checkpoint_follows_the_samples_stay(tmp_path: Path) -> None:
     ledger = written(tmp_path, iterations=3)  # the newest checkpoint is iteration 1's
-    with pytest.raises(ValueError, match="need its samples of iteration 2 to recover"):
+    with pytest.raises(ValueError, match="needs its samples of iteration 2 to recover"):
         redact(ledger, 6)
     write_iteration(ledger, 3)
     write_iteration(ledger, 4, until=Step.ADVANTAGE)
@@ -304,12 +304,10 @@ def forked(ledger: Ledger, name: str, iteration: int) -> Ledger:
 def test_samples_from_which_a_fork_or_a_pinned_iteration_is_brought_back_stay(tmp_path: Path) -> None:
     ledger = written(tmp_path)
     pin(ledger, 2)
-    with pytest.raises(
-        ValueError, match=r"iteration 2 is pinned, and its weights are brought back from .* cairn unpin"
-    ):
+    with pytest.raises(ValueError, match=r"iteration 2 is pinned, and its weights are recomputed from .* cairn unpin"):
         redact(ledger, 6)
     forked(ledger, "early", 0)
-    with pytest.raises(ValueError, match="run 'early' would need its samples of iteration 0"):
+    with pytest.raises(ValueError, match="run 'early' needs its samples of iteration 0"):
         redact(ledger, 0)
 
 
@@ -318,7 +316,7 @@ def test_a_fork_reads_what_it_shares_as_it_was_redacted_and_none_is_made_that_wo
     late = forked(ledger, "late", 3)
     redact(ledger, 6)
     assert findings(late) == set()
-    with pytest.raises(ValueError, match="holds no text of prompt 6 in samples of its own; toy holds what it shares"):
+    with pytest.raises(ValueError, match="holds no text of prompt 6 in samples of its own; toy holds the shared ones"):
         redact(late, 6)
     require_restorable(ledger, 3)
     with pytest.raises(Redacted, match="cannot be forked at iteration 2: that needs 000002/"):

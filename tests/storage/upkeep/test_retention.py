@@ -234,7 +234,7 @@ def test_what_is_gone_or_not_there_yet_cannot_be_pinned(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="iteration 9 of run 'run-1' is not pinned"):
         unpin(ledger, 9)
     fork = Ledger.create(ledger.store, "fork", CONFIG, parent=Parent(run="run-1", iteration=9))
-    with pytest.raises(ValueError, match="is one of 'run-1': pin it there"):
+    with pytest.raises(ValueError, match="belongs to 'run-1': pin it there"):
         pin(fork, 9)
     assert ledger.decisions.all() == ()
 

@@ -83,7 +83,7 @@ def edited(data: bytes) -> bytes:
 def test_a_commit_that_was_altered_digests_and_all_is_signed_by_nobody(signers: Path, tmp_path: Path) -> None:
     store = written(str(tmp_path / "store")).store
     store.write(COMMIT, edited(store.read(COMMIT)))
-    assert problems(store.url, signers) == {COMMIT: f"{COMMIT}, as it is, is signed by nobody"}
+    assert problems(store.url, signers) == {COMMIT: f"{COMMIT} has no signature of its present content"}
 
 
 def forged(store: Store, path: str) -> str:
@@ -115,7 +115,7 @@ def by_a_stranger(store: Store, path: str) -> str:
     data = edited(store.read(path))
     store.delete(path)
     signing(LocalStore(store.url), read_key(str(key)), LocalStore).create(path, data)
-    return f"{path} is signed by {public}, which is none of the signers"
+    return f"{path} is signed by {public}, which is not one of the signers"
 
 
 @pytest.mark.parametrize("tampering", [forged, moved, by_a_stranger])
@@ -141,7 +141,7 @@ def test_verify_says_who_wrote_what_and_that_the_rest_is_unsigned(
     Ledger.open(open_store(ledger.store.url), "toy").decisions.record(lambda _: Verdict(iteration=1, approved=False))
     result = cairn(*give)
     assert (result.exit_code, cairn(*give[:-2]).exit_code) == (1, 0)
-    assert "unsigned: runs/toy/decisions/000002.json, as it is, is signed by nobody" in result.stdout
+    assert "unsigned: runs/toy/decisions/000002.json has no signature of its present content" in result.stdout
     answer = json.loads(cairn(*give, "--json").stdout)
     assert [finding["fault"] for finding in answer["findings"]] == ["unsigned"]
     assert answer["signers"][COMMIT] == "ada"
@@ -185,7 +185,7 @@ def test_a_key_that_cannot_sign_is_refused_before_anything_is_written(
         other = generate_private_key(SECP256R1())
         key.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     monkeypatch.setenv("CAIRN_SIGNING_KEY", str(key))
-    with pytest.raises(StoreRefused, match=f"CAIRN_SIGNING_KEY names {key}, which is no") as refused:
+    with pytest.raises(StoreRefused, match=f"CAIRN_SIGNING_KEY names {key}, which is not") as refused:
         open_store(str(tmp_path / "store"))
     assert "secret words" not in str(refused.value)
     result = cairn("runs", "--store", tmp_path / "store")
