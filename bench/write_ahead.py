@@ -36,7 +36,7 @@ from bench.command import parse, say
 from bench.gateway import STORE_HELP, bucket
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import ROLLOUT
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.generation.rollout import rollout
@@ -47,7 +47,7 @@ GROUP = 8
 PARTS = ("looking", "handing over", "last part")
 
 
-class TimedLog(WriteAhead):
+class TimedLog(SampleLog):
     """Counts the seconds that its caller spends in it."""
 
     seconds: ClassVar[Counter[str]] = Counter()
@@ -104,7 +104,7 @@ def generate(run: RunContext, turn: int, log: type) -> tuple[float, float, int]:
     count = run.config.rollout.rollout_batch_size
     attempt = run.ledger.attempt(turn, Step.ROLLOUT, "00-000")
     call = StepCall(run, 0, "00-000", attempt, "0" * 64)  # always the samples of iteration 0
-    with mock.patch.object(cairn.tasks.generation.rollout, "WriteAhead", log):
+    with mock.patch.object(cairn.tasks.generation.rollout, "SampleLog", log):
         began, cpu = time.perf_counter(), time.process_time()
         made = rollout.perform(call, None, [], [], cursor=0, count=count, resumed=0, needed=None, part=0, parts=1)
         return time.perf_counter() - began, time.process_time() - cpu, int(made.metrics["response_tokens"])

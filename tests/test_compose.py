@@ -102,7 +102,7 @@ def test_the_store_is_made_and_probed_by_the_command_in_the_file(services, s3_se
     for _ in range(2):  # containers start again
         done = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == "s3://cairn can carry runs"
+        assert done.stdout.strip() == "s3://cairn can store runs"
     environment["AWS_SECRET_ACCESS_KEY"] = ""
     assert subprocess.run(shlex.split(line), env=environment, capture_output=True, timeout=120).returncode != 0
 

@@ -204,7 +204,7 @@ def _trajectory(sample: Any, exchanges: "Sequence[Exchange]", used: set[int]) ->
 def _given(ids: np.ndarray, mask: np.ndarray) -> list[Segment]:
     if mask.any():
         raise ValueError(
-            "generate returned a loss_mask that has tokens trained on which the policy did not sample after those "
-            "before them: keep all output_ids of /generate, and put before them what it was given"
+            "generate returned a loss_mask that trains on tokens that the policy did not sample in this context: keep "
+            "all output_ids of /generate after the input of that request"
         )
     return [Segment.given(ids)] if len(ids) else []

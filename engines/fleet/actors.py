@@ -79,7 +79,7 @@ class Askers:
         with self._lock:
             asker = self._askers.get(name)
         if asker is None:
-            raise EngineError(f"the engine is asked for more by {name}, whose stream is closed")
+            raise EngineError(f"{name} requested more from the engine, but its stream is closed")
         return asker
 
 
@@ -144,13 +144,13 @@ class EngineActor(FencedActor):
         super().__init__(claim)
         found = ray.get_runtime_context().get_node_id()
         if found != slot.node:  # Ray moved the bundle after it was asked where it lies: the devices are others
-            raise EngineError(f"this actor was to run on node {slot.node} and runs on {found}: it must be made again")
+            raise EngineError(f"this actor should run on node {slot.node}, but runs on {found}: it must be restarted")
         if slot.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpu_ids)
         forked_with = os.environ.get(THREADS, str(num_threads))
         if forked_with != str(num_threads):  # PyTorch is imported, and has read its number
             raise EngineError(
-                f"this actor was to have {num_threads} threads and has {forked_with}: it must be made again"
+                f"this actor should have {num_threads} threads, but has {forked_with}: it must be restarted"
             )
         spare_loopback()
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -200,8 +200,8 @@ class Cluster:
                     _current = _join(address)
             elif _current.address != address:
                 raise ClusterError(
-                    f"this process uses the cluster {_current.address or 'that it started'}; close that fleet before "
-                    f"one with fleet.ray_address={address} starts"
+                    f"this process uses the cluster {_current.address or 'that it started'}; close its fleet before "
+                    f"you start one with fleet.ray_address={address}"
                 )
             _current._users += 1
             return _current
@@ -228,8 +228,8 @@ class Cluster:
         """Give up a joined cluster whose raylet on this machine has died, at once for the same reason."""
         if first_to_die([raylet], HEAD[1:], self._closing) is not None:
             self.lost = (
-                f"the Ray cluster at {address} is out of reach: its raylet on this machine died; what is committed is "
-                "kept: start Ray here again and resume"
+                f"the Ray cluster at {address} is out of reach: its raylet on this machine died; nothing committed is "
+                "lost: start Ray here again and resume"
             )
 
     def watch_head(self, address: str) -> None:
@@ -243,8 +243,8 @@ class Cluster:
             silent_since = silent_since or asked
             if time.monotonic() - silent_since > HEAD_SILENCE:
                 self.lost = (
-                    f"the head of the Ray cluster does not answer at {address} for {HEAD_SILENCE:.0f} s; what the "
-                    "engines did is kept, and whoever resumes when it is back has them"
+                    f"the head of the Ray cluster does not respond at {address} for {HEAD_SILENCE:.0f} s; the engines "
+                    "keep their work: resume when it is back"
                 )
                 return
 
@@ -285,7 +285,7 @@ def require_cluster() -> None:
     if cluster is not None and cluster.lost is not None:
         raise ClusterLost(cluster.lost)
     if not ray.is_initialized():  # whoever calls Ray all the same has it start a cluster
-        raise ClusterLost("this process has let go of its Ray cluster, and of all engines with it")
+        raise ClusterLost("this process has released its Ray cluster and all its engines")
 
 
 def ray_folder() -> Path | None:
@@ -296,13 +296,13 @@ def ray_folder() -> Path | None:
 def _join(address: str) -> Cluster:
     if address.startswith("ray://"):
         raise ClusterError(
-            f"fleet.ray_address={address} is of Ray Client, which streams no results: run the driver on a node of the "
-            "cluster and give host:port or auto"
+            f"fleet.ray_address={address} is for Ray Client, which cannot stream results: run the driver on a node of "
+            "the cluster and set host:port or auto"
         )
     if address != "auto" and (error := no_answer(address, JOIN_ANSWER)):
         raise ClusterError(
-            f"nothing answers at fleet.ray_address={address} ({error}): start a cluster there with `ray start --head`, "
-            "or leave ray_address empty"
+            f"nothing responds at fleet.ray_address={address} ({error}): start a cluster there with "
+            "`ray start --head`, or leave ray_address empty"
         ) from error
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -316,7 +316,7 @@ def _join(address: str) -> Cluster:
         if isinstance(cause, AuthenticationError):
             way_out = show
         elif os.environ.get("RAY_AUTH_MODE") is None:  # a head that wants a token leaves those without one waiting
-            way_out = f"{show}, if it asks for a token, as `ray start --head` does by default; or {way_out}"
+            way_out = f"{show}, if it requires a token, as `ray start --head` does by default; or {way_out}"
         raise ClusterError(
             f"the Ray cluster at fleet.ray_address={address} cannot be joined ({_first_line(cause)}): {way_out}"
         ) from error

@@ -186,7 +186,7 @@ class EngineHandle:
             try:
                 return self.require_alive()
             except (EngineDied, EngineTimeout) as error:
-                self.tell(f"Engine {self.name} is made again: {error}")
+                self.tell(f"Engine {self.name} is restarted: {error}")
                 self.restart()
                 return self.health()
 
@@ -306,5 +306,5 @@ class ModelHandle(EngineHandle):
                 if digest != self._digests[name]:
                     raise BadModel(
                         f"{self.name} has loaded another model than the run's: the digest of {self._folders[name]} on "
-                        f"{host} is {digest}, that of the run's {name} is {self._digests[name]}; copy the folder there"
+                        f"{host} is {digest}, but the run's {name} has {self._digests[name]}; copy the folder there"
                     )

@@ -27,7 +27,7 @@ LOST = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.engines.fleet.head")
-    parser.add_argument("parent", type=int, help="process with which the cluster ends")
+    parser.add_argument("parent", type=int, help="id of the process with which the cluster ends")
     parser.add_argument("cpus", type=int, help="CPUs that runs can reserve")
     arguments = parser.parse_args()
     told = threading.Event()

@@ -37,6 +37,6 @@ def no_room(call: str, folder: Path | None) -> NoSpace:
     if folder is not None:
         disk, else_ = f"the disk of {folder}", ", or set TMPDIR to a folder on another disk and resume"
     return NoSpace(
-        f"{call}: no space is left for Ray's objects: its object store is full, and so is {disk}, to which it spills, "
-        f"to more than 95 %; free some there{else_}"
+        f"{call}: no space is left for Ray's objects: its object store is full, and {disk}, to which it spills, is "
+        f"more than 95 % full; free space there{else_}"
     )

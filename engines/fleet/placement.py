@@ -252,6 +252,6 @@ def _no_room(roles: Sequence[ActorRole], problem: str) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     has = ", ".join(f"{total.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in ("CPU", "GPU"))
     return (
-        f"The Ray cluster {problem}: asked were {' and '.join(map(str, roles))}; it has {has}. Add nodes, free what "
-        f"others hold, or lower {', '.join(role.options for role in roles)}"
+        f"The Ray cluster {problem}: {' and '.join(map(str, roles))} were requested; it has {has}. Add nodes, end "
+        f"other work, or lower {', '.join(role.options for role in roles)}"
     )

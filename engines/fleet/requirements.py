@@ -38,17 +38,17 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
     over_gpus = any(engine.num_gpus * engine.nnodes > 1 for engine in plan.engines)
     if transport == "disk" and over_gpus and (config.fleet.offloads_rollout or kinds - {"regular"}):
         yield (
-            "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away, or is one "
-            "of prefill and decode, cannot say when all of them have read the folder: set it to tensor or distributed"
+            "fleet.update_weight_transport is disk, but a server of several GPUs that released its cache or serves "
+            "prefill or decode cannot report when all of them have read the folder: set it to tensor or distributed"
         )
     if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.tells_checksum:
         yield (
-            "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on to other weights "
+            "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has other weights "
             "with rollout.pipeline=lagged: leave it out"
         )
     if config.fleet.check_weight_update_equal and kinds - {"regular"}:
         yield (
-            "fleet.check_weight_update_equal asks each server alone to generate, which prefill and decode servers "
+            "fleet.check_weight_update_equal needs each server to generate alone, which prefill and decode servers "
             "cannot: leave it out, or make rollout.server_groups regular"
         )
 
@@ -60,12 +60,12 @@ def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     if config.fleet.colocate:
         yield (
             "fleet.update_weight_transport is distributed, but under fleet.colocate trainer and servers are on the "
-            "same GPUs, which NCCL has once in a group: set it to tensor"
+            "same GPUs, and NCCL allows a GPU only once in a group: set it to tensor"
         )
     elif any(0 < gpus < 1 for gpus in (each, *ours)):
         yield (
-            "fleet.update_weight_transport is distributed, but with a part of a GPU for a training rank or an engine "
-            "two of them may be on one GPU, which NCCL has once in a group: set it to tensor or disk"
+            "fleet.update_weight_transport is distributed, but training ranks or engines with less than a GPU may "
+            "share one, and NCCL allows a GPU only once in a group: set it to tensor or disk"
         )
     elif any((each > 0) != (gpus > 0) for gpus in ours):
         yield (
@@ -79,11 +79,14 @@ def _colocation_problems(config: RunConfig) -> Iterator[str]:
     fixed = [name for name in _HOLD_ADDRESSES if training.megatron.get(name) not in (None, False, "none")]
     if fleet.offloads_train and fixed:
         yield (
-            f"fleet.colocate and offload_train give the memory of training away, and training.megatron.{fixed[0]} "
-            "keeps addresses in it: set one of them to false"
+            f"fleet.colocate and offload_train release the memory of training, but training.megatron.{fixed[0]} keeps "
+            "addresses in it: set one of them to false"
         )
     if (fleet.offloads_rollout or fleet.colocate) and rollout.external_urls:
-        yield "rollout.external_urls are servers whose memory is not ours: leave fleet.colocate and offload_rollout out"
+        yield (
+            "rollout.external_urls are servers whose memory Cairn does not control: leave fleet.colocate and "
+            "offload_rollout out"
+        )
     if not fleet.colocate:
         return
     wanted = int(rollout.num_engines * rollout.num_gpus_per_engine)
@@ -95,7 +98,7 @@ def _colocation_problems(config: RunConfig) -> Iterator[str]:
             f"{rollout.num_gpus_per_engine:g} are more than training.world_size = {training.world_size}"
         )
     if rollout.num_gpus_per_engine > rollout.num_gpus_per_node or rollout.server_groups:
-        yield "fleet.colocate takes engines of one machine each and of one kind: leave server_groups out"
+        yield "fleet.colocate needs engines of one kind that fit on one machine each: leave server_groups out"
 
 
 # Ranks that must be on one machine, and configurations that need more than a machine has.
@@ -121,8 +124,8 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if not kind_of(rollout.engine).spans_gpus and rollout.num_gpus_per_engine > 1:
         yield (
-            f"rollout.num_gpus_per_engine is {rollout.num_gpus_per_engine:g}, and an engine of rollout.engine="
-            f"{rollout.engine} computes on one GPU: set it to 1, and rollout.num_engines higher"
+            f"rollout.num_gpus_per_engine is {rollout.num_gpus_per_engine:g}, and an engine of "
+            f"rollout.engine={rollout.engine} computes on one GPU: set it to 1, and raise rollout.num_engines"
         )
     if config.fleet.colocate and rollout.num_gpus_per_engine % 1:
         yield (
@@ -151,12 +154,12 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
         yield f"training.megatron.tensor_model_parallel_size ({tensor}) is above a machine's {nodes}"
     elif experts > machine and experts % machine:
         yield (
-            f"training.megatron.expert_model_parallel_size takes {experts} ranks, no multiple of a machine's {nodes}"
+            f"training.megatron.expert_model_parallel_size takes {experts} ranks, not a multiple of a machine's {nodes}"
         )
     elif together > machine:
         yield (
-            f"{together} training ranks must be on one machine for its tensor- and expert-parallel groups, and under "
-            "fleet.colocate its engines, to be whole: make training.megatron.tensor_model_parallel_size, "
+            f"{together} training ranks must be on one machine to complete its tensor- and expert-parallel groups and, "
+            "under fleet.colocate, its engines: make training.megatron.tensor_model_parallel_size, "
             "expert_model_parallel_size and rollout.num_gpus_per_engine divisors of each other within "
             f"rollout.num_gpus_per_node ({machine})"
         )

@@ -221,7 +221,8 @@ def room_problem(roles: Sequence[ActorRole], machines: Sequence[Mapping[str, flo
             if holds < count and all(total[kind] >= count * each for kind, each in asked.items()):
                 have = Counter(f"({m.get('CPU', 0):g} CPU, {m.get('GPU', 0):g} GPU)" for m in machines)
                 return (
-                    f"has no machines for {role.name}: {count} × {bundle} must each be on one machine, and they are "
-                    f"{' + '.join(f'{number} × {kind}' for kind, number in have.items())}, with room for {holds}"
+                    f"has no machines for {role.name}: {count} × {bundle} must each be on one machine, but the "
+                    f"machines are {' + '.join(f'{number} × {kind}' for kind, number in have.items())}, with room for "
+                    f"{holds}"
                 )
     return None

@@ -75,8 +75,8 @@ def verify_log_probs(source: TrainingHandle, target: RolloutHandle, config: RunC
     )
     if not worst <= TOLERANCE[config.rollout.dtype]:
         raise WeightsDiffer(
-            f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by "
-            f"{worst:.2g}, {TOLERANCE[config.rollout.dtype]:g} is what rounding explains in {config.rollout.dtype}"
+            f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by {worst:.2g}, "
+            f"more than the {TOLERANCE[config.rollout.dtype]:g} that rounding in {config.rollout.dtype} explains"
         )
 
 

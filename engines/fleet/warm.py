@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.engines.fleet.warm")
     parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
     parser.add_argument("parent", type=int, help="process id of the driver")
-    parser.add_argument("modules", nargs="*", help="what to import")
+    parser.add_argument("modules", nargs="*", help="modules to import")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     defer_compiler()

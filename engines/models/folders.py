@@ -59,7 +59,7 @@ _ADAPTER = "adapter_config.json"
 def require_no_code(stored: Mapping[str, Any], file: str | Path, known: Collection[str]) -> None:
     """Raise BadModel where a config names code. `known`: model types that need no code of a folder."""
     for problem in _problems(dict(stored), known, ""):
-        raise BadModel(f"{file} {problem}: take it out, no code is fetched or run that a model names.")
+        raise BadModel(f"{file} {problem}: remove it, no code that a model names is fetched or run.")
 
 
 def require_no_adapter(folder: Path) -> None:
@@ -85,9 +85,9 @@ def _problems(value: Any, known: Collection[str], place: str) -> Iterator[str]:
                 if not isinstance(kernel, str | None) or kernel not in _OWN:
                     yield f"takes {name} from {kernel}"
         elif key == "quantization_config" and inner and place not in ("", "text_config."):
-            yield f"quantises a part in a way that is not read ({name})"
+            yield f"quantises a part in an unsupported way ({name})"
         elif key in _FETCHING and inner:
-            yield f"has parts of the model fetched ({name})"
+            yield f"fetches parts of the model ({name})"
         yield from _problems(inner, known, f"{name}.")
 
 
@@ -136,12 +136,12 @@ def check_reward_model_folder(path: str | Path) -> PretrainedConfig:
         architecture = next(iter(config.architectures or ()), config.model_type)
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not architecture.endswith(_CLASSIFIER):
             raise BadModel(
-                f"Model folder {path} holds a {architecture}, which is no reward model: give one with a {_CLASSIFIER} "
-                "of one label."
+                f"Model folder {path} holds a {architecture}, which is not a reward model: use one with a "
+                f"{_CLASSIFIER} of one label."
             )
         if config.num_labels != 1:
             raise BadModel(
-                f"The classifier in {path} has {config.num_labels} labels, and the score is the value of one: give a "
+                f"The classifier in {path} has {config.num_labels} labels, but the score is the value of one: use a "
                 "reward model with one label."
             )
 
@@ -151,7 +151,7 @@ def check_reward_model_folder(path: str | Path) -> PretrainedConfig:
 def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> PretrainedConfig:
     if not folder.is_dir():
         repository = published_repository(folder.name)
-        way = f"hf download {repository} --local-dir {folder}" if repository else "give the path of one that does"
+        way = f"hf download {repository} --local-dir {folder}" if repository else "set the path of one that does"
         raise BadModel(f"Model folder {folder} does not exist: {way}.")
     require_no_adapter(folder)
     config = _read_config(folder)
@@ -224,8 +224,8 @@ def _load(
     if info["mismatched_keys"]:
         name, found, expected = sorted(info["mismatched_keys"])[0]
         raise BadModel(
-            f"Weight {name} in {path} has shape {tuple(found)} where config.json asks for {tuple(expected)}: "
-            "weights and config.json are not of the same model."
+            f"Weight {name} in {path} has shape {tuple(found)} where config.json requires {tuple(expected)}: weights "
+            "and config.json are of different models."
         )
     missing = [name for name in info["missing_keys"] if needs_head or name != "lm_head.weight"]
     if missing:
@@ -297,7 +297,7 @@ def context_length(config: PretrainedConfig) -> int:
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
-        raise BadModel(f"The config of model type {config.model_type} names no max_position_embeddings: add it.")
+        raise BadModel(f"The config of model type {config.model_type} has no max_position_embeddings: add it.")
     return length
 
 
@@ -328,7 +328,7 @@ def _end_tokens(*sources: Any) -> frozenset[int]:
 
 def _read_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
-        raise BadModel(f"Model folder {folder} has no config.json: give a folder in Hugging Face format.")
+        raise BadModel(f"Model folder {folder} has no config.json: use a folder in Hugging Face format.")
     try:
         config = read_config(folder)
     except BadModel:

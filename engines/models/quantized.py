@@ -55,8 +55,8 @@ class BlockFp8:
         shape = values.get_shape()
         if values.get_dtype() != _E4M3 or len(shape) < 2:
             raise BadModel(
-                f"{stem} has shape {tuple(shape)} and is {values.get_dtype()}, and {name} scales a matrix of {_E4M3}: "
-                "copy the folder again."
+                f"{stem} has shape {tuple(shape)} and dtype {values.get_dtype()}, but {name} scales a matrix of "
+                f"{_E4M3}: copy the folder again."
             )
         block = (*[1] * (len(shape) - 2), self.rows, self.columns)
         _require_shape(name, scales, [-(-length // size) for length, size in zip(shape, block, strict=True)])
@@ -114,9 +114,9 @@ def quantization_of(folder: Path) -> Scheme | None:
         ) from error
     if scheme is None:
         raise BadModel(
-            f"The weights in {folder} are quantised by {method} in a way that is not read (fp8 in blocks, mxfp4 and "
-            "compressed-tensors' symmetric int4 are): give a folder of the model in bfloat16, and the quantised one to "
-            "rollout servers of your own"
+            f"The weights in {folder} are quantised by {method} in an unsupported way (fp8 in blocks, mxfp4 and "
+            "compressed-tensors' symmetric int4 are supported): set a folder of the model in bfloat16, and use the "
+            "quantised one in your own rollout servers"
         )
     return scheme
 
@@ -177,7 +177,7 @@ def _dequantized(tensors: dict[str, Slice], scheme: Scheme | None) -> dict[str, 
                     f"{name} belongs to {missing}, which the weight files lack: copy the folder again."
                 ) from None
             except ValueError as error:
-                raise BadModel(f"{name} belongs to what is no matrix ({error}): copy the folder again.") from error
+                raise BadModel(f"{name} does not belong to a matrix ({error}): copy the folder again.") from error
             weights[weight] = view
     return weights
 
@@ -260,6 +260,6 @@ def _ranges(key: Any, shape: list[int]) -> tuple[slice, ...]:
 def _require_shape(name: str, tensor: Slice, expected: list[int]) -> None:
     if list(tensor.get_shape()) != expected:
         raise BadModel(
-            f"{name} has shape {tuple(tensor.get_shape())} where the weight's own asks for {tuple(expected)}: weights "
-            "and config.json are not of the same model."
+            f"{name} has shape {tuple(tensor.get_shape())} where its weight's shape requires {tuple(expected)}: "
+            "weights and config.json are of different models."
         )

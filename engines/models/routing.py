@@ -60,8 +60,8 @@ def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
     """
     if megatron.get("moe_router_fusion"):
         yield (
-            "algorithm.use_rollout_routing_replay is true, and with training.megatron.moe_router_fusion experts are "
-            "chosen in a kernel, which the rollout's choice cannot take the place of: leave one of them out"
+            "algorithm.use_rollout_routing_replay is true, but training.megatron.moe_router_fusion chooses experts in "
+            "a kernel, where the rollout's choice cannot replace it: leave one of them out"
         )
     try:
         config = check_model_folder(path)
@@ -71,7 +71,7 @@ def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
     if not known.places:
         yield (
             f"algorithm.use_rollout_routing_replay is true, and the model in {path} ({config.model_type}) has no "
-            "mixture of experts, or none that shows what it chooses: leave it out"
+            "mixture of experts, or none that reports its choice: leave it out"
         )
 
 
@@ -190,7 +190,7 @@ class RouteReplay:
         if output is not None and mode.differing is None:
             raise EngineError(
                 f"The router of {type(block).__name__} does not choose its experts by topk: the choices of the rollout "
-                "cannot be given to it. Leave algorithm.use_rollout_routing_replay out."
+                "cannot be passed to it. Leave algorithm.use_rollout_routing_replay out."
             )
         if mode.differing is not None:
             self._differing[mode.layer] = mode.differing

@@ -112,5 +112,5 @@ def load_tokenizer(path: str) -> Any:
         raise BadModel(f"{path} has no tokenizer that can be loaded ({why}): put the model's own there") from error
     # Without files the library creates a tokenizer with an empty vocabulary.
     if not tokenizer("0")["input_ids"]:
-        raise BadModel(f"{path} has no tokenizer: put the model's own there, beside its weights")
+        raise BadModel(f"{path} has no tokenizer: put the model's own there, next to its weights")
     return tokenizer

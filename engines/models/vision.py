@@ -74,7 +74,9 @@ def image_processor(folder: str) -> Qwen2VLImageProcessorPil:
 @lru_cache(maxsize=8)
 def _image_processor(folder: str) -> Qwen2VLImageProcessorPil:
     if not any((Path(folder) / name).is_file() for name in _FILES):
-        raise BadModel(f"Model folder {folder} has no {_FILES[0]}, for how it sees images: copy the model's own.")
+        raise BadModel(
+            f"Model folder {folder} has no {_FILES[0]}, which sets how it reads images: copy the model's own."
+        )
     try:
         processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
         kind = Qwen2VLImageProcessorPil.get_image_processor_dict(folder, local_files_only=True)[0]
@@ -84,7 +86,7 @@ def _image_processor(folder: str) -> Qwen2VLImageProcessorPil:
         raise BadModel(f"The image processor of {folder} cannot be loaded ({why}): copy the model's own.") from error
     name = kind.get("image_processor_type", _PROCESSORS[0])
     if name not in _PROCESSORS:
-        raise BadModel(f"Model folder {folder} sees images by {name}; {_PROCESSORS[0]} is what can be used.")
+        raise BadModel(f"Model folder {folder} has the image processor {name}; only {_PROCESSORS[0]} is supported.")
     return processor
 
 
@@ -133,7 +135,7 @@ def image_problem(model: PreTrainedModel, ids: np.ndarray, images: Sequence[Imag
     side = processor.patch_size * processor.merge_size
     for number, image in enumerate(images, 1):
         if image.height % side or image.width % side or not image.height * image.width:
-            return f"its image {number} is to be {image.width} × {image.height} pixels, no multiples of {side}"
+            return f"its image {number} has {image.width} × {image.height} pixels, not multiples of {side}"
         try:
             _patches(_folder(model), image)
         except BadImage as error:
@@ -142,7 +144,7 @@ def image_problem(model: PreTrainedModel, ids: np.ndarray, images: Sequence[Imag
         places = _places(ids, model.config.image_token_id, [places_of(processor, image) for image in images])
     except ValueError as error:
         return str(error)
-    return "its last token is the place of an image: let text follow" if places[-1] == len(ids) - 1 else None
+    return "its last token is an image placeholder: add text after it" if places[-1] == len(ids) - 1 else None
 
 
 def image_inputs(
@@ -220,10 +222,10 @@ def _places(ids: np.ndarray, token: int, counts: Sequence[int]) -> np.ndarray:
     """
     places = np.flatnonzero(ids == token)[: sum(counts)]
     if len(places) < sum(counts):
-        raise ValueError(f"it has {len(places)} placeholders, and its images take {sum(counts)}")
+        raise ValueError(f"it has {len(places)} placeholders, but its images need {sum(counts)}")
     breaks = np.flatnonzero(np.diff(places) > 1) + 1
     if breaks.tolist() != np.cumsum(counts)[:-1].tolist():
-        raise ValueError("the placeholders of an image are to stand side by side, with something between two images")
+        raise ValueError("the placeholders of an image have to be consecutive, with a token between two images")
     return places
 
 

@@ -192,7 +192,7 @@ def model_of(config: PretrainedConfig) -> Model:
     Raises BadModel where the library cannot make it, or where it reads images.
     """
     if sees_images(config):
-        raise BadModel(f"a {config.model_type} reads images, whose part in memory and time is not planned for")
+        raise BadModel(f"a {config.model_type} reads images, whose memory and time the plan does not include")
     text = config.get_text_config()
     try:
         with torch.device("meta"):

@@ -57,9 +57,7 @@ def seccomp_filter() -> bytes:
     """Return the filter in the format of `bwrap --seccomp`. Raises BadPlugin where it does not support the machine."""
     machine = platform.machine()
     if machine not in _REFUSED:
-        raise BadPlugin(
-            f"programs run in a sandbox alone, which knows no system calls of {machine}: use x86_64 or aarch64"
-        )
+        raise BadPlugin(f"programs run only in a sandbox, which does not support {machine}: use x86_64 or aarch64")
     refuse = [(_RETURN, 0, 0, _REFUSE | _EPERM)]
     allow = [(_RETURN, 0, 0, _ALLOW)]
     program = [
@@ -239,9 +237,9 @@ class Bubblewrap:
             "machine"
         )
         if self._stage:
-            hint = f"let every user read {self._stage[0]}, which the sandbox's may not, {hint}"
+            hint = f"let every user read {self._stage[0]}, which the sandbox's user cannot, {hint}"
         raise BadPlugin(
-            f"{self._config.user} runs programs in a sandbox alone, and this machine makes none ({why}): {hint}"
+            f"{self._config.user} runs programs only in a sandbox, and this machine cannot create one ({why}): {hint}"
         )
 
 

@@ -28,7 +28,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         with suppress(OSError), socket.socket() as listener:
             listener.bind((host, lowest + secrets.randbelow(highest - lowest) if highest > lowest else 0))
             return listener.getsockname()[1]
-    raise EngineError(f"no port of {host} is free: end what listens there")
+    raise EngineError(f"no port of {host} is free: end a process that listens there")
 
 
 # Only this machine itself calls Cairn's services on it.

@@ -35,7 +35,7 @@ class Occupancy:
         """Record that `samples` samples begin. Raises EngineError while the engine is being changed."""
         with self._lock:
             if self._changes:
-                raise EngineError("The engine's weights or memory are being changed: let that end before generating.")
+                raise EngineError("The engine's weights or memory are being changed: wait for that before generating.")
             self._samples += samples
 
     def leave(self, samples: int) -> None:
@@ -48,7 +48,7 @@ class Occupancy:
         """Hold the engine exclusively. Raises EngineError where it is in use."""
         with self._lock:
             if self._samples or self._changes:
-                raise EngineError(f"The engine is generating: abort that call or let it end before you {action}.")
+                raise EngineError(f"The engine is generating: abort that call or wait for it before you {action}.")
             self._changes = True
         try:
             yield

@@ -10,7 +10,7 @@ from cairn.engines.types.types import GenerateRequest, RequestId, SamplingParams
 
 def sees_no_images(request: GenerateRequest) -> str | None:
     """Return what is wrong with a request to an engine whose model reads text alone; None if nothing is."""
-    return "it has an image, and the model sees none" if request.images else None
+    return "it has an image, but the model reads none" if request.images else None
 
 
 def validate_requests(
@@ -68,7 +68,7 @@ def _position_problem(request: GenerateRequest, context_length: int) -> str | No
     if not 0 < drawn < given:
         return f"its position is {drawn}; it must be 0 or more and less than its {given} tokens"
     room = min(request.sampling_params.max_new_tokens, context_length - (given - drawn))
-    return f"a response of {drawn} tokens cannot be continued: it may have {room}" if drawn >= room else None
+    return f"a response of {drawn} tokens cannot be continued: its limit is {room}" if drawn >= room else None
 
 
 def _params_problem(params: SamplingParams) -> str | None:
@@ -79,5 +79,5 @@ def _params_problem(params: SamplingParams) -> str | None:
     if not 0 < params.top_p <= 1:
         return f"top_p is {params.top_p}; it must be above 0 and at most 1"
     if not all(params.stop):
-        return "one of its stop strings is empty; every text holds that one"
+        return "one of its stop strings is empty; every text contains it"
     return None

@@ -61,15 +61,15 @@ class Scored:
             raise NotAsAsked(f"has {len(self.log_probs)} log-probs for {len(ids)} tokens")
         for place, (token, found) in enumerate(zip(ids, said, strict=True)):
             if self.ids is not None and found != token:
-                raise NotAsAsked(f"is of token {found!r} where token {token} was given, at {place} of {len(ids)}")
+                raise NotAsAsked(f"is for token {found!r}, but token {token} was sent, at {place} of {len(ids)}")
             # A token that is a part of a character has no text of its own, and servers spell it in many ways.
             if self.ids is None and found != (text := spell(token)) and "\N{REPLACEMENT CHARACTER}" not in text:
                 raise NotAsAsked(
-                    f"is of {found!r} where {text!r} was given, at {place} of {len(ids)}: it has another tokenizer"
+                    f"is for {found!r}, but {text!r} was sent, at {place} of {len(ids)}: it has another tokenizer"
                 )
         for place, value in enumerate(self.log_probs):
             if not isinstance(value, int | float) or not -math.inf < value <= ROUNDING:
-                raise NotAsAsked(f"has {value!r} in the place of a log-prob, at {place} of {len(ids)}")
+                raise NotAsAsked(f"has {value!r} instead of a log-prob, at {place} of {len(ids)}")
         return np.array(self.log_probs, np.float32)
 
     def top_of(self, k: int) -> np.ndarray:
@@ -266,10 +266,10 @@ class ServedModel:
             log_probs = read.of(ids[-scored:], self._spell)
             return np.column_stack([log_probs, read.top_of(self._top_k)]) if self._top_k else log_probs
         except NotAsAsked as error:
-            raise TeacherUnusable(f"what {path} of {self._url} answers {error}") from None
+            raise TeacherUnusable(f"the response of {path} of {self._url} {error}") from None
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TeacherUnusable(
-                f"what {path} of {self._url} answers has no log-probs of the tokens that it was given "
+                f"the response of {path} of {self._url} has no log-probs of the tokens that were sent "
                 f"({type(error).__name__}: {error})"
             ) from None
 
@@ -292,13 +292,13 @@ class ServedModel:
             async with http.request(method, f"{self._url}{path}", json=body, allow_redirects=False) as reply:
                 if reply.status == 200:
                     return await reply.json(content_type=None)
-                told = f"{at} answers {reply.status}: {(await reply.text())[:500]}"
+                told = f"{at} responds with {reply.status}: {(await reply.text())[:500]}"
         except TimeoutError:
             raise EngineTimeout(f"{at} did not answer within {self._timeout:g} s (model.teacher_timeout)") from None
         except aiohttp.ClientError as error:
             raise EngineDied(f"{at}: {error}") from error
         except ValueError as error:  # it is not JSON
-            raise TeacherUnusable(f"{at} does not answer in JSON: {error}") from None
+            raise TeacherUnusable(f"{at} does not respond in JSON: {error}") from None
         if reply.status in _PASSING or reply.status >= 500:
             raise EngineError(told)
         raise TeacherUnusable(told)

@@ -138,7 +138,7 @@ class RewardModel:
             return Score(
                 None,
                 len(ids),
-                f"prompt and response are {len(ids)} tokens to the reward model, which reads {self._longest}",
+                f"prompt and response are {len(ids)} tokens, and the reward model reads at most {self._longest}",
             )
         return None
 
@@ -188,5 +188,5 @@ def load_reward_tokenizer(path: str | Path) -> Any:
             f"{path} has no tokenizer that can be loaded ({why}): put the reward model's own there"
         ) from error
     if not words:  # without files the library makes up a tokenizer without words
-        raise BadModel(f"{path} has no tokenizer: put the reward model's own there, beside its weights")
+        raise BadModel(f"{path} has no tokenizer: put the reward model's own there, next to its weights")
     return tokenizer

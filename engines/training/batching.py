@@ -96,8 +96,8 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
             raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
     if "old_log_probs" in needs and batch.old_log_probs is None and len(steps) > 1:
         raise ValueError(
-            f"the batch has no old_log_probs: the current policy can only stand in for the old one in a single "
-            f"optimizer step, and {len(steps)} are asked for; score the batch first"
+            "the batch has no old_log_probs: the current policy can replace the old one only in a single optimizer "
+            f"step, but {len(steps)} are requested; score the batch first"
         )
 
 

@@ -159,8 +159,8 @@ def check_reference(folder: str, holds: bool, wants: bool) -> None:
     if holds != wants:
         said = ("a reference that changes", "none") if holds else ("no reference that changes", "one")
         raise EngineError(
-            f"checkpoint {folder} holds {said[0]}, and algorithm.ref_update_interval asks for {said[1]}: a fork keeps "
-            "the interval, or the lack of one, of the run that wrote it"
+            f"checkpoint {folder} holds {said[0]}, but algorithm.ref_update_interval requires {said[1]}: set the "
+            "interval as in the run that wrote it"
         )
 
 
@@ -174,8 +174,8 @@ def check_trained(folder: str, differing: Set[str]) -> None:
     """Raise EngineError if some parameters are frozen in only one of checkpoint and engine."""
     if differing:
         raise EngineError(
-            f"checkpoint {folder} differs in whether {min(differing)} is trained: a fork keeps "
-            "training.only_train_params_name_list and freeze_params_name_list of the run that wrote it"
+            f"checkpoint {folder} differs in whether {min(differing)} is trained: set "
+            "training.only_train_params_name_list and freeze_params_name_list as in the run that wrote it"
         )
 
 

@@ -54,8 +54,8 @@ def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: Algorith
     found = np.asarray(picks(advantages, log_probs, algorithm))
     if found.shape != advantages.shape or found.dtype != bool:
         raise BadPlugin(
-            f"the loss {algorithm.loss!r} picks {found.dtype} of shape {found.shape}: let it pick [{len(advantages)}] "
-            "bool, one for each trained token of the optimizer step"
+            f"the loss {algorithm.loss!r} picks {found.dtype} of shape {found.shape}: return [{len(advantages)}] bool, "
+            "one for each trained token of the optimizer step"
         )
     picked = [np.zeros(length, bool) for length in batch.response_lengths]
     for i, mask, part in zip(sequences, masks, np.split(found, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
@@ -336,7 +336,7 @@ class ExactlyOnceEngine(ABC):
         found = self.state_digest()
         if found != state_digest:
             raise Damaged(
-                f"checkpoint {folder} is damaged: what was loaded has digest {found}, {state_digest} was saved"
+                f"checkpoint {folder} is damaged: the loaded state has digest {found}, but {state_digest} was saved"
             )
         self._interrupted = None
 
@@ -347,8 +347,8 @@ class ExactlyOnceEngine(ABC):
         if not all(math.isfinite(metrics[name]) for name in _FINITE if name in metrics):
             broken = ", ".join(f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value))
             raise NotFinite(
-                f"the update of weight version {self._version} has {broken}; the weights were left as they are. "
-                "Look at the batch's advantages and log-probs, or lower training.lr"
+                f"the update of weight version {self._version} has {broken}; the weights are unchanged. Look at the "
+                "batch's advantages and log-probs, or lower training.lr"
             )
 
     def _require_ready(self) -> None:

@@ -30,13 +30,13 @@ def frozen_names(names: Collection[str], training: TrainingConfig) -> frozenset[
         if not found:
             near = get_close_matches(pattern.replace("\\", ""), sorted(names), n=3, cutoff=0.0)
             raise BadModel(
-                f"{option} has {pattern!r}, which is in the name of no parameter of the model: there are "
-                f"{', '.join(near)} and others; a tied output layer goes by the name of the input embedding"
+                f"{option} has {pattern!r}, which matches no parameter of the model: it has {', '.join(near)} and "
+                "others; a tied output layer has the name of the input embedding"
             )
         matched |= found
     frozen = frozenset(names) - matched if only else frozenset(matched)
     if len(frozen) == len(names):
-        raise BadModel(f"{option} leaves no parameter to train: name fewer")
+        raise BadModel(f"{option} leaves no parameter to train: list fewer")
     return frozen
 
 

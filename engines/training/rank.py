@@ -145,4 +145,4 @@ def _interface_of(ip: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == ip for address in addresses):
             return name
-    raise EngineError(f"no network interface of this machine has the address {ip}, under which Ray knows it")
+    raise EngineError(f"no network interface of this machine has the address {ip}, which Ray uses for it")

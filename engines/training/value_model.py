@@ -31,8 +31,8 @@ def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torc
             found = stored[...].float()
             if found.shape != head[name].shape:
                 raise BadModel(
-                    f"{name} in {folder} has shape {tuple(found.shape)}, and a critic's has "
-                    f"{tuple(head[name].shape)}: it is no classifier with one label."
+                    f"{name} in {folder} has shape {tuple(found.shape)}, but a critic needs {tuple(head[name].shape)}: "
+                    "use a classifier with one label."
                 )
             head[name] = found
     return head[WEIGHT], head[BIAS]

@@ -67,7 +67,7 @@ class SendingGroup:
             if backend == "nccl":
                 _set_pg_timeout(timedelta(seconds=self._timeout + PATIENCE), self._group)
         except (RuntimeError, ValueError) as error:
-            raise EngineError(f"the receivers of the weights did not meet the trainer: {error}") from error
+            raise EngineError(f"the receivers of the weights did not connect to the trainer: {error}") from error
         self.size = size
 
     def send(self, tensor: torch.Tensor) -> None:

@@ -83,13 +83,13 @@ def _opened(data: bytes) -> "Picture":
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # MAX_PIXELS is less
             picture = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise BadImage(f"is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
+        raise BadImage(f"is not {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
     except Exception as error:  # decoders raise whatever the libraries below them do
         raise BadImage(f"is broken ({_first_line(error)})") from error
     if picture.width * picture.height > MAX_PIXELS:
         raise BadImage(f"has {picture.width} × {picture.height} pixels, more than {MAX_PIXELS}")
     if picture.mode not in _COLOURS:
-        raise BadImage(f"has pixels of PIL's mode {picture.mode}, which are no colours of eight bits")
+        raise BadImage(f"has pixels of PIL's mode {picture.mode}, which is not an 8-bit colour mode")
     return picture
 
 

@@ -52,7 +52,7 @@ def writing(place: Path) -> Iterator[None]:
     except OSError as error:
         if lacks_space(error) or not _is_of(place.absolute(), error.filename):
             raise
-        raise BadInput(f"{place} cannot be written: {error.strerror}; give another place") from None
+        raise BadInput(f"{place} cannot be written: {error.strerror}; use another path") from None
 
 
 def _is_of(place: Path, file: Any) -> bool:
@@ -159,7 +159,7 @@ def describe(error: Exception) -> str:
     if not isinstance(error, RunDiffers):
         return str(error)
     lines = [
-        f"  {field}: {_spell(recorded)} in the ledger, {_spell(given)} given"
+        f"  {field}: {_spell(recorded)} in the ledger, {_spell(given)} requested"
         for field, recorded, given in error.differences
     ]
     return "\n".join(
@@ -167,8 +167,8 @@ def describe(error: Exception) -> str:
             "the run exists with another configuration:",
             *lines,
             *stale_lines(error.stale),
-            "Go on with the ledger's configuration (`cairn resume`), give the recorded values, choose another --run, "
-            "or `cairn fork` the run at the last iteration that shall stay as it is",
+            "Continue with the ledger's configuration (`cairn resume`), set the recorded values, choose another "
+            "--run, or `cairn fork` the run at the last iteration to keep",
         ]
     )
 
@@ -176,7 +176,7 @@ def describe(error: Exception) -> str:
 def require_one(run: str | None, evals: bool) -> None:
     """Raise BadInput unless the user named a run or asked for the evaluations, and not both."""
     if (run is None) != evals:
-        raise BadInput("name a run, or give --evals for the results of evaluations")
+        raise BadInput("name a run, or use --evals for the results of evaluations")
 
 
 def mind_interrupts() -> None:

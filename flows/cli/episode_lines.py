@@ -30,7 +30,7 @@ def episode_lines(episode: EpisodeView, most: int = MOST) -> Iterator[Text]:
         yield Text("answers that are in no trajectory", "bold")
         yield from _turns(episode.unused, began, most)
     if episode.seconds is not None:
-        yield Text(f"from the first call to the end of the last {episode.seconds:.2f} s", "dim")
+        yield Text(f"{episode.seconds:.2f} s from the first call to the end of the last", "dim")
 
 
 def answer_lines(number: int, answer: AnswerView, began: float | None, reward: str = "") -> Iterator[Text]:
@@ -72,7 +72,7 @@ def call_lines(call: CallView, began: float | None, most: int = MOST) -> Iterato
     if call.arguments is not None:
         yield Text(printable(shortened(call.arguments, most)))
     if call.order is None:
-        yield Text("no answer is recorded: it was under way when its process was lost", "red")
+        yield Text("no answer is recorded: the process died during the call", "red")
     elif call.error is not None:
         yield Text(printable(f"✗ {shortened(call.error, most)}"), "red")
     else:

@@ -32,11 +32,9 @@ EngineOption = Annotated[
 ]
 BaselineOption = Annotated[
     str | None,
-    typer.Option("--baseline", metavar="RUN@ITER|FOLDER", help="Whose results in the store to compare with."),
+    typer.Option("--baseline", metavar="RUN@ITER|FOLDER", help="Compare with the stored results of this run or model."),
 ]
-MarginOption = Annotated[
-    float, typer.Option("--margin", min=0, help="By how much a score may be less than the baseline's.")
-]
+MarginOption = Annotated[float, typer.Option("--margin", min=0, help="Tolerated drop of a score below the baseline's.")]
 FailOption = Annotated[
     bool, typer.Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")
 ]
@@ -57,22 +55,23 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="[RUN[@ITER|@A:B]] BENCHMARK…",
-            help="What to evaluate, unless --model is given, and on what: names of benchmarks or YAML files.",
+            help="A run, unless --model is set, and benchmarks: their names or YAML files.",
         ),
     ],
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="A model folder in Hugging Face format.")
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--every", metavar="N", min=1, help="Of RUN@A:B, each N-th iteration, from A on.")
+        int | None,
+        typer.Option("--every", metavar="N", min=1, help="With RUN@A:B: only every N-th iteration, starting at A."),
     ] = None,
-    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses to each question.")] = None,
+    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per question.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
             metavar="[NAME=]FILE",
-            help="Rows of the benchmarks, or of one: JSONL, Parquet or CSV; FILE@[0:100] of them; repeatable.",
+            help="Rows of all benchmarks or of one: JSONL, Parquet or CSV; FILE@[0:100] for a part; repeatable.",
         ),
     ] = None,
     overrides: Annotated[
@@ -85,7 +84,7 @@ def evaluate(
         float | None, typer.Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the engine.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of all draws.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of all sampling.")] = None,
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,
@@ -151,7 +150,7 @@ def evaluate(
                 opened, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher
             ):
                 found.append(one)
-                verdict = "computed" if one.computed else "found, nothing computed"
+                verdict = "computed" if one.computed else "found in the store, not computed"
                 watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
                 if export is not None:
                     watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
@@ -223,7 +222,7 @@ def leaderboard(
 def require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
     """Raise BadInput where a gate is requested without a baseline."""
     if gate_on_regression and baseline is None:
-        raise BadInput("--gate-on-regression needs --baseline: with whose results to compare")
+        raise BadInput("--gate-on-regression needs --baseline: set it to the run or model to compare with")
 
 
 def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
@@ -325,7 +324,8 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
 
 def benchmarks(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One of them, or a YAML file of your own, in full.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Show this benchmark in full: a name, or a YAML file of your own."),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="FILE", help="Rows for NAME: JSONL, Parquet or CSV; FILE@[0:100].")
@@ -415,7 +415,7 @@ def _print_list(found: list["Benchmark"]) -> None:
         )
     console = Console(highlight=False)
     (console if console.is_terminal else Console(highlight=False, width=200)).print(table)
-    say("`cairn benchmarks NAME` shows one in full; a YAML file of your own is one too: docs/benchmarks.md")
+    say("`cairn benchmarks NAME` shows one in full; a YAML file of your own works too: docs/benchmarks.md")
 
 
 def _print_one(described: dict[str, Any]) -> None:
@@ -425,7 +425,7 @@ def _print_one(described: dict[str, Any]) -> None:
     say(yaml.safe_dump(described, sort_keys=False, allow_unicode=True, width=100).rstrip())
     if first is None:
         return
-    say("\nthe first question, as it is asked")
+    say("\nthe first question, as the model gets it")
     asked = first["prompt"]
     for turn in [{"role": "plain", "content": asked}] if isinstance(asked, str) else asked:
         say(f"── {turn['role']}\n{turn['content']}")

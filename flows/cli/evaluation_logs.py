@@ -16,15 +16,15 @@ def require_exportable(export: tuple[str, Path] | None, results: int) -> None:
         return
     kind, path = export
     if kind != "inspect":
-        raise BadInput(f"--export {kind} is no format: use inspect, as in `--export inspect logs`")
+        raise BadInput(f"--export {kind} is not a format: use inspect, as in `--export inspect logs`")
     if path.suffix == ".eval" and results > 1:
-        raise BadInput(f"{path} holds one log, and {results} results are asked for: give the name of a folder")
+        raise BadInput(f"{path} can contain only one log, but there are {results} results: use the name of a folder")
     if path.suffix != ".eval" and path.exists() and not path.is_dir():
-        raise BadInput(f"{path} is a file, and no log: give the name of a folder, or one that ends in .eval")
+        raise BadInput(f"{path} is a file, but not a log: use a folder, or a file name that ends in .eval")
     try:
         (path.parent if path.suffix == ".eval" else path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error}): give another place") from None
+        raise BadInput(f"{path} cannot be written ({error}): use another path") from None
 
 
 def write_log(store: "Store", found: "Found", path: Path) -> Path:
@@ -36,5 +36,5 @@ def write_log(store: "Store", found: "Found", path: Path) -> Path:
     try:
         export_inspect(found.result, read_samples(store, found.result), file, found.model)
     except OSError as error:
-        raise BadInput(f"{file} cannot be written ({error}): give another place") from None
+        raise BadInput(f"{file} cannot be written ({error}): use another path") from None
     return file

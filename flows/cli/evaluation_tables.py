@@ -56,4 +56,4 @@ def _text(text: str) -> Any:
 
 
 def _verdict(one: Found) -> str:
-    return "computed" if one.computed else "found, nothing computed"
+    return "computed" if one.computed else "found in the store, not computed"

@@ -32,15 +32,18 @@ _PLACE = re.compile(r"(?P<run>[^@]+)(?:@(?P<iteration>\d{1,6}))?")
 
 def export(
     place: Annotated[
-        str, typer.Argument(metavar="RUN[@ITER]", help="A run, and the iteration whose weights; the newest by default.")
+        str,
+        typer.Argument(metavar="RUN[@ITER]", help="The run, and the iteration of the weights; the newest by default."),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write: new, or empty.")],
     format: Annotated[
         Format,
-        typer.Option("--format", help="hf: a model folder; atif: the iteration's samples, a JSON file a trajectory."),
+        typer.Option(
+            "--format", help="hf: a model folder; atif: the iteration's samples, one JSON file per trajectory."
+        ),
     ] = Format.HF,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, in peft's format, and not merged.")
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, in peft's format, not merged.")
     ] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -69,7 +72,7 @@ def export(
     iteration = None if match["iteration"] is None else int(match["iteration"])
     if format is Format.ATIF:
         if adapter:
-            raise BadInput("--adapter is of a model: leave it out, or --format atif")
+            raise BadInput("--adapter needs a model: leave out --adapter or --format atif")
         _export_atif(ledger, folder, iteration, json)
         return
     # Warnings of Megatron about optional packages, and about its use of PyTorch: the user cannot fix these.
@@ -121,11 +124,11 @@ def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None, json: bo
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a checkpoint of Megatron's."),
+        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a Megatron checkpoint."),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write; it must not exist.")],
     model: Annotated[
-        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its training began with.")
+        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its training started from.")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
 ) -> None:
@@ -153,14 +156,14 @@ def convert(
     from cairn.storage.opening import open_store
 
     if target.exists():
-        raise BadInput(f"{target} is there already: give the name of a folder to be made")
+        raise BadInput(f"{target} exists already: use the name of a new folder")
     if not source.is_dir():
         raise BadInput(f"{source} is not a folder")
     from_model = (source / "config.json").is_file()
     if not from_model and model is None:
-        raise BadInput(f"{source} is a checkpoint: give --model, the model folder that its run began with")
+        raise BadInput(f"{source} is a checkpoint: set --model to the model folder that its run started from")
     if dtype not in ("float32", "bfloat16"):
-        raise BadInput(f"--dtype is {dtype}; it is float32 or bfloat16")
+        raise BadInput(f"--dtype is {dtype}; use float32 or bfloat16")
     # Warnings of Megatron about optional packages, and about its use of PyTorch: the user cannot fix these.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     # The patch that lets Megatron run on the CPU refuses to be installed where there is a GPU.
@@ -197,10 +200,10 @@ def bundle(
     iteration: Annotated[
         int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
     ],
-    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0, help="Its number, as `cairn show` counts.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The zip file to write; must not be there yet.")],
+    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0, help="Number of the sample, as in `cairn show`.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The zip file to write; must not exist yet.")],
     weights: Annotated[
-        bool, typer.Option("--weights", help="With the newest checkpoint at or below the weights that sampled it.")
+        bool, typer.Option("--weights", help="Add the newest checkpoint up to the weights that sampled it.")
     ] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -221,7 +224,9 @@ def bundle(
     try:
         made = bundled(open_ledger(store, run), iteration, sample, file, weights=weights)
     except (LookupError, FileExistsError) as error:
-        raise BadInput(f"{file} is there already" if isinstance(error, FileExistsError) else str(error)) from None
+        raise BadInput(
+            f"{file} exists already: use another name" if isinstance(error, FileExistsError) else str(error)
+        ) from None
     except OSError as error:
         raise BadInput(f"{file} cannot be written: {error.strerror}") from None
     if json:
@@ -229,15 +234,15 @@ def bundle(
         return
     say(f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {made.newest}")
     if weights:
-        say(f"with the weights of {made.checkpoint}" if made.checkpoint else "without weights: no checkpoint is there")
+        say(f"with the weights of {made.checkpoint}" if made.checkpoint else "without weights: there is no checkpoint")
     say(f"check it with: cairn unbundle {file}")
 
 
 def unbundle(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `cairn bundle` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that `cairn bundle` wrote.")],
     signers: Annotated[
         Path | None,
-        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: whose signature every commit must have."),
+        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: one of them must have signed every commit."),
     ] = None,
     trust_code: Annotated[
         bool, typer.Option("--trust-code", help="Run the grader's source that is in the bundle.")

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 def require_free(file: Path) -> None:
     """Raise BadInput unless a new file can be written at the path."""
     if file.exists():
-        raise BadInput(f"{file} is there already: give another name")
+        raise BadInput(f"{file} exists already: use another name")
     if not file.parent.is_dir():
         raise BadInput(f"{file} cannot be written: there is no folder {file.parent}")
     if not os.access(file.parent, os.W_OK):
-        raise BadInput(f"{file} cannot be written: the folder {file.parent} may not be written to")
+        raise BadInput(f"{file} cannot be written: the folder {file.parent} is not writable")
 
 
 def write_new(rows: "pa.Table", file: Path) -> None:
@@ -67,7 +67,7 @@ def rescore(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="A Parquet file, not there yet, for the rewards of each sample."),
+        typer.Option("--write", metavar="FILE", help="Write the rewards of each sample into this new Parquet file."),
     ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -123,7 +123,7 @@ _ITERATION_PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d{1,6})")
 
 
 def whatif(
-    place: Annotated[str, typer.Argument(metavar="RUN@ITER", help="An iteration of a run that has its advantages.")],
+    place: Annotated[str, typer.Argument(metavar="RUN@ITER", help="An iteration whose advantages are committed.")],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="algorithm.OPTION=VALUE", help="Change one option; may be repeated."),
@@ -134,7 +134,7 @@ def whatif(
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most N groups.")] = 16,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="A Parquet file, not there yet, for the advantages."),
+        typer.Option("--write", metavar="FILE", help="Write the advantages into this new Parquet file."),
     ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -186,7 +186,7 @@ def _print_whatif(found: "WhatIf", group: int | None, limit: int) -> None:
         shown = list(found.groups.items())[:limit]
         print_table(HEADER, [*(one.line(str(name)) for name, one in shown), found.overall.line("all")])
         if len(shown) < len(found.groups):
-            say(f"{len(found.groups) - len(shown)} groups more: --limit {len(found.groups)} shows all")
+            say(f"{len(found.groups) - len(shown)} more groups: --limit {len(found.groups)} shows all")
     for name, change in found.metrics.items():
         say(f"{name}: {_number(change.before)} → {_number(change.after)}")
     say(found.conclusion())
@@ -237,10 +237,10 @@ def fork(
         print_json({"run": new, "parent": {"run": parent.run, "iteration": iteration}, "options": options})
         return
     last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]
-    say(f"run {new} shares iterations 0 to {iteration} with {parent.run} and makes {iteration + 1} to {last} itself")
+    say(f"run {new} shares iterations 0 to {iteration} with {parent.run} and computes {iteration + 1} to {last} itself")
     for name, old, given in changed:
         say(f"  {name}: {old} → {given}")
-    say(f"go on with: cairn resume {new}" + ("" if store == "." else f" --store {store}"))
+    say(f"continue with: cairn resume {new}" + ("" if store == "." else f" --store {store}"))
 
 
 def replay(
@@ -251,7 +251,7 @@ def replay(
     ] = None,
     step: Annotated[
         str | None,
-        typer.Argument(metavar="[STEP]", help="rollout, reward, filter, …, or one shard of it: reward.00-000."),
+        typer.Argument(metavar="[STEP]", help="rollout, reward, filter, …, or one shard of a step: reward.00-000."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every step of every iteration.")] = False,
     kind: Annotated[
@@ -259,9 +259,7 @@ def replay(
     ] = None,
     weights: Annotated[
         bool,
-        typer.Option(
-            "--weights", help="Every update, from the committed batches: whether the weights come out the same."
-        ),
+        typer.Option("--weights", help="Every update, from the committed batches: compares the final weights."),
     ] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -295,7 +293,7 @@ def replay(
     again_made: Weights | None = None
     if weights:
         if everything or kind is not None or iteration is not None or step is not None:
-            raise BadInput("--weights is every update of the run: leave ITER, STEP, --all and --step out")
+            raise BadInput("--weights repeats every update of the run: leave out ITER, STEP, --all and --step")
         ledger = open_ledger(store, run)
         try:
             newest = newest_update(ledger)
@@ -305,11 +303,13 @@ def replay(
         again_made = weights_again(newest, found)
     elif everything:
         if iteration is not None or step is not None:
-            raise BadInput("--all is every iteration: leave ITER and STEP out; --step KIND does the steps of one kind")
+            raise BadInput(
+                "--all repeats every iteration: leave out ITER and STEP; --step KIND selects one kind of step"
+            )
         steps = list(Step) if kind is None else [Step(_known_step(kind))]
         found = replay_all(open_ledger(store, run), steps, tell_result, on_event)
     elif iteration is None or step is None or kind is not None:
-        raise BadInput("give ITER and STEP, such as 12 train, or --weights, or --all, which may have --step KIND")
+        raise BadInput("set ITER and STEP, such as 12 train, or use --weights, --all, or --all --step KIND")
     else:
         name, _, shard = step.partition(".")
         try:
@@ -327,7 +327,7 @@ def replay(
         print_json([one.model_dump(mode="json") for one in found])
     elif everything:
         equal = len(found) - differ - skipped
-        say(f"run {run}: {equal} steps are equal, bit for bit; {differ} differ, {skipped} cannot be done again")
+        say(f"run {run}: {equal} steps are equal, bit for bit; {differ} differ, {skipped} cannot be repeated")
     elif again_made is not None:
         _say_weights(run, again_made)
     if differ:
@@ -337,12 +337,12 @@ def replay(
 def _say_weights(run: str, again: "Weights") -> None:
     weights = f"run {run}: the weights after iteration {again.iteration}"
     if again.differs_at is not None:
-        verdict = f"do not come out the same: {again.differs_at} is the first step that makes something else"
+        verdict = f"differ: {again.differs_at} is the first step with another result"
     elif again.same:
-        verdict = f"come out the same: version {again.weight_version}, state {again.state_digest}"
+        verdict = f"are the same: version {again.weight_version}, state {again.state_digest}"
     else:
-        verdict = "cannot be made again"
-    gone = f"; {count} update{'s' * (count > 1)} cannot be done again" if (count := again.not_done_again) else ""
+        verdict = "cannot be computed again"
+    gone = f"; {count} update{'s' * (count > 1)} cannot be repeated" if (count := again.not_done_again) else ""
     say(f"{weights} {verdict}{gone}")
 
 
@@ -355,7 +355,7 @@ def _known_step(name: str) -> str:
 
 
 def _say_replayed(again: "Replayed") -> None:
-    verdict = "differs" if again.differences else f"not done again: {again.skipped}" if again.skipped else None
+    verdict = "differs" if again.differences else f"not repeated: {again.skipped}" if again.skipped else None
     say(f"{again.name}: {verdict or 'equal, bit for bit'}")
     for sentence in again.differences:
         say(f"  {sentence}")
@@ -397,10 +397,10 @@ def _print_parting(ours: str, theirs: str, found: "Parting") -> None:
     for sentence in found.retired:
         say(f"  {sentence}")
     if found.parts_at is not None:
-        say(f"{ours} and {theirs} part at {found.parts_at}; before it {equal}")
+        say(f"{ours} and {theirs} first differ at {found.parts_at}; before it {equal}")
         for sentence in found.how:
             say(f"  {sentence}")
     elif found.ended is not None:
-        say(f"{ours} and {theirs} are equal as far as {found.ended} goes: {equal}")
+        say(f"{ours} and {theirs} are equal up to the end of {found.ended}: {equal}")
     else:
-        say(f"{ours} and {theirs} are equal{' in all that is kept' if found.retired else ''}: {equal}")
+        say(f"{ours} and {theirs} are equal{' in everything that is stored' if found.retired else ''}: {equal}")

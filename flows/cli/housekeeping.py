@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 GateArgument = Annotated[
     int | None,
     typer.Argument(
-        metavar="[ITER]", min=0, max=LAST_NUMBER, help="The iteration that waits; by default the one that does.",
+        metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration; by default the one that waits.",
         show_default=False,
     ),
 ]  # fmt: skip
-WhyOption = Annotated[str | None, typer.Option("--why", metavar="TEXT", help="The reason, for who reads the ledger.")]
-AsOption = Annotated[str | None, typer.Option("--as", metavar="NAME", help="Who decides, instead of user@host.")]
+WhyOption = Annotated[str | None, typer.Option("--why", metavar="TEXT", help="The reason, recorded in the ledger.")]
+AsOption = Annotated[
+    str | None, typer.Option("--as", metavar="NAME", help="Name of the deciding person; by default user@host.")
+]
 
 
 def approve(
@@ -137,7 +139,7 @@ def quarantine(
     prompt: Annotated[
         int, typer.Option("--prompt", metavar="N", min=0, help="Row of the data set, from 0: `prompt_index`.")
     ],
-    lift: Annotated[bool, typer.Option("--lift", help="Let it be drawn again.")] = False,
+    lift: Annotated[bool, typer.Option("--lift", help="Allow the prompt to be drawn again.")] = False,
     why: WhyOption = None,
     by: AsOption = None,
     json: JsonOption = False,
@@ -157,14 +159,14 @@ def quarantine(
 
     what = Quarantine(prompt=prompt, passed_over=not lift)
     decision = _recorded(store, run, lambda ledger: ledger.decisions.record(lambda so_far: what, by=by, why=why))
-    done = "may be drawn again" if lift else "is passed over"
-    _print(decision, f"prompt {prompt} {done} from the next iteration on that run {run} begins, by {decision.by}", json)
+    done = "may be drawn again" if lift else "is skipped"
+    _print(decision, f"prompt {prompt} {done} from the next iteration that run {run} begins, by {decision.by}", json)
 
 
 def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the private key goes; must not be there yet.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key; must not exist yet.")],
     by: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="Whose key it is, instead of user@host.")
+        str | None, typer.Option("--as", metavar="NAME", help="Owner of the key; by default user@host.")
     ] = None,
 ) -> None:
     """Create a key that signs what you write into ledgers, and print the line with which others check it.
@@ -181,10 +183,10 @@ def keygen(
 
     name = by or this_user()
     if not name or set(name) & set(" \t\n#"):
-        raise BadInput(f"{name!r} is no name for a signer: it is one word without '#'")
+        raise BadInput(f"{name!r} is not a name for a signer: use one word without '#'")
     with writing(file):
         say(f"{name} {new_key(file)}")
-    tell(f"the private key is in {file}: keep it to yourself, and set CAIRN_SIGNING_KEY={file}")
+    tell(f"the private key is in {file}: keep it secret, and set CAIRN_SIGNING_KEY={file}")
 
 
 def _verdict(
@@ -221,7 +223,7 @@ def _print(decision: "Decision", sentence: str, json: bool) -> None:
 def gc(
     run: OptionalRunArgument = None,
     evals: EvalsOption = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove what was found.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Remove the listed files.")] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
@@ -270,7 +272,8 @@ def delete(
     why: WhyOption = None,
     by: AsOption = None,
     yes_delete: Annotated[
-        str | None, typer.Option("--yes-delete", metavar="RUN", help="The name again, instead of typing it.")
+        str | None,
+        typer.Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it."),
     ] = None,
     store: StoreOption = ".",
 ) -> None:
@@ -297,11 +300,11 @@ def delete(
         _delete_prompt(store, run, prompt, by=by, why=why, yes_delete=yes_delete)
         return
     if why is not None or by is not None:
-        raise BadInput("--why and --as are for --prompt: of a run that is deleted nothing is left to say it")
+        raise BadInput("--why and --as need --prompt: a deleted run has no ledger to record them")
     if yes_delete is None:
         yes_delete = _typed_name(opened, run)
     if yes_delete != run:
-        raise BadInput(f"the name given again is {yes_delete!r}, not {run!r}; nothing was deleted")
+        raise BadInput(f"the confirmed name is {yes_delete!r}, not {run!r}; nothing was deleted")
     try:
         delete_run(opened, run)
     except (FileNotFoundError, ValueError) as error:
@@ -319,11 +322,12 @@ def _delete_prompt(
     ledger = open_ledger(store_url, run)
     if yes_delete is None:
         tell(
-            f"This takes the text and the tokens of prompt {prompt} out of run {run!r} in {ledger.store.url} for ever."
+            f"This permanently removes the text and the tokens of prompt {prompt} from run {run!r} in "
+            f"{ledger.store.url}."
         )
         yes_delete = typer.prompt("Type the run's name to do so", err=True, default="", show_default=False)
     if yes_delete != run:
-        raise BadInput(f"the name given again is {yes_delete!r}, not {run!r}; nothing was deleted")
+        raise BadInput(f"the confirmed name is {yes_delete!r}, not {run!r}; nothing was deleted")
     unreached: list[str] = []
     with reporting() as progress:
         try:
@@ -339,18 +343,18 @@ def _delete_prompt(
     if what.trained_in:
         iterations = ", ".join(map(str, what.trained_in))
         tell(
-            f"updates of iteration {iterations} were made from them: weights from version {min(what.weight_versions)} "
-            "on have seen them"
+            f"updates of iteration {iterations} trained on them: weights from version {min(what.weight_versions)} on "
+            "contain their effect"
         )
     for sentence in unreached:
         tell(f"not reached: {sentence}")
     if prompt not in wanted(ledger, ledger.decisions.all()):
-        tell(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} keeps the run from it")
+        tell(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
 
 
 def _typed_name(store: "Store", run: str) -> str:
     """Ask the user to type the run's name, and return the input; empty where nobody can answer."""
-    tell(f"This deletes run {run!r} in {store.url} for ever.")
+    tell(f"This permanently deletes run {run!r} in {store.url}.")
     return typer.prompt("Type the run's name to delete it", err=True, default="", show_default=False)
 
 
@@ -370,4 +374,4 @@ def probe(json: JsonOption = False, store: StoreOption = ".") -> None:
     if json:
         print_json({"store": url, "fit": True})
     else:
-        say(f"{url} can carry runs")
+        say(f"{url} can store runs")

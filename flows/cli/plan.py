@@ -16,28 +16,30 @@ def plan(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="The GPUs that it runs on: h100, h200, a100-80gb, b200, …")
+        str, typer.Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
     ] = "h100",
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
-            "--gpus-per-node", metavar="N", min=1, help="GPUs of a machine; by default rollout.num_gpus_per_node."
+            "--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."
         ),
     ] = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Tokens of a prompt on average.")
+        float | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Mean number of tokens in a prompt.")
     ] = None,
     response_tokens: Annotated[
         float | None,
-        typer.Option("--response-tokens", metavar="N", min=1, help="The same of a response; by default half the most."),
+        typer.Option(
+            "--response-tokens", metavar="N", min=1, help="The same for a response; by default half the maximum."
+        ),
     ] = None,
     mfu: Annotated[
         float | None,
-        typer.Option("--mfu", min=0.001, max=1, help="Share of a GPU's operations that training reaches."),
+        typer.Option("--mfu", min=0.001, max=1, help="Share of a GPU's peak FLOP/s that training reaches."),
     ] = None,
     mbu: Annotated[
         float | None,
-        typer.Option("--mbu", min=0.001, max=1, help="Share of its memory's bandwidth that decoding reaches."),
+        typer.Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -93,7 +95,7 @@ def print_plan(found: "Plan") -> None:
     for name, justify in (("", "left"), ("GiB", "right"), ("", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_row("parameters", _billions(model.parameters), "billions")
-    table.add_row("of which a token goes through", _billions(model.active_parameters), "billions")
+    table.add_row("active per token", _billions(model.active_parameters), "billions")
     for memory in found.memory:
         table.add_section()
         style = "" if memory.fits else "bold red"
@@ -113,7 +115,7 @@ def print_plan(found: "Plan") -> None:
         options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
         say(f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}")
     if not found.fits and not found.remedies:
-        say("no change of the options that were tried would fit: take more or larger GPUs, or a smaller model")
+        say("no tried change of the options would fit: use more or larger GPUs, or a smaller model")
     say("assumed: " + "; ".join(found.assumptions))
 
 
@@ -123,16 +125,16 @@ def _lines(found: "Plan") -> list[str]:
         fixed = f" and {cache.bytes_per_sample / 1e6:,.1f} MB a sample" if cache.bytes_per_sample else ""
         lines.append(f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank")
         lines.append(
-            f"rollout: {cache.samples_longest:,} samples of the longest kind have room at a time, "
-            f"{cache.samples_mean:,} of mean length; {cache.at_once:,} of the {cache.asked:,} asked for are generated "
-            "at a time"
+            f"rollout: the cache has room for {cache.samples_longest:,} samples of maximum length, or "
+            f"{cache.samples_mean:,} of mean length; {cache.at_once:,} of {cache.asked:,} requested samples are "
+            "generated at a time"
         )
     if found.sync is not None:
         lines.append(f"sync: {_gb(found.sync.bytes)} GB, {_seconds(found.sync.seconds)}, {found.sync.how}")
     kept = found.checkpoint
     lines.append(f"checkpoint: {_gb(kept.bytes)} GB, {_seconds(kept.seconds)}, {kept.how}")
     parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in found.steps)
-    side = ", rollout beside the rest" if found.overlapped else ""
+    side = ", rollout in parallel with the other steps" if found.overlapped else ""
     lines.append(f"an iteration: {_seconds(found.seconds)}{side}: {parts}")
     return lines
 

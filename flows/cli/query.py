@@ -22,14 +22,17 @@ def sql(
         str | None, typer.Argument(metavar="QUERY", help="One SELECT over the views; `--schema` lists these.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="Only this run, with what it shares with its parents.")
+        str | None,
+        typer.Option(
+            "--run", metavar="RUN", help="Only this run, with the iterations that it shares with its parents."
+        ),
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option("--limit", metavar="N", min=1, help=f"At most N rows; {_ROWS} in a table, else all of them."),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="List the views and their columns.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV; lists and maps are JSON in it.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with lists and maps as JSON.")] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
@@ -47,12 +50,12 @@ def sql(
     - `cairn sql --schema`
     """
     if json and csv:
-        raise BadInput("give --json or --csv, not both")
+        raise BadInput("use --json or --csv, not both")
     if schema:
         _print_schema(json)
         return
     if query is None:
-        raise BadInput('give a query, as in `cairn sql "SELECT * FROM runs"`; `cairn sql --schema` lists the views')
+        raise BadInput('pass a query, as in `cairn sql "SELECT * FROM runs"`; `cairn sql --schema` lists the views')
     from cairn.storage.query.database import open_query
     from cairn.storage.store.errors import BadQuery
 

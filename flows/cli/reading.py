@@ -77,7 +77,7 @@ def gc_evals(store: "Store", apply: bool, json: bool) -> None:
     for one in found:
         say(f"{one.reason}: {one.path}")
     size = sum(one.bytes or 0 for one in found) / 1e6
-    end = "removed" if apply else "can go; `cairn gc --evals --apply` removes them" if found else "can go"
+    end = "removed" if apply else "can be removed: run `cairn gc --evals --apply`" if found else "can be removed"
     say(f"evaluations: {len(found)} files, {size:.1f} MB, {end}")
 
 
@@ -163,7 +163,7 @@ def show(
     except LookupError as error:
         raise BadInput(str(error)) from None
     if sample is not None and sample >= len(found):
-        raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, no {sample}")
+        raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, not {sample}")
     chosen = with_episodes(ledger, found[:limit] if sample is None else [found[sample]])
     if json:
         print_json([view.model_dump(mode="json") for view in chosen])
@@ -176,7 +176,7 @@ def verify(
     evals: EvalsOption = False,
     signers: Annotated[
         Path | None,
-        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: whose signature every commit must have."),
+        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: one of them must have signed every commit."),
     ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -279,7 +279,7 @@ def answering_store(url: str) -> "Store":
 def costs(
     run: RunArgument,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="P", min=0, help="Of a device for an hour, in any currency.")
+        float | None, typer.Option("--price", metavar="P", min=0, help="Price of a device per hour, in any currency.")
     ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -414,13 +414,16 @@ def _spell(cell: object) -> str:
 def report(
     run: RunArgument,
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Where the page goes; RUN.html by default.")
+        Path | None, typer.Argument(metavar="[FILE]", help="File of the page; RUN.html by default.")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Hold every byte of the run against its digest, and say so.")
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Compare every byte of the run with its digest, and show the result."
+        ),
     ] = True,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="P", min=0, help="Of a device for an hour, in any currency.")
+        float | None, typer.Option("--price", metavar="P", min=0, help="Price of a device per hour, in any currency.")
     ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",

@@ -32,10 +32,10 @@ def episode(
         int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
     ],
     sample: Annotated[
-        str, typer.Argument(metavar="SAMPLE", help="Its number, as `cairn show` has it, or GROUP/INDEX.")
+        str, typer.Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
     ],
     replay: Annotated[
-        bool, typer.Option("--replay", help="Run the sample's code again, from what it was given then.")
+        bool, typer.Option("--replay", help="Run the sample's code again with the recorded answers.")
     ] = False,
     debugger: Annotated[
         bool,
@@ -59,9 +59,9 @@ def episode(
     - `cairn episode agent 3 17 --replay --debugger`
     """
     if debugger and not replay:
-        raise BadInput("--debugger is of --replay: give both")
+        raise BadInput("--debugger needs --replay: use both")
     if debugger and json:
-        raise BadInput("a debugger prints no JSON: leave out --json")
+        raise BadInput("--debugger cannot print JSON: leave out --json")
     ledger = open_ledger(store, run)
     view, total = _sample(ledger, iteration, sample)
     if replay:
@@ -84,7 +84,7 @@ def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView",
 
     match = _PLACE.fullmatch(place)
     if match is None:
-        raise BadInput(f"{place!r} is no sample: give its number, such as 17, or its group and index, such as 12/1")
+        raise BadInput(f"{place!r} is not a sample: use its number, such as 17, or its group and index, such as 12/1")
     try:
         found = iteration_samples(ledger, iteration)
     except LookupError as error:
@@ -92,7 +92,9 @@ def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView",
     first, index = int(match[1]), match[2]
     if index is None:
         if first >= len(found):
-            raise BadInput(f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(found) - 1}, no {first}")
+            raise BadInput(
+                f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(found) - 1}, not {first}"
+            )
         return found[first], len(found)
     for view in found:
         if (view.group_id, view.sample_index) == (first, int(index)):
@@ -123,7 +125,7 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
         print_json(found.model_dump(mode="json"))
     else:
         if found.changed:
-            tell("the source of the function or of its tools is not the run's: it was changed since")
+            tell("the source of the function or of its tools has changed since the run")
         say(
             {
                 "same": f"the same trajectory, bit for bit, after {found.answers} answers",
@@ -162,7 +164,9 @@ def lineage(
     run: RunArgument,
     iteration: Annotated[
         int,
-        typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="That generated the sample, or trained on it."),
+        typer.Argument(
+            metavar="ITER", min=0, max=LAST_NUMBER, help="Iteration that generated the sample or trained on it."
+        ),
     ],
     group: Annotated[
         int, typer.Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")

@@ -203,7 +203,7 @@ def _print_groups(groups: "GroupCounts") -> None:
         if iterations:
             several = f"{len(iterations)} iterations from {iterations[0]} to {iterations[-1]}"
             which = several if len(iterations) > 1 else f"iteration {iterations[0]}"
-            said += f"; those of {which}, whose tables {why}, could not be accounted for"
+            said += f"; groups of {which} could not be checked: their tables {why}"
     say(said)
 
 
@@ -237,7 +237,7 @@ def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbag
     size = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
     if files:
         console().print(table)
-    end = "removed" if removed else f"can go; `cairn gc {run} --apply` removes them" if files else "can go"
+    end = "removed" if removed else f"can be removed: run `cairn gc {run} --apply`" if files else "can be removed"
     say(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
 
 
@@ -280,9 +280,9 @@ def _interrupted(groups: "Groups") -> str:
     """Return how many groups of an interrupted rollout were kept, and how many had to be generated."""
     parts = []
     if groups.recovered:
-        parts.append(f"{groups.recovered} kept from an interrupted rollout, {groups.generated} generated")
+        parts.append(f"{groups.recovered} reused from an interrupted rollout, {groups.generated} generated")
     if groups.waiting:
-        parts.append(f"{groups.waiting} finished and kept for the next driver")
+        parts.append(f"{groups.waiting} finished and stored for the next driver")
     return "; ".join(parts)
 
 

@@ -47,9 +47,12 @@ MOST_RUNS = 12
 
 def up(
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; whoever reaches it may start runs.")
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Address to listen on; everyone who can reach it may start runs."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the UI; 0 takes a free one.")] = 4200,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the UI; 0 uses a free one.")] = 4200,
     no_ray: Annotated[
         bool, typer.Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
     ] = False,
@@ -73,7 +76,9 @@ def up(
     mind_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
     if not is_loopback(host):
-        tell(f"whoever reaches {host} may start runs, and thereby code: let a firewall or a proxy decide who does")
+        tell(
+            f"everyone who can reach {host} may start runs, and so run code: restrict access with a firewall or a proxy"
+        )
     from cairn.flows.deployments.up import start
 
     tell("starting; this takes some seconds")
@@ -82,7 +87,7 @@ def up(
         tell(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
         _show(running)
     finally:
-        tell("stopping; drivers give their runs back")
+        tell("stopping; drivers release their runs")
         running.close()
 
 
@@ -146,13 +151,13 @@ def _newest(store: str) -> list[Any]:
     return sorted(found, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
 
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; configs/recipes/ holds some.")]
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
 ]
 TakeoverOption = Annotated[
-    bool, typer.Option("--takeover", help="Take the run from a driver that still lives; that driver stops.")
+    bool, typer.Option("--takeover", help="Take over the run from a driver that is still alive; that driver stops.")
 ]
 
 
@@ -317,13 +322,13 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     except Preempted:
         for signum in NOTICES:  # the run is given back: another one may cut the rest short
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
-        tell(f"preempted; nothing committed is lost. Go on with: {again}")
+        tell(f"preempted; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(EXIT_CODE) from None
     except Withheld as error:
         tell(str(error))
         raise typer.Exit(WITHHELD) from None
     except KeyboardInterrupt:
-        tell(f"interrupted; nothing committed is lost. Go on with: {again}")
+        tell(f"interrupted; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if not started:
@@ -332,6 +337,6 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             tell("".join(traceback.format_exception(error)).rstrip())
         else:
             tell(describe(error))
-        tell(f"run {run} failed; nothing committed is lost. Go on with: {again}")
+        tell(f"run {run} failed; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(FAILED) from error
     print_summary(run_status(store, run))

@@ -161,7 +161,7 @@ def markdown(found: Sequence[Found]) -> str:
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * 2 + "---:|" * len(columns) + "---|"]
     for one in found:
         shown = figures(one.result.metrics)
-        verdict = "computed" if one.computed else "found, nothing computed"
+        verdict = "computed" if one.computed else "found in the store, not computed"
         cells = [one.model, one.result.key.benchmark, *(shown.get(name, "–") for name in columns), verdict]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

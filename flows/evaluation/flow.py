@@ -89,7 +89,7 @@ def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | O
         watcher = Watcher(logger.info)
         found = list(evaluate_models(store, [model], benchmarks, seed=SEED, watcher=watcher))
         for one in found:
-            verdict = "computed" if one.computed else "found, nothing computed"
+            verdict = "computed" if one.computed else "found in the store, not computed"
             logger.info(f"{one.result.key.benchmark} on {one.model}: {verdict}")
         return opaque(found)
 

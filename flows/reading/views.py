@@ -21,7 +21,7 @@ from cairn.storage.ledger.decisions import GateStanding, GateState
 from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent, list_runs
-from cairn.storage.logs.write_ahead import waiting_groups
+from cairn.storage.logs.sample_log import waiting_groups
 from cairn.storage.records import Record
 from cairn.storage.store.errors import BeingDeleted, Damaged
 from cairn.storage.store.store import Store

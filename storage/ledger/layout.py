@@ -254,7 +254,7 @@ def iteration(name: str, number: int) -> str:
 
 
 def stream(name: str) -> str:
-    """Return the folder of the drivers' logs of generated samples (`cairn.storage.logs.stream_log`)."""
+    """Return the folder of the drivers' logs of generated samples (`cairn.storage.logs.sample_log`)."""
     return f"{run(name)}/stream"
 
 

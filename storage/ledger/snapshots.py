@@ -159,7 +159,7 @@ def _require_plain(footer: bytes, marks: Iterable[bytes]) -> None:
 
 
 PARTS = "write_ahead"
-"""Folder of finished samples within an attempt's folder (`cairn.storage.logs.write_ahead`)."""
+"""Folder of finished samples within an attempt's folder (`cairn.storage.logs.sample_log`)."""
 
 
 class AttemptFolder:

@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger import snapshots as tables
-from cairn.storage.logs.parts import PacedWriter
+from cairn.storage.logs.paced import PacedWriter
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.store import Store

@@ -1,13 +1,13 @@
 """The log of calls: calls of the samples' code and their results, durable before the code acts on them.
 
-A step that generates samples writes it while it runs, next to its write-ahead log of finished samples:
+A step that generates samples, or a stream's driver, writes it next to its log of samples:
 ```
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/calls/0002-000000.<sha256>.arrow
+runs/<run>/stream/000003-5f0c…/write_ahead/calls/0002-000000.<sha256>.arrow
 ```
-The first number counts the attempts that wrote a log, the second the parts of this attempt. Otherwise the format of a
-part is that of `cairn.storage.logs.write_ahead`. Part 0 has no rows: it marks the beginning of the attempt. If another
-attempt may still be writing, part 1 has no rows either: it names the parts that were found
-(`cairn.storage.logs.parts`).
+The first number counts the attempts that wrote a log, the second the parts of this attempt. Part 0 has no rows: it
+marks the beginning of the attempt. If another attempt may still be writing, part 1 has no rows either: it names the
+parts that were found (`cairn.storage.logs.parts`).
 
 An attempt writes its first part before it reads the parts of others. After it has made an intent (a call without a
 response) durable, it checks for other attempts before it acts. Consider two attempts that do not know of each other,
@@ -23,8 +23,7 @@ or the earlier one notices that it must not act on it.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -34,9 +33,9 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.ledger.schemas import CALLS, LONG_RESULTS, complete
-from cairn.storage.ledger.snapshots import AttemptFolder, read_recorded_table
-from cairn.storage.logs.parts import PacedWriter, Part, part_bytes, recover, says
-from cairn.storage.logs.write_ahead import CALLS_FOLDER as FOLDER
+from cairn.storage.ledger.snapshots import PARTS, AttemptFolder, read_recorded_table
+from cairn.storage.logs.log import LOG_IS_OPEN, Log
+from cairn.storage.logs.parts import Part, read_any_part
 from cairn.storage.store.errors import LeaseLost
 from cairn.storage.store.store import Store
 
@@ -65,11 +64,12 @@ def calls_of(store: Store, commit: Commit, groups: Collection[int]) -> list[dict
     return sorted(rows, key=lambda row: (row["order"] is None, row["order"] or 0))
 
 
+FOLDER = f"{PARTS}/calls"
 _PART = re.compile(r"(\d{4})-(\d{6})\.[0-9a-f]{64}\.arrow")
 
 
-class CallLog(PacedWriter):
-    """Log of calls of one attempt. Use it as a context manager."""
+class CallLog(Log):
+    """Log of calls of one attempt, or of a stream's driver."""
 
     def __init__(
         self,
@@ -78,61 +78,42 @@ class CallLog(PacedWriter):
         *,
         encode: Callable[[list[Any]], pa.Table],
         earlier_digests: Collection[str] = (),
+        groups: Collection[int] | None = None,
         deadline: float = 120.0,
     ) -> None:
-        """Begin the log. From then on no earlier attempt acts on an intent that is not in `recovered`.
-
-        Args:
-            attempt: folder of the attempt.
-            inputs_digest: digest of everything that the rows depend on.
-            encode: converts appended items to rows of CALLS, in the log's own thread.
-            earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
-            deadline: greatest number of seconds for `close`.
-        """
-        self._attempt = attempt
-        self._inputs_digest = inputs_digest
-        self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
-        self._encode = encode
-        self._written = [CALLS.empty_table()]
+        """Begin the log. From then on no earlier attempt acts on an intent that is not in `recovered`. See `Log`."""
+        super().__init__(
+            attempt,
+            inputs_digest,
+            "calls of samples",
+            schema=CALLS,
+            encode=encode,
+            earlier_digests=earlier_digests,
+            groups=groups,
+            deadline=deadline,
+        )
         before = self._others()
         self._number = 1 + max((number for parts in before.values() for number, _, _ in parts), default=-1)
-        self._parts_written = count()
-        self._write_part(CALLS.empty_table())
+        self._write_part(CALLS.empty_table(), groups={LOG_IS_OPEN})
         found = self._others()
         self._known = frozenset(found)
         self.recovered = self._recover(found)
         """Rows of earlier attempts. Those of a sample are in the order of their responses; intents come last."""
-        super().__init__(self._write_calls, f"calls of samples to {attempt.folder}", deadline)
-
-    def appended(self) -> pa.Table:
-        """Close the log and return the rows of everything that was appended, once they are durable."""
-        self.close()
-        return pa.concat_tables(self._written)
 
     def require_newest(self) -> None:
         """Raise LeaseLost if another attempt at the same step has begun since. Makes one listing."""
         attempt = self._attempt
-        for name in self._names():
+        for name in self._attempts():
             if name not in self._known or layout.attempt_epoch(name) > layout.attempt_epoch(attempt.name):
                 raise LeaseLost(
                     f"{attempt.folder} is not the newest attempt: {name} has begun and may do the same work; "
                     "this one stops"
                 )
 
-    def _names(self) -> list[str]:
-        """Return the names of all other attempts at the same step and shard."""
-        attempt = self._attempt
-        names = map(layout.parse_attempt, attempt.store.list(attempt.beside))
-        return [
-            name
-            for name in names
-            if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard
-        ]
-
     def _others(self) -> dict[str, list[tuple[int, int, str]]]:
         """Return the parts of each other attempt as (number of the attempt, number of the part, path)."""
         found: dict[str, list[tuple[int, int, str]]] = {}
-        for name in self._names():
+        for name in self._attempts():
             folder = f"{self._attempt.beside}/{name}/{FOLDER}"
             matches = [(_PART.fullmatch(entry), entry) for entry in self._attempt.store.list(folder)]
             found[name] = sorted((int(m[1]), int(m[2]), f"{folder}/{entry}") for m, entry in matches if m)
@@ -141,34 +122,18 @@ class CallLog(PacedWriter):
     def _recover(self, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
         ordered = sorted(found.items(), key=lambda item: _age(*item))
         parts = [Part(name, number, path) for name, own in ordered for _, number, path in own]
-        recovered = recover(self._attempt.store, parts, CALLS, self._accepted)
-        if (said := says(recovered, self._attempt.name)) is not None:
-            self._write_part(CALLS.empty_table(), said)
-        for part, table in recovered.tables:
-            self._recovered_part(part.path, table)
-        return _of_newest([(part.attempt, table) for part, table in recovered.tables if table is not None])
+        return _of_newest([(part.attempt, table) for part, table in self._recovered(parts)])
 
-    def _write_calls(self, number: int, calls: list[Any]) -> None:
-        table = self._encode(calls)
+    def _write_rows(self, number: int, items: list[Any]) -> None:
+        table = self._encode(items)
         self._write_part(table)
-        self._written.append(table)
+        if self._groups is None:
+            self._written.append(table)
         if pc.any(pc.is_null(table["order"])).as_py():
             self.require_newest()
 
-    def _write_part(self, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
-        sha256, data = part_bytes(table, self._inputs_digest, metadata)
-        number = next(self._parts_written)
-        path = self._attempt.path(f"{FOLDER}/{self._number:04d}-{number:06d}.{sha256}.arrow")
-        self._attempt.store.write(path, data)
-        self._wrote_part(path, table)
-
-    def _recovered_part(self, path: str, table: pa.Table | None) -> None:
-        """Register a part of an earlier attempt. `table` is None if nothing in it counts."""
-        self._attempt.superseded.append(path)
-
-    def _wrote_part(self, path: str, table: pa.Table) -> None:
-        """Register a part of this attempt."""
-        self._attempt.superseded.append(path)
+    def _part_name(self, number: int) -> str:
+        return f"{FOLDER}/{self._number:04d}-{number:06d}"
 
 
 def _age(name: str, parts: Sequence[tuple[int, int, str]]) -> tuple[int, int]:
@@ -198,3 +163,14 @@ def _of_newest(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
             own.append((order, row))
     kept = [row for _, own in sorted(answers.items()) for _, row in own]
     return rows.take(pa.array([*kept, *sorted(intents.values())], pa.int64()))
+
+
+def is_calls(path: str) -> bool:
+    """Return whether a store path is that of a part of a log of calls."""
+    return f"/{FOLDER}/" in path and path.endswith(".arrow")
+
+
+def groups_of_calls(store: Store, paths: Collection[str]) -> set[int]:
+    """Return the groups with calls in parts, from the parts' store paths. Calls do not record their prompt."""
+    found = (read_any_part(store, path) for path in paths if is_calls(path))
+    return {group for table in found if table is not None for group in table["group_id"].to_pylist()}

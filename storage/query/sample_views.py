@@ -71,7 +71,7 @@ def column(type_: str, sql: str, about: str) -> Column:
 
 OF_RUN = {
     "run": column(
-        "VARCHAR", "b.run", "the run; iterations that a fork shares stand under the fork and under its parent"
+        "VARCHAR", "b.run", "the run; iterations that a fork shares appear under the fork and under its parent"
     ),
     "owner": column("VARCHAR", "b.owner", "the run that made it: `run = owner` counts each thing once"),
 }
@@ -85,8 +85,8 @@ def time(name: str) -> str:
 
 OF_PLACE = {
     **OF_RUN,
-    "iteration": column("BIGINT", "b.iteration", "in which it was made"),
-    "shard": column("VARCHAR", "b.shard", "of the rollout that generated it"),
+    "iteration": column("BIGINT", "b.iteration", "iteration in which it was made"),
+    "shard": column("VARCHAR", "b.shard", "shard of the rollout that generated it"),
 }
 OF_SAMPLE = {
     **OF_PLACE,
@@ -122,41 +122,43 @@ _GRADED = Twin(
 graded."""
 _DECIDED = {
     "disposition": column(
-        "VARCHAR", "d.disposition", "what became of the group at last: `train`, `buffer`, `continue` or `drop`"
+        "VARCHAR", "d.disposition", "last decision on the group: `train`, `buffer`, `continue` or `drop`"
     ),
     "reason": column("VARCHAR", "d.reason", "why it was dropped"),
-    "trained_in": column("BIGINT", "d.trained_in", "the iteration that trained on it; NULL: none did"),
+    "trained_in": column("BIGINT", "d.trained_in", "iteration that trained on it; NULL: none"),
 }
 
 GROUPS = View(
     "groups",
-    "a group as the filter step of an iteration judged it; one that waited in the buffer has a row in each iteration",
+    "a group and the decision of an iteration's filter step; a group that waited in the buffer has a row in each iteration",
     "cairn_filter b",
     {
         **OF_RUN,
-        "iteration": column("BIGINT", "b.iteration", "that judged it"),
+        "iteration": column("BIGINT", "b.iteration", "iteration of the filter step"),
         "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
-        "generated_in": column("BIGINT", "b.generated_in", "the iteration whose rollout holds its samples"),
-        "shard": column("VARCHAR", "b.shard", "of that rollout"),
-        "kept": column("BOOLEAN", "b.kept", "passed the filter, or trained on all the same"),
+        "generated_in": column("BIGINT", "b.generated_in", "iteration whose rollout holds its samples"),
+        "shard": column("VARCHAR", "b.shard", "shard of that rollout"),
+        "kept": column("BOOLEAN", "b.kept", "whether it passed the filter, or is trained on although it did not"),
         "disposition": column("VARCHAR", "b.disposition", "`train`, `buffer`, `continue` or `drop`"),
         "reason": column("VARCHAR", "b.reason", "why it was dropped"),
         "mean_reward": column("FLOAT", "b.mean_reward", ""),
         "std_reward": column("FLOAT", "b.std_reward", ""),
-        "age": column("INTEGER", "b.age", "of its newest tokens, in publications"),
-        "max_age": column("INTEGER", "b.max_age", "of the tokens that are trained on; NULL: of any age"),
-        "stale_tokens": column("INTEGER", "b.stale_tokens", "that are older than that; NULL: none"),
+        "age": column("INTEGER", "b.age", "age of its newest tokens, in publications"),
+        "max_age": column("INTEGER", "b.max_age", "highest age of tokens that are trained on; NULL: no limit"),
+        "stale_tokens": column("INTEGER", "b.stale_tokens", "number of tokens older than `max_age`; NULL: none"),
         "stale_weights": column(
-            "FLOAT[]", "b.stale_weights", "of its tokens 1, 2, … publications older than that; NULL: 0"
+            "FLOAT[]",
+            "b.stale_weights",
+            "weights of tokens that are 1, 2, … publications older than `max_age`; NULL: 0",
         ),
-        "priority": column("DOUBLE", "b.priority", "that the filter gave it; NULL: none"),
-        "key": column("VARCHAR", "b.key", "JSON: what its metadata has under `rollout.buffer_key`"),
-        "removed": column("INTEGER[]", "b.removed", "its samples, by their places, that are not trained on"),
+        "priority": column("DOUBLE", "b.priority", "priority that the filter returned; NULL: none"),
+        "key": column("VARCHAR", "b.key", "JSON value of its metadata under `rollout.buffer_key`"),
+        "removed": column("INTEGER[]", "b.removed", "positions of its samples that are not trained on"),
         "prompt_index": column("BIGINT", "p.prompt_index", "row of the data set"),
         "epoch": column("INTEGER", "p.epoch", "pass through the data set"),
         "prompt": column("VARCHAR", "p.prompt", ""),
         "label": column("VARCHAR", "p.label", "expected answer"),
-        "samples": column("BIGINT", "p.samples", "of the group"),
+        "samples": column("BIGINT", "p.samples", "number of samples in the group"),
     },
     {
         "p": "LEFT JOIN (SELECT run, iteration, shard, group_id, any_value(prompt_index) AS prompt_index, "
@@ -167,7 +169,7 @@ GROUPS = View(
 )
 SAMPLES = View(
     "samples",
-    "a sample as a shard's rollout left it, with what later steps made of it; one that was continued has a row in each "
+    "a sample as a shard's rollout generated it, with the results of later steps; a continued sample has a row in each "
     "shard",
     "cairn_rollout b",
     {
@@ -181,57 +183,65 @@ SAMPLES = View(
         "metadata": column("VARCHAR", "b.metadata", "JSON object of the data row"),
         "prompt_tokens": column("BIGINT", "len(b.prompt_ids)", ""),
         "response_tokens": column("BIGINT", "len(b.response_ids)", ""),
-        "masked_tokens": column("BIGINT", "len(list_filter(b.loss_mask, lambda m: m = 0))", "given by the world"),
+        "masked_tokens": column("BIGINT", "len(list_filter(b.loss_mask, lambda m: m = 0))", "tokens with loss mask 0"),
         "prompt_ids": column("INTEGER[]", "b.prompt_ids", ""),
         "response_ids": column("INTEGER[]", "b.response_ids", ""),
-        "trajectories": column("INTEGER[]", "b.trajectories", "tokens of each trajectory; NULL: it has one"),
+        "trajectories": column(
+            "INTEGER[]", "b.trajectories", "number of tokens of each trajectory; NULL: one trajectory"
+        ),
         "trajectory_prompts": column(
             "INTEGER[][]",
             "b.trajectory_prompts",
-            "prompts that trajectories have of their own; NULL: all come after the row's",
+            "own prompts of trajectories; NULL: all follow the row's prompt",
         ),
         "trajectory_rewards": column(
-            "DOUBLE[]", "b.trajectory_rewards", "that user code gave each trajectory while it generated; NULL: none"
+            "DOUBLE[]",
+            "b.trajectory_rewards",
+            "reward that user code set for each trajectory during generation; NULL: none",
         ),
-        "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "of each trajectory; NULL: none has one"),
-        "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "that user code gave each segment; NULL: none"),
+        "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "role of each trajectory; NULL: none"),
+        "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "reward that user code set for each segment; NULL: none"),
         "retold_tokens": column(
-            "INTEGER", "b.retold_tokens", "sampled tokens that a later prompt tells in other ones; NULL: none"
+            "INTEGER", "b.retold_tokens", "sampled tokens that a later prompt repeats as other tokens; NULL: none"
         ),
         "images": column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
             "b.images",
-            "of the prompt, in order, and the pixels in which the model saw them; NULL: it has none",
+            "images of the prompt, in order, with their size in pixels for the model; NULL: none",
         ),
-        "log_prob": column("DOUBLE", "list_avg(b.log_probs)", "mean over the response's tokens, of the rollout engine"),
-        "weight_version": column("INTEGER", "list_max(b.weight_versions)", "the newest that sampled a token of it"),
+        "log_prob": column(
+            "DOUBLE", "list_avg(b.log_probs)", "mean over the response's tokens, from the rollout engine"
+        ),
+        "weight_version": column(
+            "INTEGER", "list_max(b.weight_versions)", "newest version that sampled one of its tokens"
+        ),
         "finish_reason": column("VARCHAR", "b.finish_reason", "`stop`, `length` or `abort`"),
         "status": column(
             "VARCHAR",
             "coalesce(g.status, b.status)",
-            "`completed`, `truncated`, `aborted` or `failed`, by its grader too",
+            "`completed`, `truncated`, `aborted` or `failed`, in generation or grading",
         ),
-        "error": column("VARCHAR", "coalesce(g.error, b.error)", "of its generation or grading"),
-        "seed": column("UBIGINT", "b.seed", "of the first call"),
-        "engine": column("VARCHAR", "b.engine", "that generated it last"),
-        "seconds": column("FLOAT", "b.seconds", "from its admission to its end"),
-        "cached_tokens": column("BIGINT", "b.cached_tokens", "that the engine had in its prefix cache"),
+        "error": column("VARCHAR", "coalesce(g.error, b.error)", "error in generation or grading"),
+        "seed": column("UBIGINT", "b.seed", "seed of the first call"),
+        "engine": column("VARCHAR", "b.engine", "engine that generated it last"),
+        "seconds": column("FLOAT", "b.seconds", "from acceptance of the sample to its end"),
+        "cached_tokens": column("BIGINT", "b.cached_tokens", "prompt tokens that the engine had in its prefix cache"),
         "reward": column("FLOAT", "g.reward", "NULL: not graded, or failed"),
         "components": column("VARCHAR", "g.components", "JSON object of partial rewards"),
         "grader": column("VARCHAR", "g.grader", ""),
         "grader_version": column("VARCHAR", "g.grader_version", ""),
         **_DECIDED,
         "advantage": column(
-            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: in no batch that has them yet"
+            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: not computed yet"
         ),
-        "age": column("INTEGER", "list_max(a.ages)", "of its oldest token when it was trained on, in publications"),
+        "age": column("INTEGER", "list_max(a.ages)", "age of its oldest token when it was trained on, in publications"),
     },
     _OF_A_SAMPLE,
     twin=_GRADED,
 )
 SEGMENTS = View(
     "segments",
-    "a piece of a response, which the policy sampled in one call or the world gave",
+    "a piece of a response: sampled by the policy in one call, or from the environment",
     "(SELECT *, unnest(pieces) AS piece, generate_subscripts(pieces, 1) - 1 AS segment FROM (SELECT *, "
     "coalesce(segments, [{'tokens': len(response_ids)::INTEGER, 'call': '', 'seed': seed, "
     "'finish_reason': finish_reason}]) AS pieces FROM cairn_rollout)) b",
@@ -244,10 +254,12 @@ SEGMENTS = View(
             "position of its first token in the response",
         ),
         "tokens": column("INTEGER", "b.piece.tokens", ""),
-        "sampled": column("BOOLEAN", "b.piece.call IS NOT NULL", "by the policy; else the world gave it"),
+        "sampled": column(
+            "BOOLEAN", "b.piece.call IS NOT NULL", "whether the policy sampled it; if not, it is from the environment"
+        ),
         "call": column("VARCHAR", "nullif(b.piece.call, '')", "id of the call that sampled it"),
-        "seed": column("UBIGINT", "b.piece.seed", "of that call"),
-        "finish_reason": column("VARCHAR", "b.piece.finish_reason", "of that call"),
+        "seed": column("UBIGINT", "b.piece.seed", "seed of that call"),
+        "finish_reason": column("VARCHAR", "b.piece.finish_reason", "finish reason of that call"),
     },
 )
 _ONE_PIECE = "[{'tokens': len(response_ids)::INTEGER, 'call': '0', 'seed': seed, 'finish_reason': finish_reason}]"
@@ -260,36 +272,44 @@ _ANSWERS = (
 """Responses of the policy that make up a sample's response, each once."""
 CALLS = View(
     "calls",
-    "a call that a sample's code made: of the policy, a tool, a grader or the clock",
+    "a call that a sample's code made: to the policy, a tool, a grader or the clock",
     "cairn_calls b",
     {
         **OF_SAMPLE,
-        "order": column("INTEGER", 'b."order"', "which of the sample's answers it got, from 0; NULL: it got none"),
-        "call": column("VARCHAR", "b.call", "its id in the sample, as `segments` has it"),
-        "kind": column("VARCHAR", "b.kind", "`sample` (of the policy), `tool`, `judge` or `now`"),
-        "name": column("VARCHAR", "b.name", "of the tool or grader"),
-        "turn": column("INTEGER", "b.turn", "answers of the policy before it"),
-        "arguments": column("VARCHAR", "b.arguments", "JSON; NULL: of the policy and the clock"),
+        "order": column(
+            "INTEGER", 'b."order"', "position of its response among the sample's, from 0; NULL: no response"
+        ),
+        "call": column("VARCHAR", "b.call", "its id in the sample, as in `segments`"),
+        "kind": column("VARCHAR", "b.kind", "`sample` (the policy), `tool`, `judge` or `now`"),
+        "name": column("VARCHAR", "b.name", "name of the tool or grader"),
+        "turn": column("INTEGER", "b.turn", "number of policy responses before it"),
+        "arguments": column("VARCHAR", "b.arguments", "JSON; NULL: a call to the policy or the clock"),
         "arguments_digest": column("VARCHAR", "b.arguments_digest", ""),
         "result": column(
-            "VARCHAR", "coalesce(b.result, l.result)", "JSON; NULL: it failed, or the policy answered: see `segments`"
+            "VARCHAR",
+            "coalesce(b.result, l.result)",
+            "JSON; NULL: it failed, or it is a policy response: see `segments`",
         ),
         "result_digest": column("VARCHAR", "b.result_digest", "SHA-256 of a long result"),
         "error": column("VARCHAR", "b.error", "why it failed"),
         "failure": column(
-            "VARCHAR", "b.reason", "of a tool: `arguments`, `raised`, `deadline`, `died`, `memory`, `type` or `size`"
+            "VARCHAR",
+            "b.reason",
+            "why a tool failed: `arguments`, `raised`, `deadline`, `died`, `memory`, `type` or `size`",
         ),
-        "given_tokens": column("INTEGER", "b.given_tokens", "that the policy went on from"),
-        "sampled_tokens": column("BIGINT", "coalesce(len(b.response_ids), p.tokens)", "that the policy answered"),
-        "cached_tokens": column("BIGINT", "b.cached_tokens", "of those given, in the engine's prefix cache"),
-        "finish_reason": column("VARCHAR", "coalesce(b.finish_reason, p.finish_reason)", "of an answer of the policy"),
+        "given_tokens": column("INTEGER", "b.given_tokens", "tokens that the policy continued from"),
+        "sampled_tokens": column("BIGINT", "coalesce(len(b.response_ids), p.tokens)", "tokens that the policy sampled"),
+        "cached_tokens": column("BIGINT", "b.cached_tokens", "of `given_tokens`, those in the engine's prefix cache"),
+        "finish_reason": column(
+            "VARCHAR", "coalesce(b.finish_reason, p.finish_reason)", "finish reason of a policy response"
+        ),
         "used": column(
             "BOOLEAN",
             "CASE WHEN b.kind = 'sample' THEN p.tokens IS NOT NULL END",
-            "whether an answer of the policy is in the sample's response",
+            "whether the policy response is part of the sample's response",
         ),
         "started_at": column("TIMESTAMP WITH TIME ZONE", time("started_at"), ""),
-        "seconds": column("FLOAT", "b.seconds", "until it was answered"),
+        "seconds": column("FLOAT", "b.seconds", "from start to response"),
     },
     {
         "l": "LEFT JOIN (SELECT DISTINCT run, iteration, shard, sha256, result FROM cairn_long_results) l ON "
@@ -304,11 +324,11 @@ REWARDS = View(
     "cairn_reward b",
     {
         **OF_SAMPLE,
-        "reward": column("FLOAT", "b.reward", "NULL: failed, or of a group that is not finished"),
+        "reward": column("FLOAT", "b.reward", "NULL: failed, or its group is not finished"),
         "components": column("VARCHAR", "b.components", "JSON object of partial rewards"),
-        "raw_reward": column("FLOAT", "coalesce(b.raw_reward, b.reward)", "as graded, before it was shaped"),
+        "raw_reward": column("FLOAT", "coalesce(b.raw_reward, b.reward)", "reward of the grader, before shaping"),
         "trajectory_rewards": column(
-            "DOUBLE[]", "b.trajectory_rewards", "of each trajectory; NULL: all have the reward"
+            "DOUBLE[]", "b.trajectory_rewards", "reward of each trajectory; NULL: all have the sample's reward"
         ),
         "grader": column("VARCHAR", "b.grader", ""),
         "grader_version": column("VARCHAR", "b.grader_version", ""),
@@ -322,14 +342,14 @@ ADVANTAGES = View(
     "cairn_advantage b",
     {
         **OF_RUN,
-        "iteration": column("BIGINT", "b.iteration", "that trains on it"),
+        "iteration": column("BIGINT", "b.iteration", "iteration that trains on it"),
         "group_id": column("BIGINT", "b.group_id", ""),
         "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
-        "reward": column("FLOAT", "b.reward", "as the update uses it"),
+        "reward": column("FLOAT", "b.reward", "reward that the update uses"),
         "advantage": column("DOUBLE", "list_avg(b.advantages)", "mean over the response's tokens"),
         "return": column("DOUBLE", "list_avg(b.returns)", "mean over the response's tokens"),
-        "tokens": column("BIGINT", "len(b.advantages)", "of the response"),
-        "age": column("INTEGER", "list_max(b.ages)", "of its oldest token, in publications; NULL: not known"),
+        "tokens": column("BIGINT", "len(b.advantages)", "number of tokens of the response"),
+        "age": column("INTEGER", "list_max(b.ages)", "age of its oldest token, in publications; NULL: not known"),
     },
 )
 TOKENS = View(
@@ -338,23 +358,25 @@ TOKENS = View(
     "cairn_rollout b",
     {
         **OF_SAMPLE,
-        "position": column("BIGINT", "unnest(range(len(b.response_ids)))", "in the response, from 0"),
+        "position": column("BIGINT", "unnest(range(len(b.response_ids)))", "position in the response, from 0"),
         "token_id": column("INTEGER", "unnest(b.response_ids)", ""),
-        "log_prob": column("FLOAT", "unnest(b.log_probs)", "under the rollout engine; 0 where the world gave it"),
-        "loss_mask": column("UTINYINT", "unnest(b.loss_mask)", "1: trained on, unless it was too old"),
-        "weight_version": column("INTEGER", "unnest(b.weight_versions)", "that sampled it"),
+        "log_prob": column(
+            "FLOAT", "unnest(b.log_probs)", "under the rollout engine; 0 for tokens from the environment"
+        ),
+        "loss_mask": column("UTINYINT", "unnest(b.loss_mask)", "1: trained on, unless too old"),
+        "weight_version": column("INTEGER", "unnest(b.weight_versions)", "version that sampled it"),
         **_DECIDED,
-        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: in no batch that has them yet"),
+        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: not computed yet"),
         "return": column("FLOAT", "unnest(a.returns)", ""),
-        "age": column("INTEGER", "unnest(a.ages)", "when it was trained on, in publications"),
+        "age": column("INTEGER", "unnest(a.ages)", "age when it was trained on, in publications"),
         "old_log_prob": column("FLOAT", "unnest(s.log_probs)", "under the policy before the update; NULL: not scored"),
         "ref_log_prob": column("FLOAT", "unnest(s.ref_log_probs)", "under the reference model"),
         "teacher_log_prob": column("FLOAT", "unnest(s.teacher_log_probs)", "under the teacher"),
-        "value": column("FLOAT", 'unnest(s."values")', "of the critic before the update"),
+        "value": column("FLOAT", 'unnest(s."values")', "from the critic before the update"),
         "ratio": column(
             "DOUBLE",
             "unnest(list_transform(list_zip(s.log_probs, b.log_probs), lambda p: exp(p[1]::DOUBLE - p[2])))",
-            "probability under the policy before the update over that under the rollout engine; NULL: not scored",
+            "probability under the policy before the update, divided by that under the rollout engine; NULL: not scored",
         ),
     },
     {name: _OF_A_SAMPLE[name] for name in ("d", "a", "s")},

@@ -7,7 +7,7 @@
 | a file that retention removes (`cairn.storage.upkeep.retention`), between its marker and its removal | yes |
 | an attempt at a step without a commit, in an open iteration | no: a driver writes it or recovers it |
 | the same in an earlier iteration | yes, unless it is the live driver's |
-| a part of a stream's logs whose groups are committed (`stream_log`) | yes, unless it is the live driver's |
+| a part of a stream's logs whose groups are committed (`storage.logs.log`) | yes, unless it is the live driver's |
 | a claim of an admission (`admissions`), committed or not | no: it stays, as commits do |
 | an unfinished write: a hidden temporary file, an upload in parts | yes, but a live driver's only after a day |
 
@@ -25,7 +25,7 @@ from cairn.storage.ledger.layout import Kind
 from cairn.storage.ledger.leases import Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.logs.admissions import open_groups
-from cairn.storage.logs.stream_log import groups_of_part, stream_parts
+from cairn.storage.logs.sample_log import groups_of_part, stream_parts
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import LeaseLost, SharedWithForks

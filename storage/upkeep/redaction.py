@@ -43,8 +43,8 @@ from cairn.storage.ledger.redacted import without_text
 from cairn.storage.ledger.schemas import IMAGES
 from cairn.storage.ledger.snapshots import read_bytes
 from cairn.storage.logs.answers import forget
-from cairn.storage.logs.stream_log import prompts_in_stream
-from cairn.storage.logs.write_ahead import groups_of_calls, is_calls, waiting_prompts
+from cairn.storage.logs.call_log import groups_of_calls, is_calls
+from cairn.storage.logs.sample_log import prompts_in_stream, waiting_prompts
 from cairn.storage.store.errors import Retired
 from cairn.storage.upkeep.collector import collect, garbage
 from cairn.storage.upkeep.retention import brought_back_from, forks, needed_iterations, newest_checkpoint
@@ -211,7 +211,7 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
 def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
     """Yield a sentence about each place where text of a prompt may remain."""
     for folder in evals.asking(ledger.store, seen.texts):
-        yield f"the result of an evaluation in {folder} holds the same text: remove that folder, and run the evaluation again"
+        yield f"the evaluation result in {folder} holds the same text: remove that folder, and evaluate again"
     for folder in sorted(
         {path.rpartition("/")[0] for path in ledger.store.find(layout.run(ledger.run)) if is_calls(path)}
     ):
@@ -337,8 +337,8 @@ def _begun(ledger: Ledger, found: Found) -> Decision | None:
             continue
         if _sha256(ledger, path) == file.old_sha256:
             raise ValueError(
-                f"the redaction of prompt {decision.what.prompt} is not finished: run cairn delete {ledger.run} --prompt "
-                f"{decision.what.prompt} first"
+                f"the redaction of prompt {decision.what.prompt} is not finished: run cairn delete {ledger.run} "
+                f"--prompt {decision.what.prompt} first"
             )
     for decision in decisions:
         if isinstance(decision.what, Redaction) and decision.what.prompt == found.prompt:

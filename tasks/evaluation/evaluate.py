@@ -24,7 +24,7 @@ from cairn.storage.evals import Claim, Evaluation, EvaluationKey, look, read_sam
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import commit_name
 from cairn.storage.ledger.schemas import EVAL, GENERATED_EVAL, IMAGES, SEQUENCES, TRAJECTORIES, Status
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.records import Environment
 from cairn.storage.store.errors import Damaged, LeaseLost, StoreError, StoreRefused
 from cairn.tasks.batch.sequences import last_trajectory
@@ -384,7 +384,7 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
     requests, records = questions.requests(), generate_function(step.run).records
     scope = f"eval/{step.iteration}/{step.shard}"
     with (
-        WriteAhead(
+        SampleLog(
             step.attempt, step.input_digest, schema=GENERATED_EVAL, encode=_table, earlier_digests=earlier
         ) as log,
         nullcontext(log.recover()) as recovered,  # before calls are read

@@ -22,7 +22,7 @@ from cairn.engines.types.types import SamplingParams
 from cairn.storage.evals import Claim, Evaluation
 from cairn.storage.ledger.schemas import GENERATED_EVALUATION
 from cairn.storage.ledger.snapshots import AttemptFolder
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.records import Environment
 from cairn.storage.store.errors import StoreError, StoreRefused
 from cairn.tasks.evaluation.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluated_samples
@@ -123,7 +123,7 @@ def _generate(
     progress: Progress,
 ) -> tuple[pa.Table, Environment]:
     """Return all samples in the order of the questions, including those of earlier attempts, and their environment."""
-    with WriteAhead(attempt, claim.key.digest, schema=GENERATED_EVALUATION, encode=_table) as log:
+    with SampleLog(attempt, claim.key.digest, schema=GENERATED_EVALUATION, encode=_table) as log:
         recovered = log.recover()
         finished, _ = finished_samples(recovered)
         missing = [request for request in requests if request.key not in finished]

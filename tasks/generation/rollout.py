@@ -24,7 +24,7 @@ from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE
 from cairn.storage.ledger.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.batch.batch import with_optional
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.data.stream import Draw, DrawnRow
@@ -189,9 +189,7 @@ def rollout(
     earlier_inputs = step.earlier_digests
     records = generate_function(run).records
     with (
-        WriteAhead(
-            step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs
-        ) as log,
+        SampleLog(step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs) as log,
         nullcontext(log.recover()) as recovered,  # before calls are read
         Calls(step, records=records) as calls,
     ):

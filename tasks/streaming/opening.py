@@ -11,7 +11,8 @@ import pyarrow as pa
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.snapshots import AttemptFolder
-from cairn.storage.logs.stream_log import StreamCallLog, StreamLog
+from cairn.storage.logs.call_log import CallLog
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.generation.calls import call_table
@@ -30,23 +31,23 @@ def open_stream(run: RunContext) -> Iterator[None]:
 
     recovered: list[pa.Table] = []
 
-    def open_logs(groups: Collection[int]) -> tuple[StreamLog, StreamCallLog | None]:
+    def open_logs(groups: Collection[int]) -> tuple[SampleLog, CallLog | None]:
         name = layout.attempt_name(None, layout.attempt_epoch(attempt.name), uuid.uuid4().hex[:12])
         folder = AttemptFolder(ledger.store, layout.stream(ledger.run), name, root=layout.run(ledger.run))
         earlier = take_groups.earlier_circumstances(run)
-        samples = StreamLog(
+        samples = SampleLog(
             folder,
-            ledger.run,
             circumstances,
             schema=sample_schema(run, {}),
             encode=partial(encode_rows, run),
             earlier_digests=earlier,
+            groups=groups,
         )
-        if not recovered:  # before calls are read: see `StreamLog.recover`
-            recovered.append(samples.recover(groups))
+        if not recovered:  # before calls are read: see `SampleLog.recover`
+            recovered.append(samples.recover())
         if not generate_function(run).records:
             return samples, None
-        return samples, StreamCallLog(folder, circumstances, groups, encode=call_table, earlier_digests=earlier)
+        return samples, CallLog(folder, circumstances, encode=call_table, earlier_digests=earlier, groups=groups)
 
     call = StepCall(run, iteration, "stream", attempt, circumstances)
     newest, left = open_groups(run)

@@ -9,7 +9,8 @@ from functools import cached_property, partial
 
 from cairn.engines.types.trajectories import CallRecord, GeneratedSample, Origin, Recorded, SampleKey, SampleRequest
 from cairn.storage.ledger.commits import Commit
-from cairn.storage.logs.stream_log import StreamCallLog, StreamLog
+from cairn.storage.logs.call_log import CallLog
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.generation.calls import by_sample, call_records
 from cairn.tasks.generation.episodes import LoggedCalls
@@ -22,7 +23,7 @@ class StreamCalls(LoggedCalls):
     """Calls of the samples of one driver's stream. The driver logs them, and replays them whenever the code starts
     again, after an interruption or in the next driver, until a rollout step commits them with the samples."""
 
-    def __init__(self, log: StreamCallLog | None, origin: Origin) -> None:
+    def __init__(self, log: CallLog | None, origin: Origin) -> None:
         """Create the calls.
 
         Args:
@@ -54,7 +55,7 @@ class StreamCalls(LoggedCalls):
         """Record that an iteration has admitted these groups."""
         self._iterations |= dict.fromkeys(groups, iteration)
 
-    def begin_anew(self, log: StreamCallLog | None) -> None:
+    def begin_anew(self, log: CallLog | None) -> None:
         """Switch to another log, and write all known records to it."""
         self._log = self._stream_log = log
         if log is not None:
@@ -109,7 +110,7 @@ class StreamCalls(LoggedCalls):
             return replace(sample, origin=origin, recorded=tuple(self._recorded.get(sample.key, ())))
 
 
-OpenLogs = Callable[[Collection[int]], tuple[StreamLog, StreamCallLog | None]]
+OpenLogs = Callable[[Collection[int]], tuple[SampleLog, CallLog | None]]
 """Function that opens the logs of some open groups: the log of samples and, where their code records calls, of
 calls."""
 

@@ -7,7 +7,7 @@
     take      a rollout step takes the groups of its round: complete ones, in the order of completion
 
 What happens here depends on timing, and belongs to no iteration until a rollout step commits which groups it took, with
-their samples. The results of an engine are durable before that (`cairn.storage.logs.stream_log`), so the next driver
+their samples. The results of an engine are durable before that (`cairn.storage.logs.sample_log`), so the next driver
 resumes from them.
 
 A round first takes groups that would otherwise be too old for the next iteration, and waits for those of them that are

@@ -8,7 +8,7 @@ In FOLDER it notes the faults (witness.jsonl), the groups that it asks rollout e
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import pyarrow as pa
 import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types.trajectories import CallKind, GeneratedSample, SampleRequest
-from cairn.engines.types.types import FinishReason
+from cairn.engines.types.trajectories import CallKind, SampleRequest
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.driver.signals import EXIT_CODE
@@ -26,9 +25,10 @@ from cairn.flows.events import Event
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import Status
+from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.logs.call_log import CallLog
-from cairn.storage.logs.stream_log import StreamLog
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import StepCall
@@ -64,8 +64,7 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
 def note_what_is_generated(file: Path) -> None:
     """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
     after that was generated twice."""
-    generate, write = cairn.tasks.generation.rollout.generate_samples, WriteAhead._write_part
-    write_stream = StreamLog._write_samples
+    generate, write = cairn.tasks.generation.rollout.generate_samples, SampleLog._write_part
 
     def note(iteration: int, shard: str | None, **samples: Any) -> None:
         with file.open("a") as noted:
@@ -77,16 +76,16 @@ def note_what_is_generated(file: Path) -> None:
         note(step.iteration, step.shard, asked=[sample.key for sample in samples])
         yield from generate(step, engine, weights, samples, *args, **options)
 
-    def writing(log: WriteAhead, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
-        write(log, table, metadata)
+    def writing(log: SampleLog, table: pa.Table, *args: Any, **options: Any) -> None:
+        write(log, table, *args, **options)
+        keys = list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
         attempt = log._attempt
-        keys = zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
-        note(attempt.iteration, attempt.shard, finished=list(keys))
-
-    def streaming(log: StreamLog, number: int, rows: Sequence[tuple[Any, Any, GeneratedSample]]) -> None:
-        write_stream(log, number, list(rows))
-        ended = [sample.key for *_, sample in rows if sample.finish_reason != FinishReason.ABORT]
-        note(*STREAM, finished=ended)
+        if isinstance(attempt, Attempt):
+            note(attempt.iteration, attempt.shard, finished=keys)
+        else:
+            statuses = table["status"].to_pylist()
+            ended = [key for key, status in zip(keys, statuses, strict=True) if status != Status.ABORTED]
+            note(*STREAM, finished=ended)
 
     def asking_for_stream(
         step: StepCall,
@@ -105,10 +104,9 @@ def note_what_is_generated(file: Path) -> None:
         note(*STREAM, asked=[sample.key for sample in samples])
         yield from generate(step, engine, weights, samples, *args, joined=joining, **options)
 
-    StreamLog._write_samples = streaming  # type: ignore[method-assign]
     cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]
     cairn.tasks.generation.rollout.generate_samples = asking
-    WriteAhead._write_part = writing  # type: ignore[method-assign]
+    SampleLog._write_part = writing  # type: ignore[method-assign]
 
 
 def note_what_is_recorded(file: Path) -> None:
@@ -133,8 +131,8 @@ def note_what_is_recorded(file: Path) -> None:
             with file.open("a") as notes:
                 notes.write(json.dumps(noted) + "\n")
 
-    def writing(log: CallLog, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
-        write(log, table, metadata)
+    def writing(log: CallLog, table: pa.Table, *args: Any, **options: Any) -> None:
+        write(log, table, *args, **options)
         note(table)
 
     def recovering(log: CallLog, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:

@@ -57,7 +57,7 @@ from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 from cairn.tasks.durable.step import DurableStep, Outcome, StepCall
@@ -128,14 +128,14 @@ class Striker:
             return commit(ledger, **fields)
 
         Ledger.commit = committing  # type: ignore[method-assign]
-        append = WriteAhead.append
+        append = SampleLog.append
 
-        def appending(log: WriteAhead, *samples: Any) -> None:
+        def appending(log: SampleLog, *samples: Any) -> None:
             append(log, *samples)
             if samples:
                 self._strike(log._attempt.iteration, log._attempt.step, "halfway")
 
-        WriteAhead.append = appending  # type: ignore[method-assign]
+        SampleLog.append = appending  # type: ignore[method-assign]
         perform = DurableStep.perform
 
         def performing(step: DurableStep[Any], call: StepCall, *args: Any, **kwargs: Any) -> Outcome:

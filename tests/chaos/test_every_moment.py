@@ -16,8 +16,7 @@ import cairn.tasks.streaming.engine_work
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import Attempt
-from cairn.storage.logs.stream_log import StreamLog
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.trainer import recovery
 from tests.chaos.configurations import CONFIGURATIONS, write_config
 from tests.chaos.driver import note_what_is_committed, note_what_is_generated
@@ -39,7 +38,7 @@ class Blows:
         self._iterations = iterations
         self.struck: list[tuple[str, str, int]] = []
         self.peace = False
-        attempt, commit, retired_from = Ledger.attempt, Ledger.commit, WriteAhead.append
+        attempt, commit, retired_from = Ledger.attempt, Ledger.commit, SampleLog.append
         newest_checkpoint, replay = recovery.newest_checkpoint, recovery.replay
         writers = {name: getattr(Attempt, name) for name in ("write_table", "adopt")}
 
@@ -61,7 +60,7 @@ class Blows:
 
             return write
 
-        def appending(log: WriteAhead, *samples: Any) -> None:
+        def appending(log: SampleLog, *samples: Any) -> None:
             retired_from(log, *samples)
             self.strike("appended", log._attempt.step, log._attempt.iteration)
 
@@ -77,7 +76,7 @@ class Blows:
 
         patch.setattr(Ledger, "attempt", beginning)
         patch.setattr(Ledger, "commit", committing)
-        patch.setattr(WriteAhead, "append", appending)
+        patch.setattr(SampleLog, "append", appending)
         patch.setattr(recovery, "newest_checkpoint", loading)
         patch.setattr(recovery, "replay", replaying)
         for name in writers:
@@ -98,11 +97,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(
         cairn.tasks.generation.rollout, "generate_samples", cairn.tasks.generation.rollout.generate_samples
     )
-    monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
+    monkeypatch.setattr(SampleLog, "_write_part", SampleLog._write_part)
     monkeypatch.setattr(
         cairn.tasks.streaming.engine_work, "generate_samples", cairn.tasks.streaming.engine_work.generate_samples
     )
-    monkeypatch.setattr(StreamLog, "_write_samples", StreamLog._write_samples)
     monkeypatch.setattr(Ledger, "commit", Ledger.commit)
     return monkeypatch
 

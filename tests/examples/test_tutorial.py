@@ -22,7 +22,7 @@ def test_every_command_of_the_tutorial_does_what_it_says(root: Path) -> None:
     assert "run partial: done; weight version 8" in said["train"][0]
     assert "reward" in said["show"][0]
     assert "warmer shares iterations 0 to 3 with partial" in said["fork"][0]
-    assert "part at 000004/rollout" in said["diff"][0]
+    assert "first differ at 000004/rollout" in said["diff"][0]
     assert len([line for line in said["sql"][0].splitlines() if line.startswith(("partial", "warmer"))]) == 8
     assert said["hardest.py"][0].count("Sort the digits") == 3
     assert "computed" in said["eval"][0]

@@ -264,7 +264,7 @@ def test_a_debugger_stops_at_the_first_line_and_at_an_error(here: Path) -> None:
     assert "-> 1 / 0" in result.stdout
     assert "('answers', [4, 5])" in result.stdout
     assert "no trajectory: generate: ZeroDivisionError" in result.stdout
-    assert "it was changed since" in result.stderr
+    assert "has changed since the run" in result.stderr
     assert result.exit_code == 1
 
 

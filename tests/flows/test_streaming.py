@@ -29,9 +29,9 @@ from cairn.flows.streaming import admit_prompts
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.schemas import ROLLOUT, Status
+from cairn.storage.ledger.schemas import Status
 from cairn.storage.ledger.snapshots import AttemptFolder
-from cairn.storage.logs.stream_log import StreamLog
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
 from cairn.tasks.durable.context import RunContext
@@ -450,6 +450,6 @@ def sampled(group: Group, version: int, finished: int) -> Group:
     return replace(group, parts=parts)
 
 
-def logs_of(run: RunContext) -> Callable[[Collection[int]], tuple[StreamLog, None]]:
+def logs_of(run: RunContext) -> Callable[[Collection[int]], tuple[SampleLog, None]]:
     folder = AttemptFolder(run.ledger.store, layout.stream("tiny"), "000001-ab", root=layout.run("tiny"))
-    return lambda groups: (StreamLog(folder, "tiny", "inputs", schema=ROLLOUT, encode=partial(encode_rows, run)), None)
+    return lambda groups: (SampleLog(folder, "inputs", encode=partial(encode_rows, run), groups=groups), None)

@@ -82,7 +82,7 @@ def test_every_reading_command_reads_it(earlier: str, run: str) -> None:
     assert len(json.loads(cairn("show", run, "1", "--json", "--store", earlier))) == 4
     assert not json.loads(cairn("verify", run, "--json", "--store", earlier))["findings"]
     assert run in cairn("runs", "--store", earlier)
-    assert "part at 000002" in cairn("diff", "parent", "branch", "--store", earlier, code=1)
+    assert "first differ at 000002" in cairn("diff", "parent", "branch", "--store", earlier, code=1)
     assert cairn("gc", run, "--store", earlier)
 
 
@@ -211,7 +211,7 @@ def test_an_added_option_a_longer_reads_and_an_added_input_make_no_commit_stale(
 def test_columns_that_its_tables_lack_are_null(earlier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wider = ROLLOUT.insert(3, pa.field("admitted_at", pa.int64()))
     monkeypatch.setitem(SCHEMAS, Step.ROLLOUT, wider)
-    for module in ("cairn.storage.logs.write_ahead", "cairn.tasks.generation.groups"):
+    for module in ("cairn.storage.logs.sample_log", "cairn.tasks.generation.groups"):
         monkeypatch.setattr(f"{module}.ROLLOUT", wider)
     go_on(earlier, "parent")
     for commit in committed(earlier, "parent"):

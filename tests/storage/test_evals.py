@@ -10,7 +10,7 @@ import pytest
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.schemas import EVALUATED, GENERATED_EVALUATION
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.query.database import open_query
 from cairn.storage.records import Environment
@@ -81,10 +81,10 @@ def test_samples_that_a_failed_claim_finished_are_there_for_the_next(store: Stor
     row = {"group_id": 3, "sample_index": 0, "response_ids": [1], "log_probs": [-0.5], "finish_reason": "stop"}
     finished = pa.Table.from_pylist([{**row, "error": None, "seconds": 0.1}], GENERATED_EVALUATION)
     claim = claimed(store)
-    with WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+    with SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
         log.append(finished)
     claim.__exit__(RuntimeError)
-    with claimed(store) as claim, WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+    with claimed(store) as claim, SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
         assert log.recover().equals(finished)
 
 

@@ -12,7 +12,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import KEPT, ROLLOUT, rollout_schema
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.tasks.batch.batch import kept_column, kept_tokens, train_batch
 from cairn.tasks.durable.selection import last_selection
@@ -114,7 +114,7 @@ def test_finished_groups_survive_a_kill_with_what_they_were_drawn_from(tmp_path:
     schema = rollout_schema(cut=True)
     plain = rollout_table([0], tokens=3)
     table = plain.append_column(KEPT, kept_column([KeptTokens.of([[1], [2, 3], []])] * plain.num_rows))
-    with WriteAhead(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
+    with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
         log.append(table)
-    with WriteAhead(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
+    with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
         assert log.recover().equals(table)

@@ -26,7 +26,7 @@ class Messages:
         choice = (body.get("tool_choice") or {}).get("type", "auto")
         if choice not in ("auto", "none") and "tool_choice" not in ignored:
             raise BadRequest(
-                f"tool_choice={choice!r} is not to be had, since tokens are drawn as the run says: auto or none"
+                f"tool_choice={choice!r} is not supported, since the run sets how tokens are drawn: use auto or none"
             )
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -108,7 +108,7 @@ def _messages(given: Any, where: str) -> list[Message]:
 def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or "input_schema" not in tool or "name" not in tool:
         raise BadRequest(
-            "tools has to be a list of objects with name and input_schema: tools of the service are not had"
+            "tools has to be a list of objects with name and input_schema: the service's own tools are not supported"
         )
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}

@@ -20,12 +20,12 @@ async def generate(session: "Session", body: Mapping[str, Any]) -> tuple[dict[st
     """
     how = body.get("sampling_params") or {}
     if not isinstance(how, Mapping):
-        raise BadRequest("sampling_params has to be an object: give one request at a time")
+        raise BadRequest("sampling_params has to be an object: send one request at a time")
     params = session.sampling
     refuse_other_sampling(how, params, session.ignored)
     ends = how.get("stop_token_ids") or ()
     if {*ends} - {*params.stop_token_ids} and "stop_token_ids" not in session.ignored:
-        raise BadRequest(f"stop_token_ids={ends!r} has to be what rollout.rollout_stop_token_ids says")
+        raise BadRequest(f"stop_token_ids={ends!r} has to be a subset of rollout.rollout_stop_token_ids")
     prompt_ids = _prompt(session, body)
     stop = tuple(one for one in strings(how, "stop") if one not in params.stop)
     exchange, id = await session.sample(prompt_ids, whole_number(how, "max_new_tokens"), stop)
@@ -55,12 +55,12 @@ async def generate(session: "Session", body: Mapping[str, Any]) -> tuple[dict[st
 def _prompt(session: "Session", body: Mapping[str, Any]) -> np.ndarray:
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
-        raise BadRequest("one of input_ids and text has to be there")
+        raise BadRequest("the request needs either input_ids or text")
     if isinstance(text, str) and text:
         return session.tokens(text)
     if isinstance(ids, Sequence) and ids and all(type(id) is int and id >= 0 for id in ids):
         return np.asarray(ids, np.int32)
-    raise BadRequest("input_ids has to be a list of tokens, or text a string: give one request at a time")
+    raise BadRequest("input_ids has to be a list of tokens, or text a string: send one request at a time")
 
 
 # vLLM's token endpoint, which `verifiers` 0.4 and `renderers` use: the client tokenizes the prompt and reads the
@@ -81,7 +81,7 @@ async def generate_of_tokens(session: "Session", body: Mapping[str, Any]) -> tup
     if not isinstance(how, Mapping):
         raise BadRequest("sampling_params has to be an object")
     if body.get("features") or body.get("content_parts"):
-        raise BadRequest("images are not taken here: give the tokens alone")
+        raise BadRequest("images are not supported here: send only tokens")
     params = session.sampling
     refuse_other_sampling(how, params, session.ignored)
     stop = tuple(one for one in strings(how, "stop") if one not in params.stop)
@@ -89,7 +89,7 @@ async def generate_of_tokens(session: "Session", body: Mapping[str, Any]) -> tup
     segment = exchange.segment
     if passed := {*(how.get("stop_token_ids") or ())} & {*segment.ids[:-1].tolist()}:
         raise BadRequest(
-            f"token {min(passed)} was sampled and did not end the response, as the client wants it: name it in "
+            f"token {min(passed)} of stop_token_ids was sampled, but did not end the response: add it to "
             "rollout.rollout_stop_token_ids"
         )
     assert segment.log_probs is not None

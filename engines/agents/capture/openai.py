@@ -28,7 +28,7 @@ class ChatCompletions:
         choice = body.get("tool_choice") or "auto"
         if choice not in ("auto", "none") and "tool_choice" not in ignored:
             raise BadRequest(
-                f"tool_choice={choice!r} is not to be had, since tokens are drawn as the run says: auto or none"
+                f"tool_choice={choice!r} is not supported, since the run sets how tokens are drawn: use auto or none"
             )
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:

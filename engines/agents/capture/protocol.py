@@ -36,7 +36,7 @@ class SessionOver(BadRequest):
     """The session has ended."""
 
     def __init__(self) -> None:
-        super().__init__("this session has ended: its sample has what it is made of", status=410, code="session_over")
+        super().__init__("this session has ended: its sample is complete", status=410, code="session_over")
 
 
 # Exchanges and the trajectories that they form.
@@ -346,10 +346,10 @@ def refuse_other_sampling(given: Mapping[str, Any], params: SamplingParams, igno
         value = given.get(name)
         if value is None or value in allowed or name in ignored:
             continue
-        runs = f", where the run has {own[name][0]}" if name in own else ""
+        runs = f" (the run has {own[name][0]})" if name in own else ""
         raise BadRequest(
-            f"{name}={value!r} is not to be had{runs}, since tokens are drawn as the run says: leave it out, or let "
-            f"the session look over it with cairn.capture(…, ignored={{{name!r}}})"
+            f"{name}={value!r} is not supported{runs}, since the run sets how tokens are drawn: leave it out, or "
+            f"ignore it with cairn.capture(…, ignored={{{name!r}}})"
         )
 
 

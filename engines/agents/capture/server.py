@@ -128,7 +128,7 @@ def _session(server: _Server, request: web.Request) -> Session:
     for key in (request.match_info.get("session"), authorization, request.headers.get("x-api-key")):
         if key and key in server.sessions:
             return server.sessions[key]
-    raise BadRequest("no session is open that the URL or the API key names", status=401, code="invalid_api_key")
+    raise BadRequest("neither the URL nor the API key names an open session", status=401, code="invalid_api_key")
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -137,7 +137,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = from_json(await request.read())
     except ValueError as error:
-        raise BadRequest(f"the request is no JSON: {error}") from None
+        raise BadRequest(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the request has to be a JSON object")
     return body
@@ -193,8 +193,8 @@ async def _generate(
 async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
     parts = request.path.strip("/").split("/")
     place = "/".join(parts if parts[0] in _PLACES else parts[1:])  # without what may be a session's key
-    served = "v1/chat/completions, v1/messages, v1/models, generate and inference/v1/generate"
-    told = f"{request.method} …/{place} is not served: {served} are"
+    served = "v1/chat/completions, v1/messages, v1/models, generate or inference/v1/generate"
+    told = f"{request.method} …/{place} is not served: use {served}"
     return web.json_response(dialect.error(told, 404, None), status=404)
 
 
@@ -223,8 +223,8 @@ async def capture(
     session = Session(ctx, chat_template_kwargs or {}, ignored)
     if ctx.replaying and not replayable:
         raise UncertainEffect(
-            "its process was lost in a captured session or after it, and what the agent did besides asking the policy "
-            "is not known: let the agent run again with cairn.capture(…, replayable=True), if it may"
+            "its process was lost during or after a captured session, so what the agent did apart from its requests "
+            "to the policy is unknown: set cairn.capture(…, replayable=True) if the agent may run again"
         )
     async with served(session, host) as session.url:
         try:

@@ -107,7 +107,7 @@ class Session:
         """Return the sample's trajectories, for `generate` to return. Raises ValueError where there was no request."""
         found = trajectories(self._exchanges)
         if not found:
-            raise ValueError("nothing was asked in the captured session: give the agent session.base_url")
+            raise ValueError("the captured session received no request: pass session.base_url to the agent")
         return found
 
     @asynccontextmanager
@@ -198,9 +198,7 @@ class Session:
 
     def _look(self, call: str) -> None:
         if self._ctx.replaying and not any(self._pending.values()):
-            told = (
-                f"the agent asks for call {call}, which is not recorded, and not for what is: its replies were the same"
-            )
+            told = f"the agent requests call {call} instead of the recorded calls, although it got the same replies"
             self._fail(EpisodeDiverged(told))
 
     def _fail(self, error: BaseException) -> None:

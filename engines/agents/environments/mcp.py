@@ -300,9 +300,11 @@ async def mcp(
         folder: working directory of the process.
     """
     if bool(command) == bool(url):
-        raise ValueError("cairn.mcp: say either the command that starts the server, or its url")
+        raise ValueError("cairn.mcp: pass either the command that starts the server or its url")
     if shared and kind == "deterministic":
-        raise ValueError("cairn.mcp: a server that episodes share has no state that one of them could build up again")
+        raise ValueError(
+            "cairn.mcp: one episode cannot rebuild the state of a shared server: leave out shared or set another kind"
+        )
     asked = _Asked(
         tuple(command),
         url,
@@ -336,7 +338,7 @@ class _Server:
         self._asked = asked
         self._process: ServerProcess | None = None
         self._over = asyncio.Event()
-        self._why = "it was left"
+        self._why = "it was closed"
         """Why the server is unavailable, where it is."""
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[Mapping[str, Tool]] = loop.create_future()
@@ -398,7 +400,7 @@ class _Server:
             for one in page.tools:
                 tool = self._tool(one)
                 if tool.name in found:
-                    raise ValueError(f"it has two tools of the name {tool.name}")
+                    raise ValueError(f"it has two tools named {tool.name}")
                 found[tool.name] = tool
             cursor = page.next_cursor
             if cursor is None:

@@ -75,7 +75,7 @@ class OpenEnv:
             headers: headers of the request that opens the connection, such as an authorization.
         """
         if kind == "pure":
-            raise ValueError("cairn.openenv: an environment has a state: it is deterministic, or has effects")
+            raise ValueError("cairn.openenv: an environment has state: set kind to deterministic or effects")
         self.url = url.rstrip("/")
         self.kind: Kind = kind
         self._timeout = timeout
@@ -93,7 +93,7 @@ class OpenEnv:
 
     async def __aexit__(self, *_: object) -> None:
         if self._socket is not None and self._over is None:
-            self._over = "it was left"
+            self._over = "it was closed"
             try:
                 async with asyncio.timeout(1):
                     await self._socket.send_str('{"type": "close"}')
@@ -179,8 +179,8 @@ class OpenEnv:
         self._check()
         if self._socket is None:
             raise ToolUnavailable(
-                f"the environment at {self.url}: {kind} before a reset in this session; where the episode was cut off "
-                "after one, its session went with it"
+                f"the environment at {self.url}: {kind} came before a reset in this session; if the episode was "
+                "interrupted after a reset, its session is lost"
             )
         try:
             return await self._exchange(kind, data)
@@ -211,7 +211,7 @@ class OpenEnv:
             found = from_json(answer.data)
             kind, data = found["type"], found["data"]
         except (ValueError, TypeError, KeyError):
-            raise await self._end(ToolLost, f"it said what is no answer: {answer.data[:80]!r}") from None
+            raise await self._end(ToolLost, f"it sent an invalid response: {answer.data[:80]!r}") from None
         if kind != "error":
             return data
         code, told = data.get("code"), str(data.get("message", data))[:_LONGEST_ERROR]
@@ -230,7 +230,7 @@ class OpenEnv:
         if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
             return f"it sent a message of more than {self._max_message:,} bytes"
         if answer.type == aiohttp.WSMsgType.BINARY:
-            return f"it sent {len(answer.data):,} bytes that are no text"
+            return f"it sent {len(answer.data):,} bytes instead of text"
         return f"it closed the connection (code {self._socket.close_code})"
 
     async def _end(self, error: type[ToolUnavailable], told: str) -> ToolUnavailable:

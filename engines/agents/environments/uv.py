@@ -41,7 +41,7 @@ def main(folder: str, arguments: list[str]) -> None:
     path = os.pathsep.join(one for one in os.environ["PATH"].split(os.pathsep) if one != folder)
     uv = shutil.which(_NAME, path=path)
     if uv is None:
-        sys.exit(f"{' '.join(arguments)}: this Python has not all that the program needs, and there is no uv")
+        sys.exit(f"{' '.join(arguments)}: this Python lacks packages of the program, and uv is not installed")
     os.execve(uv, [uv, *arguments], {**os.environ, "PATH": path})
 
 

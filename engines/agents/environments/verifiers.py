@@ -123,7 +123,7 @@ class _Environments:
         """Return a task of the taskset. Raises EpisodeFailed."""
         self._read.extend(itertools.islice(self._tasks, max(0, index + 1 - len(self._read))))
         if not 0 <= index < len(self._read):
-            raise EpisodeFailed(f"{self.config.env_id} has {len(self._read)} tasks, and none of index {index}")
+            raise EpisodeFailed(f"{self.config.env_id} has {len(self._read)} tasks, but none with index {index}")
         return self._read[index]
 
 
@@ -140,9 +140,7 @@ def _rewarded(episode: Any, found: list[Trajectory]) -> list[Trajectory]:
         raise EpisodeFailed(f"{episode.env.id}: {told}")
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if len(trained) != 1:
-        raise EpisodeFailed(
-            f"{episode.env.id} has {len(trained)} agents that are trained: let all but one of them have `trainable` off"
-        )
+        raise EpisodeFailed(f"{episode.env.id} has {len(trained)} trained agents: turn `trainable` off for all but one")
     if not found:
-        raise EpisodeFailed(f"{episode.env.id} asked its model nothing")
+        raise EpisodeFailed(f"{episode.env.id} sent its model no request")
     return [replace(trajectory, reward=trained[0].reward) for trajectory in found]

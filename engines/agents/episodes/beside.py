@@ -72,7 +72,7 @@ class Asking:
                     return answers
                 if ended and asked == self._asked:
                     lost = ", ".join("/".join(map(str, id)) for id in sorted(self._left))
-                    raise EngineError(f"the engine gave fewer samples than asked: without those of requests {lost}")
+                    raise EngineError(f"the engine returned fewer samples than requested: requests {lost} have none")
 
     def wait(self) -> bool:
         """Wait until a request is open; return True then, and False once `end` was called."""

@@ -215,7 +215,7 @@ class Context:
             tool = _named(self.tools, tool)
         elif not isinstance(tool, Tool):
             told = getattr(tool, "__name__", type(tool).__name__)
-            raise TypeError(f"ctx.call takes a tool, and {told} is none: make one of it with @cairn.tool(kind=…)")
+            raise TypeError(f"ctx.call takes a tool, but {told} is not one: decorate it with @cairn.tool(kind=…)")
         given = _as_json({} if arguments is None else dict(arguments))
         asked = replace(self._asked(next_call("c"), CallKind.TOOL, tool.name, given), arguments=given)
         has_effects = tool.kind == "effects"
@@ -286,7 +286,7 @@ class Context:
             reward = found.get("reward") if isinstance(found, Mapping) else found
             if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
                 told = shortened(repr(found), 200)
-                told = f"{name}: the grader gave {told}; ctx.judge takes one that gives a finite number"
+                told = f"{name}: the grader returned {told}; ctx.judge needs a finite number"
                 return _ended(asked, error=told)
             return _ended(asked, result=repr(float(reward)))
 
@@ -302,7 +302,7 @@ class Context:
             sample = load_callable("cairn.tasks.rewards.sample.Sample")
             return (sample(**words, prompt=self._sample.prompt, prompt_ids=tuple(self._sample.prompt_ids)),)
         if len(way) != len(words):
-            raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge asks for one response at a time")
+            raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge passes one response at a time")
         return tuple(words.values())
 
     def _asked(self, call: str, kind: CallKind, name: str, given: str, tokens: int = 0) -> CallRecord:

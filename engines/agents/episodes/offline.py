@@ -88,12 +88,12 @@ class _FromRecord(Recorder):
                 self._require(asked)
             return
         waits = ", ".join(sorted(self._asked))
-        raise EpisodeDiverged(f"the code waits for {waits}, and has not asked for {awaited.told}, recorded before that")
+        raise EpisodeDiverged(f"the code waits for {waits}, but has not made {awaited.told}, recorded before that")
 
     def _require(self, asked: CallRecord) -> None:
         if self._known_as(asked) is None:
             orphan = "was under way when its process was lost" if self.is_orphan(asked) else "is not in the record"
-            raise NotRecorded(f"{asked.told} {orphan}: a replay asks nobody")
+            raise NotRecorded(f"{asked.told} {orphan}: a replay makes no new calls")
 
     def _tell(self, record: CallRecord) -> None:
         self._stuck = 0.0

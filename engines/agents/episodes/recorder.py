@@ -139,7 +139,9 @@ def next_call(kind: str = "") -> str:
     """
     place = _place.get()
     if place.aside:
-        raise RuntimeError("a tool or a grader cannot ask the context: a replay, which has its answer, would not ask")
+        raise RuntimeError(
+            "a tool or a grader cannot call the context: a replay does not run it, but returns its recorded result"
+        )
     place.calls[kind] += 1
     return f"{place.path}{kind}{place.calls[kind] - 1}"
 
@@ -450,16 +452,16 @@ def _forget(record: CallRecord) -> Any:
 def _require_same_call(known: CallRecord, asked: CallRecord) -> None:
     if (known.kind, known.name, known.arguments_digest) != (asked.kind, asked.name, asked.arguments_digest):
         raise EpisodeDiverged(
-            f"the code asks for {_of_policy(asked)} where {_of_policy(known)} is recorded: what it does has to follow "
-            "from what its context gives it"
+            f"the code makes {_of_policy(asked)} where {_of_policy(known)} is recorded: it may depend only on results "
+            "of its context"
         )
 
 
 def _require_same(known: CallRecord, made: CallRecord) -> None:
     if (known.result, known.error) != (made.result, made.error):
         raise EpisodeDiverged(
-            f"{known.told} is declared deterministic; it was answered with {_short(known)} and, made again, with "
-            f"{_short(made)}: declare it to have effects"
+            f"{known.told} is declared deterministic, but returned {_short(known)} first and {_short(made)} when "
+            "repeated: set kind to effects"
         )
 
 

@@ -103,7 +103,7 @@ def _own_prompt(trajectory: Trajectory, prompt: np.ndarray, where: str) -> np.nd
         return None
     own = np.asarray(trajectory.prompt_ids, np.int32)
     if own.ndim != 1 or not len(own):
-        raise BadTrajectory(f"the prompt_ids{where} of what generate returned have to be one list with a token")
+        raise BadTrajectory(f"the prompt_ids{where} that generate returned have to be one list with a token")
     return None if np.array_equal(own, prompt) else own
 
 
@@ -118,11 +118,9 @@ def _segments(
         try:
             segments.append(_checked(segment, before, calls))
         except BadTrajectory as problem:
-            raise BadTrajectory(f"segment {number}{where} of what generate returned {problem}") from None
+            raise BadTrajectory(f"segment {number}{where} that generate returned {problem}") from None
     if not any(segment.call is not None and len(segment) for segment in segments):
-        raise BadTrajectory(
-            "generate returned a trajectory without a token that was sampled; where there is none, raise an error"
-        )
+        raise BadTrajectory("generate returned a trajectory without a sampled token; if there is none, raise an error")
     return segments
 
 
@@ -134,24 +132,24 @@ def _checked(segment: object, before: np.ndarray, calls: Mapping[str, Continuati
         raise BadTrajectory(f"has ids of {np.ndim(segment.ids)} dimensions; they have to be one list")
     if mask.shape != (len(segment),):
         told = f"has a loss_mask of {len(mask) if mask.ndim else 'one value'} for {len(segment)} tokens"
-        raise BadTrajectory(f"{told}; it needs one value a token")
+        raise BadTrajectory(f"{told}; it needs one value per token")
     if not ((mask == 0) | (mask == 1)).all():
         raise BadTrajectory("has a loss_mask with other values than 0 and 1")
     if segment.call is None:
         if mask.any():
-            raise BadTrajectory("lets tokens be trained on that the world gave; their loss_mask has to be 0")
+            raise BadTrajectory("trains on tokens that were not sampled; their loss_mask has to be 0")
         if segment.reward is not None:
-            raise BadTrajectory("has a reward, and the world gave it; give it to what was sampled before")
+            raise BadTrajectory("has a reward, but was not sampled; set it on the sampled segment before")
         return Segment.given(segment.ids)
     call = calls.get(segment.call)
     if call is None or not (call.segment is segment or np.array_equal(call.segment.ids, segment.ids)):
         raise BadTrajectory(
-            f"has other ids than call {segment.call} of ctx.sample gave; return the segment that it returned"
+            f"has other ids than call {segment.call} of ctx.sample returned; use that segment unchanged"
         )
     if call.before is not before and not np.array_equal(call.before, before):
         raise BadTrajectory(
-            f"was sampled after {len(call.before)} tokens that are not the {len(before)} before it in the trajectory; "
-            "put there what ctx.sample was given"
+            f"was sampled after {len(call.before)} tokens that differ from the {len(before)} before it in the "
+            "trajectory; use the input of ctx.sample there"
         )
     if call.segment is segment:
         return segment
@@ -168,7 +166,7 @@ def _check_trained_once(segments: Sequence[Segment]) -> None:
         mask, earlier = segment.loss_mask.astype(bool), trained.get(segment.call)
         if earlier is not None and (earlier & mask).any():
             raise BadTrajectory(
-                f"generate returned call {segment.call} of ctx.sample in two trajectories, and its loss_mask lets the "
-                "same tokens be trained on in both; set it to 0 in one of them"
+                f"generate returned call {segment.call} of ctx.sample in two trajectories, and its loss_mask trains on "
+                "the same tokens in both; set it to 0 in one of them"
             )
         trained[segment.call] = mask if earlier is None else earlier | mask

@@ -227,7 +227,7 @@ class Runner:
         """Fail a sample, whatever its code is doing."""
         awaited = self._recorders[key].awaited if key in self._recorders else None
         if awaited is not None:
-            why += f": its code has not asked for {awaited.told} again, which was recorded"
+            why += f": its code has not repeated {awaited.told}, which was recorded"
         self._tasks[key].cancel()
         self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
 
@@ -340,5 +340,5 @@ def told_of(error: BaseException) -> str:
     try:
         said = str(error)
     except Exception:
-        said = "it cannot say what"
+        said = "its message cannot be read"
     return shortened(f"generate: {type(error).__name__}: {said}", _LONGEST_ERROR)

@@ -105,7 +105,7 @@ class SampleEngine:
             except ProcessLost as lost:
                 losses += 1
                 if losses >= LOSSES:
-                    raise EngineDied(f"{lost} {LOSSES} times in a row: has it memory enough?") from None
+                    raise EngineDied(f"{lost} {LOSSES} times in a row: does it have enough memory?") from None
             if self._aborted:
                 yield [GeneratedSample.aborted(sample) for sample in left.values()]
                 return

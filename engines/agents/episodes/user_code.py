@@ -162,8 +162,8 @@ class UserCode:
                 f"the process of {self._function.name} was ended from outside ({signal.Signals(-code).name})"
             )
         raise GenerationFailed(
-            f"the process of {self._function.name} ended with exit code {code} while it generated: what it wrote "
-            "stands in the engine's log"
+            f"the process of {self._function.name} ended with exit code {code} while it generated: its output is in "
+            "the engine's log"
         )
 
     def _send(self, kind: str, content: Any) -> None:

@@ -291,7 +291,7 @@ class Watchdog:
         self._turned = now = time.monotonic()
         for key in self._runner.working:
             if self._now(key) - self._since[key] > self._seconds:
-                told = f"it took longer than {self._seconds:g} s without the engine"
+                told = f"it took longer than {self._seconds:g} s outside the engine"
                 self._runner.give_up(key, f"generate: GenerateTimeout: {told}")
         if self._in_all is not None and now - self._began > self._in_all:  # all of them have begun with it
             for key in self._runner.unfinished:
@@ -318,5 +318,5 @@ class Watchdog:
 
 def blocked(seconds: float) -> str:
     """Return the error of a sample that blocked all others."""
-    told = f"it kept all others waiting for longer than {seconds:g} s: let it await what it does"
+    told = f"it blocked all other samples for longer than {seconds:g} s: await slow calls in it"
     return f"generate: LoopBlocked: {told}"

@@ -27,7 +27,7 @@ _MARK = "cairn-7f3a9c51-answer"
 """Placeholder for a reply of the policy when the template is analysed."""
 
 
-WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template has tools"
+WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template supports tools"
 
 
 class BadTemplate(Exception):
@@ -84,7 +84,7 @@ class TemplateFormat:
             raise BadTemplate(_cannot("it does not write out what was said"))
         rest = rendered[before:] + self._begin(begins[len(rendered) :])
         if any(_json(text) not in rest and text not in rest for _, text in results if text.strip() == text):
-            raise BadTemplate(_cannot("it leaves results of tools out"))
+            raise BadTemplate(_cannot("it leaves out tool results"))
         rest = after_reply(self._tokenizer, self._special, ids, rest)
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -154,7 +154,7 @@ def _json(text: str) -> str:
 
 
 def _cannot(why: str) -> str:
-    return f"the chat template cannot tell the model what tools returned ({why}): {WAY_OUT}"
+    return f"the chat template cannot show the model tool results ({why}): {WAY_OUT}"
 
 
 # Check whether a chat template's tool calls can be parsed: a call is rendered and parsed again.
@@ -183,13 +183,13 @@ def unreadable_calls(tokenizer: Any) -> str | None:
     if not written:
         if "<tool_call>" in str(tokenizer.chat_template) or getattr(tokenizer, "response_schema", None):
             return None
-        return f"the chat template writes no calls of tools: {WAY_OUT}"
+        return f"the chat template renders no tool calls: {WAY_OUT}"
     why = None
     for prompt, said in written:
         form = TemplateFormat(tokenizer, {_TOOL.name: _TOOL}, prompt)
         ids = np.asarray(tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"])
         if form.calls(ids) != [_CALL]:
-            why = why or f"the chat template writes calls in a way that is not read ({said[:200]!r}): {WAY_OUT}"
+            why = why or f"the chat template renders calls in an unsupported format ({said[:200]!r}): {WAY_OUT}"
             continue
         try:
             form.results(ids, [(_CALL.name, "4")])

@@ -99,8 +99,8 @@ async def in_a_thread(function: Callable[[], Any], timeout: float) -> Any:
     _late.difference_update([thread for thread in _late if not thread.is_alive()])
     if len(_late) >= MOST_LATE:
         raise ToolUnavailable(
-            f"{MOST_LATE} calls of tools go on after their deadlines, in threads, which cannot be ended: let the tools "
-            "be functions of a module, or coroutine functions"
+            f"{MOST_LATE} tool calls still run in threads after their deadlines and cannot be ended: make the tools "
+            "functions of a module or coroutine functions"
         )
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -233,7 +233,7 @@ class _Asked:
                 if self.tool.kind != "pure":
                     raise
         raise ToolUnavailable(
-            f"{self.tool.name}: its process was ended from outside {LOST} times: has it memory enough?"
+            f"{self.tool.name}: its process was ended from outside {LOST} times: does it have enough memory?"
         )
 
     def _begin(self) -> None:

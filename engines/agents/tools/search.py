@@ -82,7 +82,7 @@ def tool(options: ToolOptions) -> Tool:
     from cairn.configs.plugins import BadPlugin
 
     if options.search.corpus is None:
-        raise BadPlugin("the tool 'search' looks into a corpus: set rollout.tool_options.search.corpus to its file")
+        raise BadPlugin("the tool 'search' needs a corpus: set rollout.tool_options.search.corpus to its file")
     own = Search(options.search)
     return Tool(
         own.search,

@@ -57,8 +57,8 @@ class Parameters:
         for parameter in self._signature.parameters.values():
             if parameter.kind not in (*_NAMED, inspect.Parameter.VAR_KEYWORD):
                 raise TypeError(
-                    f"a tool's arguments have names, and {parameter} of {getattr(function, '__qualname__', function)} "
-                    "has none: let it be an ordinary parameter"
+                    f"a tool's arguments are passed by name, but {parameter} of "
+                    f"{getattr(function, '__qualname__', function)} has none: make it an ordinary parameter"
                 )
 
     @property
@@ -269,11 +269,11 @@ class Tool:
     def _check(self) -> None:
         found = deferred(self.function)
         if found not in (None, "a coroutine"):
-            raise TypeError(f"tool {self.name}: it is {found} function; let it return one result")
+            raise TypeError(f"tool {self.name}: it is {found} function; return one result instead")
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"tool {self.name!r}: a tool's name is 1 to 64 letters, digits, _ and -: give it a `name`")
         if self.kind not in get_args(Kind):
-            raise ValueError(f"tool {self.name}: there is no kind {self.kind!r}: say pure, deterministic or effects")
+            raise ValueError(f"tool {self.name}: there is no kind {self.kind!r}: use pure, deterministic or effects")
         if self.timeout <= 0 or self.max_output <= 0 or (self.memory is not None and self.memory <= 0):
             raise ValueError(f"tool {self.name}: its timeout, memory and max_output have to be above 0")
         if self.reconcile is not None and self.kind != "effects":
@@ -461,6 +461,6 @@ def load_tools(names: Sequence[str], options: ToolOptions) -> dict[str, Tool]:
         loaded: Any = TOOL.load(name)
         tool: Tool = loaded if isinstance(loaded, Tool) else loaded(options)
         if tool.name in found:
-            raise BadPlugin(f"rollout.tools names two tools that are called {tool.name!r}: give one another `name`")
+            raise BadPlugin(f"rollout.tools has two tools named {tool.name!r}: set another `name` for one")
         found[tool.name] = tool
     return found

@@ -60,7 +60,7 @@ def leave_network() -> str | None:
         return None
     if libc.unshare(_NEW_USERS | _NEW_NETWORK) != 0:
         why = os.strerror(ctypes.get_errno())
-        return f"this machine cannot keep it from the network ({why}): allow user namespaces, or set \
+        return f"this machine cannot block its network access ({why}): allow user namespaces, or set \
 rollout.tool_options.network"
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:

@@ -110,8 +110,8 @@ class Publications:
         with self._lock:
             others = ", ".join(map(str, sorted(self._laid.keys() - {version}))) or "none"
         return PublicationGone(
-            f"weight version {version} is not published any more (others that are: {others}): bring the trainer to it "
-            "and publish it again"
+            f"weight version {version} is not published any more (published: {others}): bring the trainer to it and "
+            "publish it again"
         )
 
 

@@ -35,18 +35,17 @@ def kept_problems(config: RolloutConfig) -> Iterator[str]:
     limit = min(options.get(LIMIT) or _LIMIT_BY_DEFAULT for options in servers)
     if not 0 < config.rollout_top_k <= limit:
         yield (
-            f"{cut}, but SGLang reports what is left of the vocabulary, within which the trainer has to score, for a "
-            f"top-k of at most rollout.sglang.{LIMIT} ({limit}) alone: set rollout_top_k to some number up to it, "
-            f"{otherwise}"
+            f"{cut}, but SGLang reports the remaining vocabulary, which the trainer needs to score, only for a top-k "
+            f"of at most rollout.sglang.{LIMIT} ({limit}): set rollout_top_k to at most that, {otherwise}"
         )
     if any(options.get("speculative_algorithm") for options in servers):
         yield (
-            f"{cut}, but SGLang does not report what is left of the vocabulary while it decodes speculatively: leave "
+            f"{cut}, but SGLang does not report the remaining vocabulary with speculative decoding: leave "
             f"speculative_algorithm out, {otherwise}"
         )
     if any(group.worker_type != "regular" for group in config.server_groups):
         yield (
-            f"{cut}, but prefill and decode servers do not report what is left of the vocabulary: use regular ones, "
+            f"{cut}, but prefill and decode servers do not report the remaining vocabulary: use regular ones, "
             f"{otherwise}"
         )
 
@@ -55,8 +54,8 @@ def version_problems(config: RolloutConfig, installation: Installation) -> Itera
     """Yield such sentences for the SGLang that is installed."""
     if config.cuts_vocabulary and LIMIT not in installation.options:
         yield (
-            f"rollout.engine: SGLang {installation.version} does not report what top-p and top-k leave of the "
-            "vocabulary, within which the trainer has to score: run `make sglang-env` for a version that does"
+            f"rollout.engine: SGLang {installation.version} does not report the vocabulary left by top-p and top-k, "
+            "which the trainer needs to score: run `make sglang-env` for a version that does"
         )
 
 
@@ -72,7 +71,9 @@ def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, KeptTokens]:
     left, log_probs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     if left is None or log_probs is None:
         if meta.get("completion_tokens"):
-            raise EngineError("the server does not say what it drew tokens from: it may be another version of SGLang")
+            raise EngineError(
+                "the server does not report which tokens it drew from: it may be another version of SGLang"
+            )
         left = log_probs = []
     return np.asarray(log_probs, np.float32), KeptTokens.of(left)
 
@@ -91,13 +92,13 @@ def routes_problems(config: RolloutConfig) -> Iterator[str]:
     servers = [{**config.sglang, **group.overrides} for group in config.server_groups] or [config.sglang]
     if not config.external_urls and not all(options.get(OPTION) for options in servers):
         yield (
-            "algorithm.use_rollout_routing_replay is true, and SGLang reports the experts of a token only where it is "
-            f"told to when it starts: set rollout.sglang.{OPTION}: true"
+            "algorithm.use_rollout_routing_replay is true, but SGLang does not report the experts of a token by "
+            f"default: set rollout.sglang.{OPTION}: true"
         )
     if any(group.worker_type != "regular" for group in config.server_groups):
         yield (
-            "algorithm.use_rollout_routing_replay is true, and the experts of a token are known to two servers where "
-            "one does the prefill and another decodes: use regular servers, or leave it out"
+            "algorithm.use_rollout_routing_replay is true, but prefill and decode servers each know only a part of a "
+            "token's experts: use regular servers, or leave it out"
         )
 
 
@@ -139,8 +140,8 @@ class Routes:
             )
         if (np.diff(np.sort(experts[:1], -1)) == 0).any():
             raise EngineError(
-                "the server reports that one expert was chosen twice for a token, as it does where its kernels choose "
-                "and do not say: set rollout.sglang.moe_runner_backend to one that routes apart"
+                "the server reports one expert twice for a token, as it does if its kernels choose experts "
+                "and do not report them: set rollout.sglang.moe_runner_backend to one that routes separately"
             )
         return compact(experts, self._layers.num_experts)
 
@@ -177,10 +178,10 @@ def completion(
     reason = _FINISH.get(finish["type"])
     if reason is None or (reason == FinishReason.ABORT and not may_abort):
         at_fault = finish.get("status_code") not in (None, 503)
-        raise (GenerationFailed if at_fault else EngineError)(f"a generation ended by {finish}")
+        raise (GenerationFailed if at_fault else EngineError)(f"a generation ended with {finish}")
     matched = finish.get("matched")
     if isinstance(matched, str) and matched not in stop:  # SGLang's words where it drew a token that there is not
-        raise GenerationFailed(f"a generation ended by {matched!r}: the weights give no finite logits")
+        raise GenerationFailed(f"a generation ended with {matched!r}: the weights give no finite logits")
     ids = np.asarray(content["output_ids"], np.int32)
     kept = None
     if with_kept:

@@ -409,7 +409,7 @@ class Generation:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=_ABORT_AGAIN)  # some may only have been on their way
         if self._tasks:
-            self._late = f"{len(self._tasks)} samples were not given back {ABORT_TIMEOUT:g} s after the abort"
+            self._late = f"{len(self._tasks)} samples were not returned {ABORT_TIMEOUT:g} s after the abort"
         self._over.set()
 
     async def _abort_running(self) -> None:

@@ -38,7 +38,7 @@ def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:
     if not found:
         return None
     return (
-        f"{file} names code of its own (auto_map), which SGLang may run: take auto_map out, or set "
+        f"{file} names its own code (auto_map), which SGLang may run: remove auto_map, or set "
         "rollout.sglang.trust_remote_code=true"
     )
 

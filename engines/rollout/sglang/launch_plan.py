@@ -80,14 +80,11 @@ def without_gpu(config: RolloutConfig) -> bool:
 def takes_no_weights(options: Mapping[str, Any]) -> str | None:
     """Return why a server with these options cannot receive the run's weights; None if it can."""
     if (stages := options.get("pp_size") or 1) > 1:
-        return (
-            f"pp_size = {stages}, and new weights do not reach the stages of a pipeline: leave it out, and cut layers "
-            "by tp_size"
-        )
+        return f"pp_size = {stages}, but weight updates do not support pipeline stages: leave it out, and set tp_size"
     if (copies := options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
         return (
-            f"dp_size = {copies}, and SGLang takes new weights for one copy of a model: leave it out and have more "
-            "engines, or set enable_dp_attention"
+            f"dp_size = {copies}, but SGLang updates only one copy of a model: leave it out and set more engines, or "
+            "set enable_dp_attention"
         )
     return None
 

@@ -45,34 +45,34 @@ def quantized_problems(config: RunConfig) -> Iterator[str]:
         return
     if any(options.get("quantization") for options in servers):
         yield (
-            "rollout.sglang.quantization rounds weights when a server starts, and new ones would be taken as they are: "
-            "leave it out, and for rollouts in FP8 give a model.path whose config.json says fp8 in blocks"
+            "rollout.sglang.quantization rounds weights only when a server starts, and updates would not be rounded: "
+            "leave it out, and for rollouts in FP8 set a model.path whose config.json has fp8 in blocks"
         )
     if scheme is None:
         return
     if not isinstance(scheme, BlockFp8):
         yield (
             f"servers of rollout.engine=sglang would hold {path} in four bits, in which no weights are sent, since "
-            "training knows nothing of such rounding: give a folder in bfloat16 or FP8, or set rollout.engine to "
-            "transformers, which computes with what the four bits stand for"
+            "training does not round like that: use a folder in bfloat16 or FP8, or set rollout.engine to "
+            "transformers, which computes with dequantised weights"
         )
         return
     if not rollout.num_gpus_per_engine and not rollout.external_urls:
         yield (
             f"{path} is in FP8, for which SGLang has no kernels without a GPU: set rollout.num_gpus_per_engine, or "
-            "rollout.engine to transformers, which computes with what the FP8 stands for"
+            "rollout.engine to transformers, which computes with dequantised weights"
         )
     if rollout.dtype != "bfloat16":
-        yield f"{path} is in FP8, with which SGLang computes in bfloat16 alone: set rollout.dtype to bfloat16"
+        yield f"{path} is in FP8, with which SGLang computes only in bfloat16: set rollout.dtype to bfloat16"
     if fleet.update_weight_transport == "disk":
         yield (
-            f"fleet.update_weight_transport is disk, by which servers that hold {path} in FP8 would read plain "
+            f"fleet.update_weight_transport is disk, but servers that hold {path} in FP8 would read unquantised "
             "weights: set it to tensor or distributed"
         )
     if fleet.check_weight_update_equal:
         yield (
-            "fleet.check_weight_update_equal compares log-probs with the trainer's to what rounding to bfloat16 "
-            f"explains, and servers hold {path} in FP8: leave it out"
+            "fleet.check_weight_update_equal allows log-probs to differ only by rounding to bfloat16, but servers "
+            f"hold {path} in FP8: leave it out"
         )
 
 
@@ -88,7 +88,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     if config.algorithm.use_rollout_routing_replay:
         yield from routes_problems(rollout)
     if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:
-        yield f"rollout.rollout_stop has {count} strings, and SGLang takes {MOST_STOP_STRINGS} at most: give fewer"
+        yield f"rollout.rollout_stop has {count} strings, but SGLang accepts at most {MOST_STOP_STRINGS}: set fewer"
     yield from _draft_problems(config)
     yield from quantized_problems(config)
     yield from _served_otherwise(config.model.path)
@@ -116,9 +116,8 @@ def _draft_problems(config: RunConfig) -> Iterator[str]:
     drafting = [options for options in servers if options.get("speculative_algorithm")]
     if config.fleet.offloads_rollout and any(not any(options.get(name) for name in backups) for options in drafting):
         yield (
-            "fleet.colocate and offload_rollout give the memory of servers away, and no update brings back the layers "
-            "that draft tokens for rollout.sglang.speculative_algorithm: set rollout.sglang."
-            "enable_draft_weights_cpu_backup"
+            "fleet.colocate and offload_rollout release the memory of servers, and no update restores the layers that "
+            "draft tokens for rollout.sglang.speculative_algorithm: set rollout.sglang.enable_draft_weights_cpu_backup"
         )
 
 
@@ -130,12 +129,12 @@ def _served_otherwise(path: str) -> Iterator[str]:
         return
     if sees_images(model):
         yield (
-            f"rollout.engine is sglang, and the model in {path} reads images ({model.model_type}), which servers "
-            "are not given here: set rollout.engine to transformers"
+            f"rollout.engine is sglang, and the model in {path} reads images ({model.model_type}), which are not sent "
+            "to servers: set rollout.engine to transformers"
         )
     if model.model_type == "qwen3_moe" and (model.mlp_only_layers or model.decoder_sparse_step != 1):
         yield (
-            f"rollout.engine is sglang, which takes every layer of a qwen3_moe model for a mixture of experts; the "
+            "rollout.engine is sglang, which treats every layer of a qwen3_moe model as a mixture of experts; the "
             f"config.json of {path} has dense ones (mlp_only_layers, decoder_sparse_step): set rollout.engine to "
             "transformers"
         )

@@ -85,7 +85,7 @@ class Router:
             fields = {"url": url, "worker_type": wanted[url].worker_type, "bootstrap_port": wanted[url].bootstrap_port}
             self._call("POST", "/workers", {name: value for name, value in fields.items() if value is not None})
         self._wait(
-            lambda: wanted.keys() == self.workers(healthy=True).keys(), f"take the servers {', '.join(sorted(wanted))}"
+            lambda: wanted.keys() == self.workers(healthy=True).keys(), f"add the servers {', '.join(sorted(wanted))}"
         )
 
     def remove(self, url: str) -> None:
@@ -93,7 +93,7 @@ class Router:
         worker = self.workers().get(url)
         if worker is not None:
             self._call("DELETE", f"/workers/{worker}")
-            self._wait(lambda: url not in self.workers(), f"let go of the server {url}")
+            self._wait(lambda: url not in self.workers(), f"remove the server {url}")
 
     def workers(self, *, healthy: bool = False) -> dict[str, str]:
         """Return the id of every server that the router has, or of those that are healthy, by the server's URL."""

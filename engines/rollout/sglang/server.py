@@ -321,7 +321,7 @@ class ExternalServer:
 
     def last_words(self) -> str:
         """Return where to look for the log."""
-        return f"it runs elsewhere, at {self.url}, and so does its log"
+        return f"it runs elsewhere, at {self.url}, where its log is"
 
 
 def _client() -> httpx.Client:

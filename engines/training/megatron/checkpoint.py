@@ -267,12 +267,12 @@ def read_description(
     if state.use_distributed_optimizer != own:
         raise EngineError(
             f"checkpoint {folder} was written with training.megatron.use_distributed_optimizer = "
-            f"{str(state.use_distributed_optimizer).lower()}: set it so, every other part of the layout may differ"
+            f"{str(state.use_distributed_optimizer).lower()}: set it to that, the rest of the layout may differ"
         )
     if bool(state.files_of("critic")) != ("critic" in learners):
         holds, wants = ("a", "none") if state.files_of("critic") else ("no", "one")
         raise EngineError(
-            f"checkpoint {folder} has {holds} critic, and algorithm.advantage_estimator asks for {wants}: load it with "
+            f"checkpoint {folder} has {holds} critic, but algorithm.advantage_estimator requires {wants}: load it with "
             "the algorithm of the run that wrote it"
         )
     check_reference(folder, bool(state.files_of(REFERENCE)), reference is not None)
@@ -356,7 +356,7 @@ def _first_failure(errors: CheckpointException) -> BaseException:
 
 def _in_short(error: BaseException) -> str:
     if "weights_only" in str(error):  # PyTorch recommends to read it all the same
-        return "where a tensor belongs it holds something else"
+        return "it holds something else instead of a tensor"
     return f"{type(error).__name__}: {error!s:.200}"
 
 

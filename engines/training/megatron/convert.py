@@ -71,7 +71,7 @@ def find_torch_dist(source: Path) -> Path | None:
     try:
         found = from_json((source / "metadata.json").read_bytes()).get("sharded_backend")
     except (ValueError, AttributeError) as error:
-        raise BadModel(f"{source / 'metadata.json'} does not say a format of Megatron's: copy it again") from error
+        raise BadModel(f"{source / 'metadata.json'} does not name a Megatron format: copy it again") from error
     if found != "torch_dist":
         raise BadModel(f"checkpoint {source} is in Megatron's format {found}: save it with --ckpt-format torch_dist")
     return source

@@ -40,7 +40,7 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if torch.cuda.is_available():
-        raise EngineError("megatron-core is not to be changed where CUDA exists: give each rank a GPU instead")
+        raise EngineError("megatron-core must not be changed where CUDA exists: give each rank a GPU instead")
     if PACKAGE in sys.modules:
         raise EngineError("megatron.core was imported before it was prepared for the CPU")
     # megatron.core.jit compiles small functions with torch.compile, which needs a C++ compiler and takes minutes.

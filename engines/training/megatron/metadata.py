@@ -159,9 +159,9 @@ def _place(index: Any, info: Any, files: Collection[str]) -> tuple[MetadataIndex
     part, place = _fields(index), _fields(info, "_StorageInfo")
     file = _text(place["relative_path"])
     if file not in files:
-        raise ValueError(f"it puts {part['fqn']} into {file!r}, which is no file of the checkpoint's tensors")
+        raise ValueError(f"it puts {part['fqn']} into {file!r}, which is not a tensor file of the checkpoint")
     if place.get("transform_descriptors"):
-        raise ValueError(f"it holds {part['fqn']} in a coding that Megatron does not write")
+        raise ValueError(f"it holds {part['fqn']} in an encoding that Megatron does not write")
     offset, hint = part.get("offset"), part.get("index")
     return (
         MetadataIndex(

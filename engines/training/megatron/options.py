@@ -105,9 +105,9 @@ SET_HERE = {
     "grad_reduce_in_fp32": "gradients are always summed in float32",
     "hidden_dropout": "dropout would make log-probs differ from the rollout's",
     "moe_aux_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
-    "moe_expert_capacity_factor": "tokens would be dropped in silence",
+    "moe_expert_capacity_factor": "tokens would be dropped silently",
     "moe_z_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
-    "mtp_num_layers": "the layers would be trained from nothing, by a loss that takes no part in the objective",
+    "mtp_num_layers": "the layers would be trained from scratch, by a loss that takes no part in the objective",
     "optimizer_cpu_offload": "its optimizer keeps moments where the digest and checkpoints do not look",
     "overlap_param_gather": "weights would still be on their way when an update ends, and are exported and scored then",
     "perform_initialization": "without it Megatron forgets which parameters are cut, and clips by a wrong norm",
@@ -147,7 +147,7 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
         config = check_model_folder(model_path)
         if sees_images(config):
             raise BadModel(
-                f"Model type {config.model_type} in {model_path} reads images, which Megatron is not given here: set "
+                f"Model type {config.model_type} in {model_path} reads images, which are not passed to Megatron: set "
                 "training.engine to torch."
             )
         hf = config.get_text_config()
@@ -175,8 +175,8 @@ def model_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[s
             yield f"training.megatron.{name} follows from the model's config.json; leave it out"
         elif name in names - PERMITTED:
             yield (
-                f"training.megatron.{name} is none of the options that place, speed up or check the work, which alone "
-                "may be set: leave it out"
+                f"training.megatron.{name} is not an option that places, speeds up or checks the work, and only those "
+                "can be set: leave it out"
             )
         elif name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -215,8 +215,8 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
         yield f"training.megatron.expert_model_parallel_size is {expert_ranks}; the model has {experts or 'no'} experts"
     if experts and tensor > 1 and not options.get("sequence_parallel"):
         yield (
-            "training.megatron.tensor_model_parallel_size > 1 needs training.megatron.sequence_parallel: true, for the "
-            "model has experts"
+            "training.megatron.tensor_model_parallel_size > 1 needs training.megatron.sequence_parallel: true, since "
+            "the model has experts"
         )
     yield from _width_problems(training, derived)
     if derived.get("rope_type") == "rope" and options.get("apply_rope_fusion"):
@@ -282,8 +282,8 @@ def _gpu_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[st
         )
     if training.dtype == "float32":
         yield (
-            "training.dtype=float32 does not go with training.engine=megatron on GPUs, where attention over packed "
-            "samples knows bfloat16 alone: set training.dtype to bfloat16"
+            "training.dtype=float32 does not work with training.engine=megatron on GPUs, where attention over packed "
+            "samples needs bfloat16: set training.dtype to bfloat16"
         )
 
 

@@ -175,7 +175,7 @@ def load_weights(
                 tensor = files[block.name]
                 if tuple(tensor.get_shape()) != block.whole_shape:
                     raise BadModel(
-                        f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json asks for "
+                        f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json requires "
                         f"{block.whole_shape}"
                     )
                 rows = slice(block.row, block.row + block.height)

@@ -63,8 +63,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer) and not isinstance(layer.base_layer, torch.nn.Linear):
             raise BadModel(
-                f"training.lora.target_modules reaches {name}, which is no linear layer and cannot be adapted here, as "
-                "experts in one tensor cannot: name linear layers, such as [q_proj, k_proj, v_proj, o_proj]"
+                f"training.lora.target_modules matches {name}, which is not a linear layer and cannot be adapted here "
+                "(nor can experts in one tensor): use linear layers, such as [q_proj, k_proj, v_proj, o_proj]"
             )
     for name, parameter in model.named_parameters():
         if _is_adapter(name):
@@ -136,8 +136,7 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
         if not matched:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise BadModel(
-                f"training.lora.target_modules has {target}, which is the name of no linear layer of the model; there "
-                f"are {known}"
+                f"training.lora.target_modules has {target}, which matches no linear layer of the model; it has {known}"
             )
         if model.get_output_embeddings() in matched and ties_embeddings(model.config):
             raise BadModel(

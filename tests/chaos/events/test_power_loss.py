@@ -2,9 +2,10 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Finding
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
 from cairn.storage.upkeep.verification import verify
@@ -39,13 +40,13 @@ def disk(tmp_path: Path) -> Iterator[VolatileDisk]:
 def acknowledged(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Samples whose write-ahead record was written, by group."""
     groups: Counter[int] = Counter()
-    write = WriteAhead._write_part
+    write = SampleLog._write_part
 
-    def writing(log: WriteAhead, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
-        write(log, table, metadata)
+    def writing(log: SampleLog, table: pa.Table, *args: Any, **options: Any) -> None:
+        write(log, table, *args, **options)
         groups.update(table["group_id"].to_pylist())
 
-    monkeypatch.setattr(WriteAhead, "_write_part", writing)
+    monkeypatch.setattr(SampleLog, "_write_part", writing)
     return groups
 
 

@@ -36,8 +36,8 @@ def test_a_model_becomes_a_checkpoint_and_the_same_model_again(folder: Path) -> 
 
 def test_what_cannot_be_converted_is_refused_in_one_sentence(folder: Path, tmp_path: Path) -> None:
     for arguments, sentence in (
-        ((tmp_path, tmp_path / "new"), "give --model"),
-        ((folder, tmp_path), "is there already"),
+        ((tmp_path, tmp_path / "new"), "set --model"),
+        ((folder, tmp_path), "exists already"),
         ((tmp_path / "nothing", tmp_path / "new"), "is not a folder"),
     ):
         done = cairn("convert", *arguments)

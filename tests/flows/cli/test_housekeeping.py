@@ -57,7 +57,7 @@ def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:
     assert shown.exit_code == 0
     assert "iteration 8: 6 files" in shown.stdout
     assert "lost" in shown.stdout
-    assert "`cairn gc toy --apply` removes them" in shown.stdout
+    assert "can be removed: run `cairn gc toy --apply`" in shown.stdout
     assert ledger.store.find("runs") == before
     assert "/lost[bold]\\x9b31m" in shown.stdout
     dry = json.loads(cairn("gc", "toy", "--json", store=ledger).stdout)
@@ -69,7 +69,7 @@ def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:
     gone = {path for row in dry["retention"] for path in row["files"]} | {row["path"] for row in dry["garbage"]}
     left = {path for path in ledger.store.find("runs") if "/retired/" not in path}
     assert left == set(before) - gone
-    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0.0 MB, can go\n"
+    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0.0 MB, can be removed\n"
 
 
 def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
@@ -77,9 +77,7 @@ def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
     verified = cairn("verify", "toy", store=ledger)
     assert verified.exit_code == 0
     assert "(54 older files are retired) read; every byte is what was committed" in verified.stdout
-    assert (
-        "those of 9 iterations from 0 to 8, whose tables are retired, could not be accounted for\n" in verified.stdout
-    )
+    assert "groups of 9 iterations from 0 to 8 could not be checked: their tables are retired\n" in verified.stdout
     shown = cairn("show", "toy", "3", store=ledger)
     assert shown.exit_code == 1
     assert "is retired: run 'toy' deletes its older files" in shown.stderr
@@ -105,8 +103,8 @@ def test_diff_names_what_is_retired_and_goes_on(
     assert "000000/rollout.00-000: samples.parquet has another digest, and its rows cannot be compared: runs/toy/" in (
         shown.stdout
     )
-    assert ("toy and other part at 000011/rollout.00-000" in shown.stdout) == parts
-    assert ("toy and other are equal in all that is kept" in shown.stdout) != parts
+    assert ("toy and other first differ at 000011/rollout.00-000" in shown.stdout) == parts
+    assert ("toy and other are equal in everything that is stored" in shown.stdout) != parts
     found = json.loads(cairn("diff", "toy", "other", "--json", store=ledger).stdout)
     assert found["parts_at"] == ("000011/rollout.00-000" if parts else None)
     assert [sentence.partition(":")[0] for sentence in found["retired"]] == [f"000000/rollout.{s}" for s in SHARDS]

@@ -36,7 +36,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(store: Path, command: tu
     assert result.exit_code == 2, result.exception
     place = next(one for one in command if one.startswith("/proc/"))
     assert f"{place} cannot be written: " in result.stderr
-    assert result.stderr.endswith("; give another place\n")
+    assert result.stderr.endswith("; use another path\n")
 
 
 def test_what_cannot_be_read_elsewhere_is_no_fault_of_the_place(tmp_path: Path) -> None:

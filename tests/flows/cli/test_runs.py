@@ -105,7 +105,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
                 break
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, errors
-    assert errors.endswith("interrupted; nothing committed is lost. Go on with: cairn resume short\n")
+    assert errors.endswith("interrupted; nothing committed is lost. Continue with: cairn resume short\n")
     interrupted = status("short")
     assert (interrupted["state"], 1 <= interrupted["iterations"] < 6) == ("interrupted", True)
 
@@ -114,7 +114,9 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     failing = run("train", "short.yaml", "--run", "failing", PREFECT_API_URL=api_url)
     assert failing.returncode == 1
     assert "iteration 0: 16 of 16 samples failed, 16 of them with: RuntimeError: no grade" in failing.stderr
-    assert failing.stderr.endswith("run failing failed; nothing committed is lost. Go on with: cairn resume failing\n")
+    assert failing.stderr.endswith(
+        "run failing failed; nothing committed is lost. Continue with: cairn resume failing\n"
+    )
     assert "Traceback" not in failing.stderr
     assert status("failing")["state"] == "failed"
 
@@ -176,9 +178,9 @@ def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     assert trained.returncode == 0, trained.stderr
     made = read("fork", "origin@1", "faster", "--set", "training.lr=0.002")
     assert made.stdout == (
-        "run faster shares iterations 0 to 1 with origin and makes 2 to 3 itself\n"
+        "run faster shares iterations 0 to 1 with origin and computes 2 to 3 itself\n"
         "  training.lr: 0.001 → 0.002\n"
-        "go on with: cairn resume faster\n"
+        "continue with: cairn resume faster\n"
     )
     assert status("faster")["state"] == "new"
     resumed = run("resume", "faster", PREFECT_API_URL=api_url)

@@ -119,10 +119,10 @@ def test_train_shows_how_an_existing_run_differs_and_leaves_it_alone(recipe: Pat
     assert result.exit_code == 2
     assert result.stderr == (
         "the run exists with another configuration:\n"
-        "  seed: 42 in the ledger, 7 given\n"
-        "  training.lr: 0.001 in the ledger, 0.5 given\n"
-        "Go on with the ledger's configuration (`cairn resume`), give the recorded values, choose another --run, "
-        "or `cairn fork` the run at the last iteration that shall stay as it is\n"
+        "  seed: 42 in the ledger, 7 requested\n"
+        "  training.lr: 0.001 in the ledger, 0.5 requested\n"
+        "Continue with the ledger's configuration (`cairn resume`), set the recorded values, choose another --run, "
+        "or `cairn fork` the run at the last iteration to keep\n"
     )
     assert Ledger.open(store, "tiny").last_iteration() is None
 

@@ -80,4 +80,4 @@ def test_a_schedule_fires_by_itself_and_the_second_time_computes_nothing(
     for table in tables:
         assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == ["gsm8k", "aime2024"]
     assert any(table.count("| computed |") == 2 for table in tables)
-    assert any(table.count("found, nothing computed") == 2 for table in tables)
+    assert any(table.count("found in the store, not computed") == 2 for table in tables)

@@ -55,7 +55,7 @@ def test_only_the_missing_groups_are_generated_and_status_counts_them(
     killed = run_status(open_store(store), "tiny")
     assert killed.groups == Groups(waiting=GROUPS // 2)
     print_status(killed)
-    assert "3 finished and kept for the next driver" in capsys.readouterr().out
+    assert "3 finished and stored for the next driver" in capsys.readouterr().out
 
     fleet = LocalFleet(config)
     with tiny_context(store, config, fleet=fleet) as (run, _):
@@ -65,7 +65,7 @@ def test_only_the_missing_groups_are_generated_and_status_counts_them(
     done = run_status(open_store(store), "tiny")
     assert done.groups == Groups(generated=GROUPS - GROUPS // 2, recovered=GROUPS // 2)
     print_status(done)
-    assert "3 kept from an interrupted rollout, 3 generated" in capsys.readouterr().out
+    assert "3 reused from an interrupted rollout, 3 generated" in capsys.readouterr().out
 
 
 def test_a_sample_that_had_finished_is_kept_though_its_group_had_not(tiny_assets: Path, tmp_path: Path) -> None:

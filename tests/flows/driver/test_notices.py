@@ -90,7 +90,7 @@ def assert_preempted(folder: Path) -> int:
 
 def assert_says_so(driver: Background, out: str, errors: str) -> None:
     assert driver.returncode == EXIT_CODE, out + errors
-    assert errors.endswith("preempted; nothing committed is lost. Go on with: cairn resume whole\n"), errors
+    assert errors.endswith("preempted; nothing committed is lost. Continue with: cairn resume whole\n"), errors
     assert "Traceback" not in errors
 
 

@@ -137,4 +137,4 @@ def test_what_is_no_bundle_or_no_sample_is_said_in_a_sentence(made: str, tmp_pat
     store = ("--store", f"{made}/gone")
     assert "has samples 0 to 7, no 8" in cairn("bundle", "tiny", "1", "8", tmp_path / "new.zip", *store).stderr
     taken = cairn("bundle", "tiny", "1", "5", tmp_path / "other", *store)
-    assert (taken.exit_code, "is there already" in taken.stderr) == (2, True)
+    assert (taken.exit_code, "exists already" in taken.stderr) == (2, True)

@@ -98,7 +98,7 @@ def test_the_command_counts_what_is_equal_and_ends_with_1_where_anything_differs
     assert (result.exit_code, result.stdout) == (
         0,
         "000000/reward.00-000: equal, bit for bit\n000001/reward.00-000: equal, bit for bit\n"
-        "run tiny: 2 steps are equal, bit for bit; 0 differ, 0 cannot be done again\n",
+        "run tiny: 2 steps are equal, bit for bit; 0 differ, 0 cannot be repeated\n",
     )
     monkeypatch.setattr("cairn.tasks.generation.groups.sample_seed", lambda *place: 1)
     result = cairn(made, "replay", "tiny", "--all", "--step", "rollout", "--json")
@@ -135,7 +135,7 @@ def test_the_weights_come_out_the_same_from_the_committed_batches_with_a_trainer
         0,
         [
             *(f"00000{i}/{step}: equal, bit for bit" for i in (0, 1) for step in ("advantage", "train")),
-            f"run child: the weights after iteration 1 come out the same: version 2, state {trained.state_digest}",
+            f"run child: the weights after iteration 1 are the same: version 2, state {trained.state_digest}",
         ],
     )
     assert opened == ["tiny, trainer", "child, trainer"]
@@ -153,8 +153,7 @@ def test_the_first_update_that_gives_other_weights_is_named(
     result = cairn(made, "replay", "tiny", "--weights")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (
         1,
-        "run tiny: the weights after iteration 1 do not come out the same: 000000/train is the first step that makes "
-        "something else",
+        "run tiny: the weights after iteration 1 differ: 000000/train is the first step with another result",
     )
     answer = json.loads(cairn(made, "replay", "tiny", "--weights", "--json").stdout)
     assert (answer["weights"]["same"], answer["weights"]["differs_at"]) == (False, "000000/train")
@@ -185,5 +184,5 @@ def test_what_was_redacted_is_no_difference_and_not_done_again(made: str, opened
     result = cairn(made, "replay", "tiny", "--weights")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (
         0,
-        "run tiny: the weights after iteration 1 cannot be made again; 1 update cannot be done again",
+        "run tiny: the weights after iteration 1 cannot be computed again; 1 update cannot be repeated",
     )

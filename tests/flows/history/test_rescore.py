@@ -223,7 +223,7 @@ def test_code_that_a_ledger_names_runs_only_where_it_is_at_hand_or_the_user_name
         (["toy@2:1"], "'2:1' are no iterations of run 'toy'; it has 0 to 2"),
         (["toy@last"], "'last' is neither ITER nor A:B, such as 39 or 0:39"),
         (["nobody"], "there is no run 'nobody'"),
-        (["toy", "--write", "graders.py"], "graders.py is there already: give another name"),
+        (["toy", "--write", "graders.py"], "graders.py exists already: use another name"),
         (["toy", "--write", "nowhere/a.parquet"], "there is no folder nowhere"),
     ],
 )

@@ -95,7 +95,7 @@ def test_flips_zeros_and_correlation_are_those_of_tokens(folder: Path) -> None:
 
 def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(folder: Path) -> None:
     shown = cairn("toy@0", "--set", "algorithm.rewards_normalization=false", "--limit", "1").stdout
-    assert "1 groups more: --limit 2 shows all" in shown
+    assert "1 more groups: --limit 2 shows all" in shown
     assert " ".join(shown.splitlines()[1].split()) == "0 2 0.5000 1.0000 0.5000 0.0 % 0.0 % 50.0 % 1.0000"
     assert "advantages: 0 → 0.5" in shown
     assert shown.splitlines()[-1] == (
@@ -136,7 +136,7 @@ def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(fo
             "algorithm.use_rollout_logprobs=true takes",
         ),
         (["toy@0", "--set", RLOO, "--group", "9"], "iteration 0 of run toy did not train on group 9"),
-        (["toy@0", "--write", "mine.py"], "mine.py is there already: give another name"),
+        (["toy@0", "--write", "mine.py"], "mine.py exists already: use another name"),
     ],
 )
 def test_what_cannot_be_told_is_said_in_a_sentence(folder: Path, arguments: list[str], says: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from cairn.storage.ledger.commits import OutputFile, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged
 from tests.storage.builders import CONFIG
@@ -79,7 +79,7 @@ def test_a_part_of_the_write_ahead_log_with_the_right_digest_runs_nothing(mark: 
     for data in (sink.getvalue().to_pybytes(), b"ARROW1 and nothing else ARROW1"):
         part = dead.path(f"write_ahead/000000.{hashlib.sha256(data).hexdigest()}.arrow")
         ledger.store.write(part, data)
-        with WriteAhead(own, "inputs") as log, pytest.raises(Damaged, match=r"\.arrow is not in Cairn's format: it "):
+        with SampleLog(own, "inputs") as log, pytest.raises(Damaged, match=r"\.arrow is not in Cairn's format: it "):
             log.recover()
         ledger.store.delete(part)
     assert not mark.exists()

@@ -16,7 +16,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, ROLLOUT
 from cairn.storage.ledger.snapshots import Attempt, read_table, to_parquet
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged, StoreError
 from cairn.storage.store.store import Store, StoredFile
@@ -111,47 +111,47 @@ def test_a_snapshot_costs_at_most_seven_bytes_a_token() -> None:
 
 def test_finished_groups_survive_and_are_taken_over_by_the_next_attempts(ledger: Ledger) -> None:
     tables = {group: rollout_table([group], seed=group) for group in range(6)}
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         assert log.recover().equals(ROLLOUT.empty_table())
         for group in (0, 1):
             log.append(tables[group])
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         assert _groups(log.recover()) == [0, 1]
         log.append(pa.concat_tables([tables[3], tables[2]]))
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         recovered = log.recover().sort_by("group_id")
     assert recovered.equals(pa.concat_tables([tables[group] for group in range(4)]).combine_chunks())
 
 
 def test_parts_of_other_inputs_or_shards_and_torn_ones_are_ignored(ledger: Ledger) -> None:
     for shard, inputs, group in (("00-000", "other", 1), ("00-001", "inputs", 2), (None, "inputs", 3)):
-        with WriteAhead(_attempt(ledger, shard), inputs) as log:
+        with SampleLog(_attempt(ledger, shard), inputs) as log:
             log.append(rollout_table([group]))
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         log.append(rollout_table([4]))
-    with WriteAhead(torn := _attempt(ledger), "inputs") as log:
+    with SampleLog(torn := _attempt(ledger), "inputs") as log:
         log.append(rollout_table([5]))
     (path,) = ledger.store.find(torn.folder)
     ledger.store.write(path, ledger.store.read(path)[:-40])
     ledger.store.write(f"{torn.folder}/write_ahead/junk", b"junk")
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         assert _groups(log.recover()) == [4]
 
 
 def test_a_group_written_twice_counts_once(ledger: Ledger) -> None:
     for groups in ([1, 2], [2, 3]):
-        with WriteAhead(_attempt(ledger), "inputs") as log:
+        with SampleLog(_attempt(ledger), "inputs") as log:
             log.append(rollout_table(groups))
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         recovered = log.recover()
     assert sorted(recovered["group_id"].to_pylist()) == [1, 1, 2, 2, 3, 3]
 
 
 def test_the_commit_removes_the_parts_that_it_made_useless(ledger: Ledger) -> None:
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         log.append(rollout_table([1]))
     attempt = _attempt(ledger)
-    with WriteAhead(attempt, "inputs") as log:
+    with SampleLog(attempt, "inputs") as log:
         rows = [log.recover(), rollout_table([2])]
         log.append(rows[1])
     assert len(_parts(ledger)) == 3, "one of the first, and what the second found and made"
@@ -173,14 +173,14 @@ def test_groups_that_finish_during_a_write_are_taken_at_once_and_go_out_together
         write(path, data)
 
     monkeypatch.setattr(ledger.store, "write", slow_write)
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         log.append(rollout_table([0]))
         assert writing.wait(60)
         for group in range(1, 30):
             log.append(rollout_table([group]))
         go_on.set()
     assert len(_parts(ledger)) == 2
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         assert _groups(log.recover()) == list(range(30))
 
 
@@ -191,7 +191,7 @@ def test_an_error_of_the_background_writer_is_raised(tmp_path: Path) -> None:
     folder = tmp_path / attempt.folder
     folder.parent.mkdir(parents=True)
     folder.write_bytes(b"a file in the way")
-    log = WriteAhead(attempt, "inputs")
+    log = SampleLog(attempt, "inputs")
     log.append(rollout_table([1]))
     with pytest.raises(StoreError, match="choose another store"):
         log.close()
@@ -207,7 +207,7 @@ def test_what_broke_the_work_off_is_raised_and_an_error_of_the_background_writer
     (tmp_path / attempt.folder).write_bytes(b"a file in the way")
 
     def generate() -> None:
-        with WriteAhead(attempt, "inputs") as log:
+        with SampleLog(attempt, "inputs") as log:
             log.append(rollout_table([1]))
             raise KeyboardInterrupt
 
@@ -222,12 +222,12 @@ import sys, time
 sys.path.insert(0, {root!r})
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from tests.storage.builders import rollout_table
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 ledger.acquire()
-log = WriteAhead(ledger.attempt(0, Step.ROLLOUT, "00-000"), "inputs")
+log = SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "inputs")
 for group in range(1000):
     log.append(rollout_table([group], seed=group))
     print(group, flush=True)
@@ -249,7 +249,7 @@ def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -
         wait_for(lambda: len(_parts(ledger)) >= written + 2)
         process.kill()
     ledger.acquire()
-    with WriteAhead(_attempt(ledger), "inputs") as log:
+    with SampleLog(_attempt(ledger), "inputs") as log:
         recovered = log.recover()
     groups = _groups(recovered)
     assert groups == list(range(len(groups)))
@@ -260,7 +260,7 @@ def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -
 def test_a_discarded_attempt_leaves_its_finished_groups_alone(ledger: Ledger, tmp_path: Path) -> None:
     attempt, other = _attempt(ledger), _attempt(ledger)
     kept = other.write_table("samples.parquet", rollout_table([3]))
-    with WriteAhead(attempt, "0" * 64) as log:
+    with SampleLog(attempt, "0" * 64) as log:
         log.append(rollout_table([1, 2]))
     attempt.write_table("samples.parquet", rollout_table([1, 2]))
     (tmp_path / "file").write_bytes(b"x")
@@ -268,5 +268,5 @@ def test_a_discarded_attempt_leaves_its_finished_groups_alone(ledger: Ledger, tm
     attempt.discard()
     assert list(ledger.store.find(attempt.folder)) == _parts(ledger)
     assert len(read_table(ledger.store, ledger.run, kept)) == 2
-    with WriteAhead(_attempt(ledger), "0" * 64) as log:
+    with SampleLog(_attempt(ledger), "0" * 64) as log:
         assert _groups(log.recover()) == [1, 2]

@@ -1,6 +1,6 @@
 """What a stream keeps of samples that no step has taken: one row a sample, until a commit has its group."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +10,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ROLLOUT
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.admissions import open_groups
-from cairn.storage.logs.stream_log import StreamLog, prompts_in_stream
+from cairn.storage.logs.sample_log import SampleLog, prompts_in_stream
 from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import Reason, collect, garbage
@@ -29,9 +29,9 @@ def rows(*samples: tuple[int, int, str, list[int]]) -> pa.Table:
     return pa.table({name: pa.array(column, ROLLOUT.field(name).type) for name, column in columns.items()}, ROLLOUT)
 
 
-def log(store: Store, number: int, inputs: str = "same") -> StreamLog:
+def log(store: Store, number: int, groups: Collection[int] = (), inputs: str = "same") -> SampleLog:
     folder = AttemptFolder(store, layout.stream("run"), f"{number:06d}-ab", root=layout.run("run"))
-    return StreamLog(folder, "run", inputs, schema=ROLLOUT, encode=pa.concat_tables)
+    return SampleLog(folder, inputs, groups=groups)
 
 
 def parts(folder: Path) -> Sequence[Path]:
@@ -45,8 +45,8 @@ def test_a_sample_goes_on_from_its_newest_row_or_has_ended_with_the_first_that_s
     with log(store, 2) as second:
         second.append(rows((7, 0, "aborted", [1, 2]), (7, 1, "completed", [6]), (9, 0, "completed", [3])))
     assert prompts_in_stream(store, "run") == {7, 8, 9}
-    with log(store, 3) as third:
-        found = third.recover({7, 8}).select(["group_id", "sample_index", "response_ids"]).to_pylist()
+    with log(store, 3, {7, 8}) as third:
+        found = third.recover().select(["group_id", "sample_index", "response_ids"]).to_pylist()
     assert sorted(tuple(row.values()) for row in found) == [(7, 0, [1, 2]), (7, 1, [5]), (8, 0, [9])]
 
 
@@ -56,28 +56,28 @@ def test_what_a_driver_that_was_taken_over_still_writes_never_counts(tmp_path: P
         first.append(rows((7, 0, "aborted", [1]), (7, 1, "completed", [5])))
         while len(parts(tmp_path)) < 1:
             pass
-        with log(store, 2) as second:
-            assert second.recover({7}).num_rows == 2
+        with log(store, 2, {7}) as second:
+            assert second.recover().num_rows == 2
             first.append(rows((7, 0, "completed", [1, 2]), (7, 2, "completed", [6])))
-    with log(store, 3) as third:
-        found = third.recover({7}).select(["sample_index", "response_ids"]).to_pylist()
+    with log(store, 3, {7}) as third:
+        found = third.recover().select(["sample_index", "response_ids"]).to_pylist()
         assert sorted(tuple(row.values()) for row in found) == [(0, [1]), (1, [5])]
-    with log(store, 4) as fourth:
-        assert fourth.recover({7}).num_rows == 2
+    with log(store, 4, {7}) as fourth:
+        assert fourth.recover().num_rows == 2
         fourth.forget([7])
     assert not parts(tmp_path)
 
 
 def test_what_was_made_from_other_inputs_or_is_torn_is_nobodys_and_goes(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    with log(store, 1, "others") as first:
+    with log(store, 1, inputs="others") as first:
         first.append(rows((7, 0, "completed", [1])))
     with log(store, 2) as second:
         second.append(rows((7, 1, "completed", [1])))
     (torn,) = [part for part in parts(tmp_path) if "000002-ab" in str(part)]
     torn.write_bytes(torn.read_bytes()[:-1])
-    with log(store, 3) as third:
-        assert third.recover({7}).num_rows == 0
+    with log(store, 3, {7}) as third:
+        assert third.recover().num_rows == 0
         third.forget([7])
     assert not parts(tmp_path)
 
@@ -86,13 +86,13 @@ def test_a_part_goes_when_commits_have_all_of_its_groups_written_before_or_after
     store = open_store(str(tmp_path))
     with log(store, 1) as first:
         first.append(rows((1, 0, "completed", [1]), (2, 0, "aborted", [1])))
-    with log(store, 2) as second:
-        second.recover({1, 2})
+    with log(store, 2, {1, 2}) as second:
+        second.recover()
         second.append(rows((1, 1, "completed", [4])))
         second.forget([1])
     assert [part.parts[-3] for part in parts(tmp_path)] == ["000001-ab", "000002-ab"], "which says what it found there"
-    with log(store, 3) as third:
-        third.recover({2})
+    with log(store, 3, {2}) as third:
+        third.recover()
         third.forget([2])
     assert not parts(tmp_path)
     assert not list((tmp_path / "runs/run/stream").glob("*"))

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from cairn.engines.types.trajectories import CallKind, CallRecord
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.schemas import ROLLOUT
 from cairn.storage.ledger.snapshots import Attempt, AttemptFolder
 from cairn.storage.logs.call_log import CallLog
-from cairn.storage.logs.parts import PacedWriter
-from cairn.storage.logs.stream_log import StreamCallLog, StreamLog
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.paced import PacedWriter
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
 from cairn.tasks.generation.calls import call_table
@@ -31,7 +29,7 @@ INPUTS = "1" * 64
 
 
 def samples_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
-    log = WriteAhead(Attempt(store, "run", 0, Step.ROLLOUT, "00-000", f"00-000.{driver:06d}-ab"), INPUTS)
+    log = SampleLog(Attempt(store, "run", 0, Step.ROLLOUT, "00-000", f"00-000.{driver:06d}-ab"), INPUTS)
     return log, log.recover()
 
 
@@ -46,12 +44,12 @@ def folder(store: Store, driver: int) -> AttemptFolder:
 
 
 def stream_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
-    log = StreamLog(folder(store, driver), "run", INPUTS, schema=ROLLOUT, encode=pa.concat_tables)
-    return log, log.recover(GROUPS)
+    log = SampleLog(folder(store, driver), INPUTS, groups=GROUPS)
+    return log, log.recover()
 
 
 def stream_calls_log(store: Store, driver: int) -> tuple[PacedWriter, pa.Table]:
-    log = StreamCallLog(folder(store, driver), INPUTS, GROUPS, encode=pa.concat_tables)
+    log = CallLog(folder(store, driver), INPUTS, encode=pa.concat_tables, groups=GROUPS)
     return log, log.recovered
 
 
@@ -88,7 +86,7 @@ def test_what_was_finished_before_a_torn_part_is_recovered_again_and_again(
 ) -> None:
     begin, rows = LOGS[kind]
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cairn.storage.logs.parts.PACE", 0.0)
+        patch.setattr("cairn.storage.logs.paced.PACE", 0.0)
         store = open_store(root)
         finished: list[int] = []
         for number, parts in enumerate(history):

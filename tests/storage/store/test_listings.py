@@ -11,7 +11,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import list_runs
-from cairn.storage.logs.write_ahead import WriteAhead, waiting_groups
+from cairn.storage.logs.sample_log import SampleLog, waiting_groups
 from cairn.storage.store.errors import LeaseHeld
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.s3 import S3Store
@@ -47,7 +47,7 @@ def _litter(store: Store, attempt: str) -> None:
 def test_names_that_are_none_of_a_run_disturb_nothing(store: Store) -> None:
     clean = _eleven_iterations(store)
     attempt = clean.attempt(11, Step.ROLLOUT, "00-000")
-    with WriteAhead(attempt, "1" * 64) as log:
+    with SampleLog(attempt, "1" * 64) as log:
         log.append(rollout_table([11]))
     retire(clean, KEEP)
     commits = [commit.digest for index in clean.iterations() for commit in clean.commits(index)]
@@ -67,7 +67,7 @@ def test_names_that_are_none_of_a_run_disturb_nothing(store: Store) -> None:
     assert (found.epoch, found.holder) == (lease.epoch, lease.holder)
     assert retired(ledger) == gone
     assert waiting_groups(store, "run-1", 11, (), 2) == 1
-    with WriteAhead(clean.attempt(11, Step.ROLLOUT, "00-000"), "1" * 64) as log:
+    with SampleLog(clean.attempt(11, Step.ROLLOUT, "00-000"), "1" * 64) as log:
         assert set(log.recover().column("group_id").to_pylist()) == {11}
     assert list(garbage(ledger)) == []
     _iteration(clean, 11, save=True)

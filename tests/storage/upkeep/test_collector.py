@@ -12,7 +12,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.logs.write_ahead import WriteAhead
+from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.s3 import S3Store
 from cairn.storage.store.store import Store, Unfinished
@@ -48,7 +48,7 @@ def _reasons(ledger: Ledger) -> dict[str, Reason]:
 def _log_group(ledger: Ledger, iteration: int, shard: str, group: int) -> str:
     """An attempt that died after it had one group; the path of its part."""
     attempt = ledger.attempt(iteration, Step.ROLLOUT, shard)
-    with WriteAhead(attempt, INPUTS) as log:
+    with SampleLog(attempt, INPUTS) as log:
         log.append(rollout_table([group]))
     (path,) = ledger.store.find(attempt.folder)
     return path
@@ -93,7 +93,7 @@ def test_groups_that_the_next_driver_takes_over_stay(ledger: Ledger, driver: str
     collect(ledger, garbage(ledger))
     assert ledger.store.exists(part)
     ledger.acquire(takeover=True)
-    with WriteAhead(ledger.attempt(1, Step.ROLLOUT, "00-001"), INPUTS) as log:
+    with SampleLog(ledger.attempt(1, Step.ROLLOUT, "00-001"), INPUTS) as log:
         assert log.recover()["group_id"].to_pylist() == [7, 7]
 
 
@@ -121,7 +121,7 @@ def test_collecting_over_and_over_beside_a_driver_at_work_takes_nothing_that_it_
             for iteration in range(1, 6):
                 for shard in ("00-001", "00-002"):
                     attempt = ledger.attempt(iteration, Step.ROLLOUT, shard)
-                    with WriteAhead(attempt, INPUTS) as log:
+                    with SampleLog(attempt, INPUTS) as log:
                         log.append(rollout_table([iteration]))
                     commit_step(ledger, iteration, Step.ROLLOUT, shard, attempt=attempt, table=rollout_table([1]))
             wait_for(lambda: min(rounds) > 1 or any(collector.done() for collector in collectors))

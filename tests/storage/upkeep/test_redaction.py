@@ -331,7 +331,7 @@ def test_the_command_says_which_weights_saw_the_samples(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, give, input="toy\n")
     assert result.exit_code == 0, result.output
     assert "prompt 3 is redacted in run toy: 2 samples, 4 tables (decision 1)" in result.output
-    assert "updates of iteration 1 were made from them: weights from version 2 on have seen them" in result.output
+    assert "updates of iteration 1 trained on them: weights from version 2 on contain their effect" in result.output
     assert "cairn quarantine toy --prompt 3" in result.output
     newest: Decision = reopened(ledger).decisions.all()[-1]
     assert newest.why == "asked"

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +171,11 @@ def test_calls_that_cannot_be_logged_end_the_step_though_all_episodes_wait_for_t
     assert config.rollout.custom_generate_timeout > 300, "longer than this test may take"
     write = CallLog._write_part
 
-    def down(log: CallLog, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+    def down(log: CallLog, table: pa.Table, *args: Any, **options: Any) -> None:
         if table.num_rows:
             time.sleep(2)  # in which all of them come to their effects
             raise StoreError("the store is down")
-        write(log, table, metadata)
+        write(log, table, *args, **options)
 
     monkeypatch.setattr(CallLog, "_write_part", down)
     with Fleet.start(config, name="tiny", total_steps=1) as fleet, pytest.raises(StoreError, match="the store is down"):

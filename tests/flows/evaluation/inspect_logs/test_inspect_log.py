@@ -102,9 +102,9 @@ def test_questions_with_one_id_are_told_apart(evaluated: tuple[Path, Path, Path]
 @pytest.mark.parametrize(
     ("export", "said"),
     [
-        (("html", "logs"), "--export html is no format"),
-        (("inspect", "both.eval"), "holds one log, and 2 results are asked for"),
-        (("inspect", "digits.yaml"), "is a file, and no log"),
+        (("html", "logs"), "--export html is not a format"),
+        (("inspect", "both.eval"), "can contain only one log, but there are 2 results"),
+        (("inspect", "digits.yaml"), "is a file, but not a log"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_computed(
