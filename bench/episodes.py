@@ -191,7 +191,7 @@ class Episodes:
 
     def _process(self) -> list[psutil.Process]:
         code = self._samples._user_code
-        return [] if code is None else [psutil.Process(code._process.pid)]
+        return [] if code is None else [psutil.Process(code._child.pid)]
 
     @contextmanager
     def _most(self) -> Iterator[list[float]]:

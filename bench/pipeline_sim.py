@@ -19,7 +19,7 @@ The model. An engine decodes all of its samples in step; a step takes `step` sec
 A prefill stalls the engine: of a prompt, or of the prefixes of interrupted samples under new weights. The trainer
 consumes a batch as it was cut. An iteration has `fixed` seconds in which neither side works, half of them before its
 batch is cut and half before it is trained; on two cores this work slows down both sides. Evaluations are left out. The
-rules are those of docs/architecture.md:
+rules are those of docs/iteration.md:
 
     sync          prompts of iteration i are admitted when i - 1 is learned
     lagged        when i - 2 is learned and the batch before is complete

@@ -41,7 +41,7 @@ ORDER = {
         "engines/torch.md",
         "engines/megatron.md",
     ],
-    "Reference": ["api.md", "architecture.md", "measurements.md"],
+    "Reference": ["api.md", "architecture.md", "iteration.md", "measurements.md"],
 }
 MORE = "More"
 

@@ -12,7 +12,7 @@ from cairn.configs.slime import Status as Status
 from cairn.engines.agents import slime as generating
 from cairn.tasks.rewards import sample as graders
 
-_SAME_WORDS = "the same words earn the same, whichever sample they are; a filter has it"
+_SAME_WORDS = "the same text gets the same reward in any sample; a filter has it"
 _UNTOLD = {
     "index": _SAME_WORDS,
     "group_index": _SAME_WORDS,
@@ -42,8 +42,10 @@ class Sample:
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError with an explanation. Python calls this for missing attributes only."""
         if name in _UNTOLD:
-            raise AttributeError(f"sample.{name} is not told to a grader: {_UNTOLD[name]}")
-        raise AttributeError(f"sample.{name} is nothing here: docs/coming-from-slime.md says what a sample has")
+            raise AttributeError(f"sample.{name} is not passed to a grader: {_UNTOLD[name]}")
+        raise AttributeError(
+            f"sample.{name} does not exist here: docs/coming-from-slime.md lists the fields of a sample"
+        )
 
     def get_reward_value(self, args: Any) -> float:
         """Return the number in a reward. If the reward is a mapping, it is the entry `args.reward_key`."""

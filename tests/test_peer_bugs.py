@@ -272,7 +272,7 @@ def test_an_engine_that_gives_fewer_samples_than_asked_is_found_out(tiny_assets:
             yield [c for c in completions if calls > 1 or c.request_id[:2] != (2, 3)]
 
     fleet = disturbed(config, loses_one_at_first)
-    with pytest.raises(EngineError, match="gave fewer samples than asked: without those of requests 2/3/0"):
+    with pytest.raises(EngineError, match="returned fewer samples than requested: requests 2/3/0 have none"):
         run_to(tmp_path / "lossy", config, 0, fleet)
     assert Ledger.open(open_store(str(tmp_path / "lossy")), "tiny").commits(0) == []
     assert run_to(tmp_path / "lossy", config, 0, fleet) == undisturbed

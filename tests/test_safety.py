@@ -276,7 +276,9 @@ def test_a_store_names_no_code_but_the_users(
     Path("link.py").symlink_to(tmp_path / "x.py")
     forged_plugin(path.format(outside=tmp_path))
     with (
-        pytest.raises(ConfigError, match="a store may name no code outside the folder one stands in: go there"),
+        pytest.raises(
+            ConfigError, match="a store may not name code outside the working folder: run in the code's folder"
+        ),
         open_run(store, "tiny", None),
     ):
         pass
@@ -306,7 +308,7 @@ def test_a_file_of_a_store_below_the_folder_of_its_user_is_no_code(
     package.mkdir()
     package.joinpath("__init__.py").touch()
     package.joinpath("linked").symlink_to(store.root / "runs" / "tiny")
-    with pytest.raises(ConfigError, match="a store may name no code outside the folder one stands in"):
+    with pytest.raises(ConfigError, match="a store may not name code outside the working folder"):
         recorded_config(forged_plugin(path))
 
 
@@ -328,7 +330,7 @@ def test_a_store_names_no_cluster_elsewhere(address: str, trusted: bool, forged_
     if trusted:
         assert recorded_config(ledger).fleet.ray_address == address
     else:
-        with pytest.raises(ConfigError, match="a store may name no cluster of another machine"):
+        with pytest.raises(ConfigError, match="a store may not name a cluster of another machine"):
             recorded_config(ledger)
 
 
@@ -344,7 +346,7 @@ def test_a_store_has_weights_sent_to_no_server_elsewhere(
     if trusted:
         require_trusted(config, store)
     else:
-        with pytest.raises(ConfigError, match=r"a store may have weights sent to no other machine"):
+        with pytest.raises(ConfigError, match=r"a store may not send weights or samples to another machine"):
             require_trusted(config, store)
 
 

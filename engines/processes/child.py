@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing import Pipe
 from typing import Any
 
 import psutil
@@ -26,75 +28,129 @@ _ROUNDS = 5
 _LOOK = 0.01
 
 
-def launch(
-    module: str,
-    connection: Connection,
-    arguments: Sequence[Any] = (),
-    search: Sequence[str] | None = None,
-    files: Sequence[int] = (),
-) -> "subprocess.Popen[bytes]":
-    """Start a process that calls `main` of a module.
+TO_END = 10.0
+"""Seconds that a process may take to exit after it closed its connection."""
 
-    The arguments of `main` are the file descriptor of a connection, the id of this process, and `arguments`. The kernel
-    kills the process with the thread that starts it, where the module calls `die_with`.
 
-    Args:
-        arguments: values that `repr` can reproduce.
-        search: the `sys.path` of the process, by default that of this process.
-        files: other file descriptors that it inherits.
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    """Exit code as in Popen: the negative number of the signal that ended it."""
+    hung_up: bool
+    """Whether it had closed its connection and kept running."""
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether it was killed from outside, as by the OOM killer."""
+        return not self.hung_up and -self.code in FROM_OUTSIDE
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended it; None where it exited."""
+        return signal.Signals(-self.code).name if self.code < 0 else None
+
+
+class Child:
+    """A fresh Python process that runs foreign code, with a connection to it.
+
+    It calls `main` of a module. The arguments of `main` are the file descriptor of the connection, the id of this
+    process, and `arguments`. The kernel kills the process with the thread that starts it, where the module calls
+    `die_with`.
     """
-    given = (connection.fileno(), os.getpid(), *arguments)
-    path = list(sys.path if search is None else search)
-    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{given!r})"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,
-        stdout=_STDERR,  # what such code prints is no output of this program
-        pass_fds=[connection.fileno(), *files],
-        start_new_session=True,  # what it starts is killed with it; Ctrl-C is the driver's affair
-        env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
-    )
 
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[Any] = (),
+        *,
+        search: Sequence[str] | None = None,
+        files: Sequence[int] = (),
+        adopts_orphans: bool = False,
+    ) -> None:
+        """Start the process.
 
-def has_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Return whether a process has ended, without reaping it: afterwards its group could not be killed any more."""
-    if not hasattr(os, "waitid"):  # macOS
+        Args:
+            arguments: values that `repr` can reproduce.
+            search: the `sys.path` of the process, by default that of this process.
+            files: other file descriptors that it inherits.
+            adopts_orphans: whether the module calls `adopt_orphans`, so that all descendants can be killed with it.
+        """
+        self.connection, there = Pipe()
+        self._adopts_orphans = adopts_orphans
+        self._lock = threading.Lock()
+        with there:
+            given = (there.fileno(), os.getpid(), *arguments)
+            path = list(sys.path if search is None else search)
+            code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{given!r})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,  # what such code prints is no output of this program
+                pass_fds=[there.fileno(), *files],
+                start_new_session=True,  # what it starts is killed with it; Ctrl-C is the driver's affair
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
+            )
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended. Does not reap it: afterwards its group could not be killed any more."""
+        if not hasattr(os, "waitid"):  # macOS
+            try:
+                return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return True
         try:
-            return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
             return True
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended and left no message. What it started may hold the connection open."""
+        return self.has_ended and not self.connection.poll()
 
-def ends_within(seconds: float, process: "subprocess.Popen[bytes]") -> bool:
-    """Return whether a process ends within so many seconds. The caller still has to reap it."""
-    late = time.monotonic() + seconds
-    while not has_ended(process):
-        if time.monotonic() > late:
-            return False
-        time.sleep(_LOOK)
-    return True
+    def wait(self) -> Ended:
+        """Wait for the end of a process that closed its connection, at most `TO_END` seconds, and kill what is left."""
+        late = time.monotonic() + TO_END
+        while not (ended := self.has_ended) and time.monotonic() < late:
+            time.sleep(_LOOK)
+        return Ended(self.kill(), hung_up=not ended)
 
+    def kill(self) -> int:
+        """Kill the process with its descendants, and reap it. Return the exit code as in Popen.
 
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process and its descendants that did not leave its process group. The caller still has to reap it."""
-    # A process keeps its id, dead or alive, until it is reaped.
-    if process.returncode is None:
+        Descendants that left its process group survive, unless it adopts orphans.
+        """
+        with self._lock:
+            self._kill()
+            return self._process.wait()
+
+    def interrupt(self) -> None:
+        """Kill the process with its descendants, for another thread, which notices it and calls `kill`."""
+        with self._lock:
+            self._kill()
+
+    def _kill(self) -> None:
+        # A process keeps its id, dead or alive, until it is reaped.
+        if self._process.returncode is not None:
+            return
+        if self._adopts_orphans:
+            self._kill_descendants()
         # PermissionError: macOS, where all of the group has ended. ProcessLookupError: a Ctrl-C ended the process
         # before it had a group of its own.
         with suppress(PermissionError, ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
-
-def kill_family(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process and all its descendants, of whatever process group, where it calls `adopt_orphans`. The caller
-    still has to reap it."""
-    if process.returncode is None:
+    def _kill_descendants(self) -> None:
         with suppress(psutil.NoSuchProcess, PermissionError):
-            head = psutil.Process(process.pid)
+            head = psutil.Process(self.pid)
             head.suspend()  # it lives on until the others are gone, or their orphans would be somebody else's
             for _ in range(_ROUNDS):
                 others = head.children(recursive=True)
@@ -103,7 +159,6 @@ def kill_family(process: "subprocess.Popen[bytes]") -> None:
                         other.kill()
                 if all(other.status() == psutil.STATUS_ZOMBIE for other in others if other.is_running()):
                     break
-    kill_group(process)
 
 
 def die_with(parent: int) -> None:

@@ -180,7 +180,7 @@ def verify(run: RunName, store: str = "") -> State[Any]:
     files = sum(check.files for check in checks)
     if findings:
         return Failed(message=f"{len(findings)} findings in run {run}; the logs name them")
-    sound = f"run {run} is sound: {files} files hold what their digests say, and no group is trained on twice or lost"
+    sound = f"run {run} is intact: {files} files match their digests, and no group is trained on twice or lost"
     return Completed(message=sound)
 
 
@@ -300,7 +300,7 @@ def _log(event: Event) -> None:
     if isinstance(event, Message):
         (logger.warning if event.level == "warning" else logger.info)(event.text)
     elif isinstance(event, RunStarted):
-        logger.info(f"Run {event.run} goes on at iteration {event.iteration} of {event.iterations}")
+        logger.info(f"Run {event.run} continues at iteration {event.iteration} of {event.iterations}")
     elif isinstance(event, IterationDone):
         logger.info(f"Iteration {event.iteration} is done")
 

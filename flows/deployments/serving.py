@@ -102,13 +102,13 @@ async def _gone(parent: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.flows.deployments.serving")
-    parser.add_argument("parent", type=int, help="process with which this one ends")
+    parser.add_argument("parent", type=int, help="id of the process that ends this one with it")
     parent = parser.parse_args().parent
     os.environ[SERVED_BY] = str(os.getpid())  # flow runs inherit it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says when
     told = sys.stdin.readline()
     if not told:
-        raise SystemExit("nobody will tell it to serve any more")
+        raise SystemExit("the parent process is gone: nothing to serve")
     if told.strip():
         os.environ[ADDRESS] = told.strip()
     asyncio.run(serve(parent))

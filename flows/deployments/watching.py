@@ -90,7 +90,7 @@ def watch(over: threading.Event, interval: float = INTERVAL) -> None:
             try:
                 look(client)
             except Exception as error:  # the server or a store may come back; what is not seen now is seen then
-                _log.warning("cannot look after drivers: %s", error)
+                _log.warning("cannot check drivers: %s", error)
 
 
 def look(client: SyncPrefectClient) -> None:
@@ -104,12 +104,12 @@ def look(client: SyncPrefectClient) -> None:
     for flow_run in _deployed(client, [StateType.RUNNING, StateType.CANCELLING]):
         if killed_at_work(client, flow_run) is not None:
             crash_with_all_below(client, flow_run)
-            _log.warning("the process of flow run %s is gone; it has ended so", flow_run.name)
+            _log.warning("the process of flow run %s is gone; the flow run has ended", flow_run.name)
     for flow_run in _deployed(client, [StateType.PENDING]):
         if flow_run.work_pool_name is None and flow_run.state and _age(flow_run.state) > TO_BEGIN:
-            again: State[None] = Scheduled(message="Who had taken it up has not begun")
+            again: State[None] = Scheduled(message="The process that claimed it did not start it")
             client.set_flow_run_state(flow_run.id, again, force=True)
-            _log.warning("flow run %s was taken up and not begun; it is scheduled again", flow_run.name)
+            _log.warning("flow run %s was claimed but not started; it is scheduled again", flow_run.name)
     for flow_run in _deployed(client, [StateType.CRASHED]):
         _restart(client, flow_run)
 
@@ -147,7 +147,7 @@ def _lease(flow_run: FlowRun) -> LeaseState | None:
     try:
         return newest_lease(open_store(store), run)
     except (StoreError, Damaged) as error:
-        _log.warning("cannot tell whether the driver of %s lives: %s", run, error)
+        _log.warning("cannot determine whether the driver of %s is alive: %s", run, error)
         return None
 
 

@@ -25,14 +25,14 @@ def with_length(config: RunConfig) -> RunConfig:
     except BadData as error:
         raise ConfigError([f"data: {error}"]) from None
     if isinstance(data, MixedData | GivenPrompts):
-        what = "each source of a mixture has epochs of its own" if isinstance(data, MixedData) else "it gives no end"
+        what = "each source of a mixture has epochs of its own" if isinstance(data, MixedData) else "they have no end"
         raise ConfigError(
             [f"rollout.num_epoch is {epochs}, but the data have no epochs: {what}; set rollout.num_rollout instead"]
         )
     total = len(data) // batch * epochs
     made = f"{len(data)} rows // rollout.rollout_batch_size {batch} × rollout.num_epoch {epochs} = {total} iterations"
     if total == 0:
-        raise ConfigError([f"{made}: lower rollout.rollout_batch_size, or give more data"])
+        raise ConfigError([f"{made}: lower rollout.rollout_batch_size, or use more data"])
     if given not in (0, total):
         raise ConfigError(
             [

@@ -29,5 +29,5 @@ def mind_notices() -> None:
 
 def leave(signum: int, frame: FrameType | None) -> None:
     """Handle a notice before anything has begun: exit with `EXIT_CODE`."""
-    print("preempted before the run was opened; give the command again", file=sys.stderr)
+    print("preempted before the run was opened; run the command again", file=sys.stderr)
     sys.exit(EXIT_CODE)

@@ -29,7 +29,7 @@ from cairn.storage.store.store import Store
 
 SERVICES = "CAIRN_SERVICES"
 """Environment variable with comma-separated addresses to which configurations from a store may send samples."""
-_RECIPE = "give the recipe again with `cairn train RECIPE --run NAME`"
+_RECIPE = "pass the recipe again with `cairn train RECIPE --run NAME`"
 
 
 def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunConfig | None = None) -> RunConfig:
@@ -149,38 +149,41 @@ RULES: Mapping[FromStore, tuple[Callable[[Any, Store], bool], str]] = {
     FromStore.TEXT: (lambda text, store: True, ""),
     FromStore.CODE: (
         _is_code_at_hand,
-        "a store may name no code outside the working folder: go there, put the code's folder on PYTHONPATH, or",
+        (
+            "a store may not name code outside the working folder: run in the code's folder, put that folder on "
+            "PYTHONPATH, or"
+        ),
     ),
-    FromStore.MODEL_FOLDER: (_is_outside_store, "a store may name no model among its own files"),
+    FromStore.MODEL_FOLDER: (_is_outside_store, "a store may not name a model among its own files"),
     FromStore.DATA: (
         _is_plain_data,
-        "a store may name data in a folder, at http(s), S3, Google's, Azure's or Hugging Face's",
+        "a store may only name data in a folder, or at http(s), S3, Google, Azure or Hugging Face",
     ),
     FromStore.TEMPLATE_ARGUMENTS: (
         _are_plain_arguments,
-        "a store may pass a chat template numbers, switches and text, and no template",
+        "a store may only pass numbers, switches and text to a chat template, not a template",
     ),
-    FromStore.SERVER: (_is_server_here, "a store may have weights and samples sent to no other machine"),
+    FromStore.SERVER: (_is_server_here, "a store may not send weights or samples to another machine"),
     FromStore.SERVICE: (
         _is_service,
-        "a store may have samples sent to this machine and to the addresses in the environment variable "
-        f"{SERVICES} alone: put it there, or",
+        f"a store may only send samples to this machine and to the addresses in the environment variable {SERVICES}: "
+        "add it there, or",
     ),
     FromStore.CLUSTER: (
         lambda address, store: address in ("auto", "local") or bool(_HERE.fullmatch(address)),
-        "a store may name no cluster of another machine: join this machine to it and use `auto`, or",
+        "a store may not name a cluster of another machine: join this machine to it and use `auto`, or",
     ),
     FromStore.API_KEY_NAME: (
         lambda name, store: name.endswith("API_KEY"),
-        "a store may name no secret but one whose name ends in API_KEY",
+        "a store may only name a secret whose name ends in API_KEY",
     ),
     FromStore.OUTPUT_FOLDER: (
         _is_working_folder,
-        "a store may have files written below the working folder alone: go there, or",
+        "a store may only write files below the working folder: run in that folder, or",
     ),
     FromStore.DATABASE: (
         _is_local_database,
-        "a store may have metrics written into a file below the working folder alone",
+        "a store may only write metrics into a file below the working folder",
     ),
 }
 """For each type of options, whether a store may set a value, and the limit in words. `ENGINE_OPTIONS` follow from the

@@ -124,7 +124,7 @@ def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callabl
     if len(refused) == count:
         raise BadData(f"none of {count} rows gives a prompt; the first: {refused[0]}")
     if refused:
-        note(f"{len(refused)} of {count} rows give no prompt, and a run passes them over; the first: {refused[0]}")
+        note(f"{len(refused)} of {count} rows give no prompt, and a run skips them; the first: {refused[0]}")
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:
@@ -141,8 +141,8 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
                 image_processor(path)
             elif config.data.has_images:
                 yield (
-                    f"model.{option}: the model in {path} ({model.model_type}) sees no images, and multimodal_keys "
-                    "names some: leave it out, or take a model of images and text"
+                    f"model.{option}: the model in {path} ({model.model_type}) sees no images, but multimodal_keys "
+                    "names some: leave it out, or use a model with image input"
                 )
         except BadModel as error:
             yield f"model.{option}: {error}"
@@ -168,8 +168,8 @@ def _stop_token_problems(config: RunConfig) -> Iterator[str]:
         for id in config.rollout.rollout_stop_token_ids:
             if not 0 <= id < size:
                 yield (
-                    f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are "
-                    f"0 to {size - 1}"
+                    f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {path}: its ids "
+                    f"are 0 to {size - 1}"
                 )
 
 
@@ -196,8 +196,8 @@ def unstopped_end(
         return None
     named = " and ".join(map(str, sorted(ends))) or "none"
     return (
-        f"the tokenizer in {folder} ends responses with {tokenizer.eos_token} ({own}), and config.json and "
-        f"generation_config.json there name {named} as eos_token_id, so that no engine would stop at it: add {own} to "
+        f"the tokenizer in {folder} ends responses with {tokenizer.eos_token} ({own}), but config.json and "
+        f"generation_config.json there name {named} as eos_token_id, so no engine would stop at it: add {own} to "
         "eos_token_id in generation_config.json"
     )
 
@@ -208,7 +208,7 @@ def _top_k_problems(config: RunConfig) -> Iterator[str]:
         size = check_model_folder(path).get_text_config().vocab_size
         if algorithm.distillation_topk > size:
             yield (
-                f"algorithm.distillation_topk is {algorithm.distillation_topk}, and the model in {path} has {size} "
+                f"algorithm.distillation_topk is {algorithm.distillation_topk}, but the model in {path} has {size} "
                 "tokens: lower it"
             )
 
@@ -216,8 +216,8 @@ def _top_k_problems(config: RunConfig) -> Iterator[str]:
 def _image_problems(config: RunConfig) -> Iterator[str]:
     if config.data.has_images and config.model.teacher_url is not None:
         yield (
-            f"model.teacher_url: the server at {config.model.teacher_url} is asked about text, and multimodal_keys "
-            "names images: give the teacher as model.teacher_path"
+            f"model.teacher_url: the server at {config.model.teacher_url} scores only text, but multimodal_keys names "
+            "images: set model.teacher_path instead"
         )
 
 
@@ -241,18 +241,18 @@ def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
         return
     known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (other, policy))
     if not same or known < sampled:
-        why = f"knows {known} token ids, and {sampled} are sampled" if same else "has another tokenizer"
-        yield f"model.{option}: the model in {other} {why}: name a model of the policy's vocabulary"
+        why = f"has {known} token ids, but {sampled} are sampled" if same else "has another tokenizer"
+        yield f"model.{option}: the model in {other} {why}: use a model with the policy's vocabulary"
 
 
 def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str]:
     rollout = config.rollout
     response, prompt = rollout.rollout_max_response_len, rollout.rollout_max_prompt_len
-    holds = f"the context of the model in {path} holds {context} tokens"
+    holds = f"the context of the model in {path} has {context} tokens"
     if config.data.max_length is not None and config.data.max_length > context:
         yield f"data.max_length is {config.data.max_length}, but {holds}; lower it"
     if response >= context:
-        yield f"rollout.rollout_max_response_len is {response}, which leaves no room for a prompt: {holds}"
+        yield f"rollout.rollout_max_response_len is {response}, which leaves no room for a prompt: {holds}; lower it"
     elif prompt is not None and prompt + response > context:
         yield (
             f"rollout.rollout_max_prompt_len + rollout.rollout_max_response_len = {prompt} + {response} = "
@@ -262,7 +262,7 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
         if benchmark.max_response_len >= context:
             yield (
                 f"eval.benchmarks.{index}.max_response_len is {benchmark.max_response_len}, which leaves no room for "
-                f"a prompt: {holds}"
+                f"a prompt: {holds}; lower it"
             )
 
 
@@ -308,8 +308,8 @@ def _unasked_graders(config: RunConfig) -> Iterator[str]:
             yield f"{what}: set reward.rm_type={name}, or leave it out"
     if own == "reward_model" and config.data.get_samples_path is not None:
         yield (
-            f"reward.rm_type is reward_model, which reads the rows of the data again, and data.get_samples_path "
-            f"({config.data.get_samples_path}) gives each once: use data that lies in files, or another grader"
+            "reward.rm_type is reward_model, which reads the rows of the data again, but data.get_samples_path "
+            f"({config.data.get_samples_path}) yields each only once: use data in files, or another grader"
         )
     if config.reward.rm_api_key_env is not None and "remote_rm" not in asked:
         yield "reward.rm_api_key_env is set, which only the grader remote_rm reads: leave it out"
@@ -338,7 +338,7 @@ def _unknown_reads(config: RunConfig, place: str, name: str, reads: Collection[s
     for option in sorted(set(reads) - set(options)):
         near = get_close_matches(option, options, 1)
         meant = f": did you mean {near[0]}?" if near else ": correct it"
-        yield f"{place}: {name!r} reads {option!r}, which is no option of {section}{meant}"
+        yield f"{place}: {name!r} reads {option!r}, which is not an option of {section}{meant}"
 
 
 def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
@@ -369,8 +369,8 @@ def tracking_problems(config: TrackingConfig) -> Iterator[str]:
             )
     if config.use_wandb and config.wandb_mode == "online" and not _has_wandb_key(config.wandb_host):
         yield (
-            "tracking.use_wandb needs a key and finds none: set WANDB_API_KEY, log in with `wandb login`, or set "
-            "tracking.wandb_mode to offline"
+            "tracking.use_wandb needs a key, but none is available: set WANDB_API_KEY, log in with `wandb login`, or "
+            "set tracking.wandb_mode to offline"
         )
 
 

@@ -132,8 +132,8 @@ def benchmarks_of(
     if unheard:
         raise ConfigError(
             [
-                f"{name!r} is a benchmark of the run's own and evaluated as the run does, so its rows, options, number "
-                "of responses and seed cannot be changed; another benchmark is a YAML file of your own"
+                f"{name!r} is a benchmark of the run and is evaluated as in the run, so its rows, options, number of "
+                "responses and seed cannot be changed; write a YAML file of your own for another benchmark"
                 for name in sorted(filter(None, unheard))
             ]
         )
@@ -151,5 +151,5 @@ def benchmarks_of(
         found.append(load_benchmark(name, sections))
     twice = {one.name for one in found if [other.name for other in found].count(one.name) > 1}
     if twice:
-        raise ConfigError([f"the benchmark {min(twice)!r} is asked for twice: name each once"])
+        raise ConfigError([f"the benchmark {min(twice)!r} is named twice: name each once"])
     return found

@@ -77,7 +77,7 @@ def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) 
     config = options.rollout(stop)
     plans = kind_of(options.engine).plan(config, False).engines
     if len(plans) != 1 or plans[0].nnodes != 1:
-        raise BadModel("an evaluation has one engine on one machine: leave out what asks for several")
+        raise BadModel("an evaluation has one engine on one machine: leave out options that request several")
     with tempfile.TemporaryDirectory(prefix="cairn-eval-") as logs:
         log = Path(logs) / "engine.log"
         transformers_logging.set_verbosity_error()  # errors say in one sentence what the library reports
@@ -95,8 +95,8 @@ def require_room(folder: str, longest_prompt: int) -> None:
     context = context_length(check_model_folder(folder))
     if longest_prompt >= context:
         raise BadModel(
-            f"the benchmark's longest prompt has {longest_prompt} tokens, and the model in {folder} a context of "
-            f"{context}: take a model with a longer one, or fewer rows with --data FILE@[A:B]"
+            f"the benchmark's longest prompt has {longest_prompt} tokens, but the model in {folder} has a context of "
+            f"{context}: use a model with a longer context, or fewer rows with --data FILE@[A:B]"
         )
 
 
@@ -221,7 +221,7 @@ def _evaluate(
     with found:
         sampled = None if own is None else model.sampled(own, questions)
         if sampled is not None:
-            watcher.says(f"{name}: grading what the run sampled itself")
+            watcher.says(f"{name}: grading the run's own samples")
         result = compute(
             found,
             questions,

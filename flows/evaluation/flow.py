@@ -57,7 +57,7 @@ def evaluated(
     """
     logger = get_run_logger()
     if (run is None) == (model is None):
-        raise BadPlace("give either a run or a model folder")
+        raise BadPlace("pass either a run or a model folder")
     if gate_on_regression and baseline is None:
         raise BadPlace("gate_on_regression needs a baseline")
     gate = evaluated_run(run) if gate_on_regression else None

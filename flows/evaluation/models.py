@@ -225,7 +225,7 @@ def weights_to_evaluate(
         return models_of(store, run, every, options, say)
     assert model is not None
     if every is not None:
-        raise BadPlace("every N-th is of iterations of a run, RUN@A:B")
+        raise BadPlace("every N-th needs a range of iterations, RUN@A:B")
     return [ModelFolder(model, EngineOptions.model_validate(options))]
 
 
@@ -249,7 +249,7 @@ def models_of(
     if match is None:
         raise BadPlace(f"{place!r} is not RUN, RUN@ITER or RUN@A:B, such as quickstart@39 or quickstart@0:39")
     if every is not None and match["range"] is None:
-        raise BadPlace(f"--every goes with a range of iterations, such as {match['run']}@0:39")
+        raise BadPlace(f"--every needs a range of iterations, such as {match['run']}@0:39")
     try:
         ledger = Ledger.open(store, match["run"])
     except (FileNotFoundError, ValueError) as error:
@@ -276,7 +276,7 @@ def _published(ledger: Ledger, match: re.Match[str], every: int) -> list[Commit]
     else:
         wanted = list(range(int(match["first"]), (newest if match["last"] is None else int(match["last"])) + 1, every))
     if not wanted or wanted[-1] > newest:
-        raise BadPlace(f"{match[0]!r} names no iteration that is published: {ledger.run!r} has 0 to {newest}")
+        raise BadPlace(f"{match[0]!r} names an iteration that is not published: {ledger.run!r} has 0 to {newest}")
     found = [ledger.find(iteration, Step.SYNC) for iteration in wanted]
     return [synced for synced in found if synced is not None]
 
@@ -285,5 +285,5 @@ def _initial(ledger: Ledger, config: RunConfig, options: EngineOptions) -> Model
     base, recorded = config.model.path, ledger.manifest.inputs.get("model")
     check_model_folder(base)
     if recorded is not None and folder_digest(Path(base), recorded) != recorded:
-        raise BadModel(f"{base} is not the model that run {ledger.run} began with: put that one back there")
+        raise BadModel(f"{base} is not the model that run {ledger.run} started from: restore that model there")
     return Initial(ledger, base, options)

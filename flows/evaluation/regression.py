@@ -31,9 +31,9 @@ def regressions(
         if against is None:
             names = ", ".join(sorted({name_of(other) for other in comparable}))
             raise BadPlace(
-                f"there is no result under the name {baseline} on these questions of {one.result.key.benchmark}: "
-                f"evaluate it first. There are those of {names}; equal weights have one result, under the name that "
-                "they were evaluated by first, or the beginning of their digest"
+                f"there is no result of {baseline} on these questions of {one.result.key.benchmark}: evaluate it "
+                f"first. Results exist for {names}; equal weights share one result, under the name of their first "
+                "evaluation or the start of their digest"
             )
         comparison = compare(store, one.result, against, margin)
         said = sentence(one.result, against, comparison)
@@ -54,12 +54,10 @@ def open_gate(store: Store, run: str, why: str, says: Says) -> None:
         says(str(error))
         return
     if asked is None or not isinstance(asked.what, Gate):
-        says(f"run {run} is rejected, or was asked to wait for this before")
+        says(f"run {run} is rejected, or already waits for this reason")
         return
     place = f"{run} {asked.what.iteration}"
-    says(
-        f"Run {run} is to wait before iteration {asked.what.iteration}: cairn approve {place}, or cairn reject {place}"
-    )
+    says(f"Run {run} will wait before iteration {asked.what.iteration}: cairn approve {place}, or cairn reject {place}")
 
 
 def evaluated_run(place: str | None) -> str:
@@ -105,7 +103,7 @@ def raise_event(
         )
         return emitted is not None
     except Exception as error:  # whatever the server or its client has: the result stands without it
-        says(f"Prefect could not be told of the regression: {type(error).__name__}: {error}")
+        says(f"the regression could not be reported to Prefect: {type(error).__name__}: {error}")
         return False
 
 

@@ -53,7 +53,7 @@ def export_atif(ledger: Ledger, folder: Path, iteration: int | None = None) -> E
     if chosen is None:
         raise LookupError(f"run {ledger.run!r} has no samples yet")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is not empty: give a new folder")
+        raise FileExistsError(f"{folder} is not empty: use a new folder")
     views = iteration_samples(ledger, chosen)
     found = episodes(
         ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views}, every=True

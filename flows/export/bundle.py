@@ -81,7 +81,9 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
     """
     views = iteration_samples(ledger, iteration)
     if number >= len(views):
-        raise LookupError(f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(views) - 1}, no {number}")
+        raise LookupError(
+            f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(views) - 1}, not {number}"
+        )
     view = views[number]
     config = from_manifest(ledger.owner(view.iteration).manifest.config)
     rollout = _rollout_of(ledger, view)
@@ -127,7 +129,7 @@ def _rollout_of(ledger: Ledger, view: SampleView) -> Commit:
     for commit in ledger.commits(view.iteration):
         if commit.step is Step.ROLLOUT and sample_row(ledger, commit, view.group_id, view.sample_index) is not None:
             return commit
-    raise LookupError(f"no rollout of iteration {view.iteration} holds group {view.group_id}")
+    raise LookupError(f"no rollout of iteration {view.iteration} contains group {view.group_id}")
 
 
 def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int) -> dict[str, Any] | None:

@@ -137,12 +137,12 @@ def model_card(exported: Exported) -> str:
                 "## Use",
                 _ADAPTER if exported.adapter else _MODEL,
                 "## Verify",
-                "The files are those that were written if `sha256sum --check` says so of these lines:",
+                "`sha256sum --check` with these lines shows whether the files are unchanged:",
                 f"```\n{sums}\n```",
-                f"They are the run's if the ledger is whole (`cairn verify {exported.run}`), its train step "
+                f"They come from the run if its ledger is intact (`cairn verify {exported.run}`), its train step "
                 f"`{exported.iteration:06d}/train` has the digests above, and `cairn export {place} FOLDER` writes "
-                "tensors of the same digest again. The state digest covers weights, optimizer and weight version; the "
-                "train step's commit names the digest of every input, so the chain goes back to the prompts.",
+                "tensors with the same digest again. The state digest covers weights, optimizer and weight version; "
+                "the train step's commit names the digest of every input, so the chain goes back to the prompts.",
             ]
         )
         + "\n"
@@ -179,7 +179,7 @@ def export(
         Damaged, Retired, ReplayDiverged: the exact weights cannot be restored.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CannotExport(f"{target} is there already and not empty: give the name of a new folder")
+        raise CannotExport(f"{target} exists already and is not empty: use the name of a new folder")
     trained = _trained(ledger, iteration)
     owner = ledger.owner(trained.iteration)
     config = from_manifest(owner.manifest.config)
@@ -192,7 +192,7 @@ def export(
         restored_from = _write_weights(ledger, config, trained, folder, adapter, emit)
         copy_tokenizer(base, folder)
         files = [folder / ADAPTER_WEIGHTS] if adapter else weight_files(folder)
-        emit(Message("Checking what was written"))
+        emit(Message("Checking the written files"))
         shapes = [(tensor.numel(), str(tensor.dtype)) for _, tensor in tensors_of(files)]
         exported = Exported(
             run=ledger.run,
@@ -227,7 +227,7 @@ def _trained(ledger: Ledger, iteration: int | None) -> Commit:
         found = (ledger.find(index, Step.TRAIN) for index in range(newest, max(-1, newest - 2 - ledger.lag), -1))
         trained = next((commit for commit in found if commit is not None), None)
         if trained is None:
-            raise CannotExport(f"run {ledger.run!r} has not trained anything yet: its weights are those it began with")
+            raise CannotExport(f"run {ledger.run!r} has not trained anything yet: its weights are the initial ones")
         return trained
     trained = ledger.find(iteration, Step.TRAIN)
     if trained is None:
@@ -240,13 +240,13 @@ def _require_base(owner: Ledger, base: Path) -> str:
     """Return the digest of the folder of the run's initial model, from which config and tokenizer come. Raises BadModel
     unless it is the recorded one."""
     if not base.is_dir():
-        raise BadModel(f"model.path of run {owner.run} is {base}, which is not on this machine: put it back there")
+        raise BadModel(f"model.path of run {owner.run} is {base}, which is not on this machine: restore it there")
     recorded = owner.terms.inputs.get("model")
     found = folder_digest(base, recorded)
     if recorded is not None and found != recorded:
         raise BadModel(
-            f"{base} is not the model that run {owner.run} began with: it has digest {found}, not {recorded}; put that "
-            "one back"
+            f"{base} is not the model that run {owner.run} started from: it has digest {found}, not {recorded}; "
+            "restore that model"
         )
     return found
 
@@ -263,7 +263,9 @@ def _write_weights(
     before = newest_checkpoint(ledger, trained.iteration - 1)
     origin = "the initial weights" if before is None else f"the checkpoint of iteration {before.iteration}"
     emit(
-        Message(f"Iteration {trained.iteration} has no checkpoint: starting the run's engines to replay its way there")
+        Message(
+            f"Iteration {trained.iteration} has no checkpoint: starting the run's engines to replay the steps up to it"
+        )
     )
     with beside_the_ledger(ledger.owner(trained.iteration), emit) as run, run.weights_lock:
         restore_trainer(run, trained)
@@ -338,7 +340,7 @@ def _require_published(
         return None
     found = list(checksums_as(folder, files, getattr(torch, config.rollout.dtype)))
     if published not in found:
-        raise Damaged(f"what was written has digest {found[0]}, where {synced and synced.name} committed {published}")
+        raise Damaged(f"the written tensors have digest {found[0]}, but {synced and synced.name} committed {published}")
     return published
 
 
@@ -359,7 +361,7 @@ def _renamed_to(target: Path) -> Iterator[Path]:
         try:
             os.rename(folder, target)  # over an empty folder too, and over nothing else
         except OSError as error:
-            raise CannotExport(f"{target} cannot be made: {error.strerror}") from error
+            raise CannotExport(f"{target} cannot be created: {error.strerror}") from error
 
 
 def _sha256(path: Path) -> str:

@@ -85,30 +85,32 @@ def unpack(file: Path, folder: Path, first: str, inside: Collection[str]) -> byt
 
 def _check(members: list[ZipInfo], packed: int, free: int, first: str, inside: Collection[str]) -> None:
     if len(members) > MOST_MEMBERS:
-        raise ValueError(f"it has {len(members)} members, and {MOST_MEMBERS} at most are unpacked")
+        raise ValueError(f"it has {len(members)} members, but at most {MOST_MEMBERS} are unpacked")
     names = [member.filename for member in members]
     if len(set(names)) < len(names):
-        raise ValueError("it has several members of one name")
+        raise ValueError("it has several members with the same name")
     for member in members:
         _check_member(member, first, inside)
     total, most = sum(member.file_size for member in members), FREE + RATIO * packed
     if total > most:
-        raise ValueError(f"it would be {total} bytes unpacked, and {most} at most are unpacked from {packed}")
+        raise ValueError(f"it would be {total} bytes unpacked, but at most {most} are unpacked from {packed}")
     if total > free:
-        raise ValueError(f"it would be {total} bytes unpacked, and {free} are free: set TMPDIR to a folder with more")
+        raise ValueError(
+            f"it would be {total} bytes unpacked, but {free} are free: set TMPDIR to a folder with more space"
+        )
 
 
 def _check_member(member: ZipInfo, first: str, inside: Collection[str]) -> None:
     name = check_path(member.filename)
     if name != first and name.partition("/")[0] not in inside:
-        raise ValueError(f"its member {name!r} lies in none of its folders")
+        raise ValueError(f"its member {name!r} is in none of its folders")
     kind = stat.S_IFMT(member.external_attr >> 16)
     if kind not in (0, stat.S_IFREG):
-        raise ValueError(f"its member {name!r} is a link or no file")
+        raise ValueError(f"its member {name!r} is a link or not a file")
     if member.flag_bits & _ENCRYPTED or member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-        raise ValueError(f"its member {name!r} is encrypted, or packed otherwise than by deflate")
+        raise ValueError(f"its member {name!r} is encrypted, or not compressed with deflate")
     if name.endswith(_TEXTS) and member.file_size > LONGEST_RECORD:
-        raise ValueError(f"its member {name!r} has {member.file_size} bytes, and {LONGEST_RECORD} at most are read")
+        raise ValueError(f"its member {name!r} has {member.file_size} bytes, but at most {LONGEST_RECORD} are read")
 
 
 class BadBundle(Exception):
@@ -158,13 +160,13 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
         except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise BadBundle(f"{file} cannot be read: {error}") from None
         if row is None:
-            raise BadBundle(f"{file} holds no row of the sample that it names")
+            raise BadBundle(f"{file} has no row of the sample that it names")
         if newest is None or newest.digest != contents.newest_digest:
             problems.append(f"{contents.newest} is not the commit that the bundle says is its newest")
         again, why = _graded(ledger, contents, row, recorded, Path(folder) / GRADER, problems, trust_code)
         reward = None if recorded is None else recorded["reward"]
         if why is None and (None if again is None else float(np.float32(again))) != reward:
-            problems.append(f"the reward is recorded as {reward}, and its grader gives {again} now")
+            problems.append(f"the reward is recorded as {reward}, but its grader returns {again} now")
     return Checked(
         contents=contents,
         commits=len(commits),
@@ -186,10 +188,10 @@ def _unpacked(file: Path, folder: Path) -> Contents:
             raise ValueError(f"it has format {fields.get('format')}, this Cairn reads format {FORMAT}")
         contents = Contents.model_validate(fields)
         if contents.grader is not None and not layout.is_name(contents.grader):
-            raise ValueError(f"its grader's file is called {contents.grader!r}")
+            raise ValueError(f"its grader's file has the invalid name {contents.grader!r}")
         return contents
     except ValueError as error:
-        raise BadBundle(f"{file} is no bundle of Cairn: {error}") from None
+        raise BadBundle(f"{file} is not a bundle of Cairn: {error}") from None
 
 
 def _commits(ledger: Ledger) -> tuple[list[Commit], list[str]]:
@@ -238,12 +240,12 @@ def _is_own(commit: Commit, contents: Contents) -> bool:
 def _misplaced(ledger: Ledger, contents: Contents) -> Iterator[str]:
     """Yield claims of the bundle on the sample's place that the commits do not confirm."""
     if _place(contents.rollout)[:2] != (contents.generated_in, Step.ROLLOUT):
-        claimed = f"says iteration {contents.generated_in} generated the sample, and that it is {contents.rollout}"
+        claimed = f"says that iteration {contents.generated_in} generated the sample, but names {contents.rollout}"
         yield f"the bundle {claimed}"
     if contents.iteration != contents.generated_in and contents.group_id not in _groups(ledger, contents.iteration):
         yield f"iteration {contents.iteration} is not known to have taken group {contents.group_id}"
     if contents.checkpoint is not None and ledger.find(*_place(contents.checkpoint)) is None:
-        yield f"{contents.checkpoint}, whose weights the bundle says are in it, is missing"
+        yield f"the bundle says that it contains the weights of {contents.checkpoint}, but they are missing"
 
 
 def _groups(ledger: Ledger, iteration: int) -> list[int]:
@@ -259,7 +261,7 @@ def _strangers(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iter
     named = {layout.in_run(commit.run, output.path) for commit in commits for output in commit.outputs}
     for path in store.find(layout.runs()):
         if not path.endswith((".json", ".sig")) and path not in named:
-            yield f"{path} is named by no commit"
+            yield f"no commit names {path}"
 
 
 def _unsigned(store: LocalStore, signers: Mapping[str, str]) -> list[str]:
@@ -293,38 +295,38 @@ def _graded(
     if recorded is None or recorded["reward"] is None:
         return None, "it has no recorded reward"
     if contents.given is None:
-        return None, "what its grader was given is not here"
+        return None, "the input of its grader is missing"
     try:
         given = TypeAdapter(Sample).validate_python(contents.given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        problems.append(f"what the bundle says that the grader was given is no sample: {where}: {first['msg']}")
-        return None, "what its grader was given is no sample"
+        problems.append(f"the grader's input in the bundle is not a sample: {where}: {first['msg']}")
+        return None, "the input of its grader is not a sample"
     claimed = {"response": row["response_text"], "label": row["label"], "prompt": row["prompt_text"]}
     claimed |= {"metadata": from_json(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
     lists = {"response_ids": row["response_ids"], "prompt_ids": row["prompt_ids"]}
     wrong = [name for name, value in claimed.items() if getattr(given, name) != value]
     wrong += [name for name, value in lists.items() if list(getattr(given, name)) != list(value)]
     if wrong:
-        problems.append(f"what the bundle says that the grader was given is not its row: {', '.join(wrong)}")
-        return None, "what its grader was given is not its row"
+        problems.append(f"the grader's input in the bundle differs from the sample's row: {', '.join(wrong)}")
+        return None, "the input of its grader differs from its row"
     config = from_manifest(ledger.owner(contents.generated_in).manifest.config)
     reward = config.reward
     if reward.group_rm:
-        return None, "its grader grades whole groups, and the others of its group are not here"
+        return None, "its grader grades whole groups, and the other samples of its group are missing"
     if reward.custom_rm_path is not None:
         if contents.grader is None:
-            return None, "the source of its grader is not here"
+            return None, "the source of its grader is missing"
         if not trust_code:
-            return None, "its grader is code of somebody's own, which --trust-code runs"
+            return None, "its grader is custom code: --trust-code runs it"
         function = reward.custom_rm_path.rpartition(":")[2]
         reward = reward.model_copy(update={"custom_rm_path": f"{sources / contents.grader}:{function}"})
     if reward.custom_rm_path is None and reward.rm_type in OUTSIDE:
-        return None, "its grader asks something outside"
+        return None, "its grader calls an external service"
     grader = get_grader(reward.of(named_by_row(reward, given.metadata)))
     if grader_version(grader) != recorded["grader_version"]:
-        return None, f"its grader here has version {grader_version(grader)}, it was {recorded['grader_version']}"
+        return None, f"its grader here has version {grader_version(grader)}, but it was {recorded['grader_version']}"
     with ExitStack() as stack:
         pool = stack.enter_context(GraderPool(reward, config.retry.grader))
         (answer,) = pool.grade([given])

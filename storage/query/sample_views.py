@@ -130,7 +130,7 @@ _DECIDED = {
 
 GROUPS = View(
     "groups",
-    "a group and the decision of an iteration's filter step; a group that waited in the buffer has a row in each iteration",
+    "a group and the decision of an iteration's filter step; a buffered group has a row in each iteration",
     "cairn_filter b",
     {
         **OF_RUN,
@@ -376,7 +376,7 @@ TOKENS = View(
         "ratio": column(
             "DOUBLE",
             "unnest(list_transform(list_zip(s.log_probs, b.log_probs), lambda p: exp(p[1]::DOUBLE - p[2])))",
-            "probability under the policy before the update, divided by that under the rollout engine; NULL: not scored",
+            "probability under the policy before the update, over that under the rollout engine; NULL: not scored",
         ),
     },
     {name: _OF_A_SAMPLE[name] for name in ("d", "a", "s")},

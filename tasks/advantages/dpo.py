@@ -82,5 +82,5 @@ def _signs(batch: ScoredBatch, group: slice) -> np.ndarray:
     """Return [2] signs: 1 for the preferred sample, -1 for the other. Raises ValueError where the group is no pair."""
     rewards = batch.rewards[group]
     if sorted(rewards.tolist()) != [0, 1]:
-        raise ValueError(f"a pair has a sample of reward 1 and one of reward 0, and here are {rewards.tolist()}")
+        raise ValueError(f"a pair must have rewards 1 and 0, but the rewards are {rewards.tolist()}")
     return np.where(rewards > 0, 1.0, -1.0)

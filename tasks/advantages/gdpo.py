@@ -49,8 +49,8 @@ def _rewards(batch: ScoredBatch, key: str) -> np.ndarray:
     missing = sum(not is_number(value) for value in values)
     if missing:  # of rewards that were committed before the key was named
         raise BadPlugin(
-            f"advantage_estimator (gdpo) needs the reward {key!r} of gdpo_reward_keys, and {missing} of {len(values)} "
-            "samples were graded without it: name rewards that their grader gave, or fork the run before they were "
+            f"advantage_estimator (gdpo) needs the reward {key!r} of gdpo_reward_keys, but {missing} of {len(values)} "
+            "samples were graded without it: name rewards that their grader returned, or fork the run before they were "
             "graded"
         )
     return np.array(values, np.float64)

@@ -284,8 +284,8 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> tuple[list[np.ndarr
         fits = False
     if not fits:
         raise BadPlugin(
-            f"the advantage estimator {name!r} returned something else than (advantages, returns), each with an array "
-            f"for each of the {len(lengths)} samples, of as many numbers as it has response tokens: correct it"
+            f"the advantage estimator {name!r} must return (advantages, returns), each with one array for each of the "
+            f"{len(lengths)} samples and one number for each response token: correct it"
         )
     return advantages, returns
 
@@ -405,9 +405,9 @@ def _require_tokens(masks: Sequence[np.ndarray], num_steps: int, selection: Comm
         if not any(masks[sample].any() for sample in samples):
             raise NothingLeft(
                 f"optimizer step {number} of {num_steps} of iteration {selection.iteration} has no token to train on: "
-                "of its samples, which groups fill in their order, all are removed by "
-                "rollout.rollout_sample_filter_path, masked or empty; fork the run before this iteration with another "
-                "filter, or with fewer steps (training.num_steps_per_rollout)"
+                "all its samples (groups fill steps in order) are removed by rollout.rollout_sample_filter_path, "
+                "masked or empty; fork the run before this iteration with another filter, or with fewer steps "
+                "(training.num_steps_per_rollout)"
             )
 
 

@@ -15,7 +15,7 @@ def rows(path: str) -> Iterator[Mapping[str, Any]]:
         try:
             for number, row in enumerate(csv.DictReader(text, strict=True), 1):
                 if None in row or None in row.values():
-                    raise BadData(f"{path}, row {number} has another number of values than there are columns")
+                    raise BadData(f"{path}, row {number} has more or fewer values than there are columns")
                 yield row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise BadData(f"{path} is no CSV file ({error}): correct it") from None
+            raise BadData(f"{path} is not a CSV file ({error}): correct it") from None

@@ -111,10 +111,10 @@ class Demonstrated:
         """Create it from the tokens of a whole text and their loss mask. Raises BadPrompt if no token is trained on, or
         the first one is."""
         if 1 not in mask:
-            raise BadPrompt(f"{where} has nothing to learn: let an assistant answer in it, or remove the row")
+            raise BadPrompt(f"{where} has nothing to learn: add an assistant message, or remove the row")
         start, end = mask.index(1), len(mask) - mask[::-1].index(1)
         if not start:
-            raise BadPrompt(f"{where} begins with what is to be learned: put a prompt before it")
+            raise BadPrompt(f"{where} has no prompt before the message to learn: add one")
         return cls(tuple(ids[:start]), tuple(ids[start:end]), tuple(mask[start:end]))
 
     def cut(self, length: int, where: str) -> "Demonstrated":
@@ -162,7 +162,7 @@ class Chats:
             self._ends.look_at(self._ids(closing), self._ids(opening or ""))
         if not self._ends.closes and self._ends.default is None:
             raise BadData(
-                "the chat template writes no end token behind an answer, and neither the model's config nor its "
+                "the chat template writes no end token after an answer, and neither the model's config nor its "
                 "tokenizer names one: add eos_token_id to its generation_config.json"
             )
 
@@ -203,7 +203,7 @@ class Chats:
         spans = list(zip(changes[::2], changes[1::2], strict=True))
         if learned and len(spans) != len(turns):
             raise BadPrompt(
-                f"{where}: the chat template marks {len(spans)} turns of the assistant with {{% generation %}}, and "
+                f"{where}: the chat template marks {len(spans)} turns of the assistant with {{% generation %}}, but "
                 f"the chat has {len(turns)}: correct the row or the template"
             )
         return ids, [span for turn, span in zip(turns, spans, strict=False) if turn in learned]
@@ -229,8 +229,8 @@ class Chats:
         start, end = self._start(text, messages, turn, tools), self._end(text, messages, turn, tools)
         if start is None or end is None or start > end:
             raise BadPrompt(
-                f"{where}: the chat template writes what stands around message {turn + 1} otherwise with it than "
-                "without, so that its tokens cannot be told from the others: mark the assistant's turns in the "
+                f"{where}: the chat template writes other text around message {turn + 1} with it than without it, "
+                "so its tokens cannot be separated from the others: mark the assistant's turns in the "
                 "template with {% generation %}, or remove the row"
             )
         return start, end
@@ -412,7 +412,7 @@ class DemonstrationData(OverRows):
         samples = tuple(self._demonstrated(prompt, response, tools, where) for prompt, response in chats)
         longest = max(map(len, samples))
         if longest > self._max_length:
-            words = f"{where} has {longest} tokens, and at most {self._max_length} are allowed"
+            words = f"{where} has {longest} tokens, but at most {self._max_length} are allowed"
             match format.overlong:
                 case "refuse":
                     raise BadData(f"{words}: raise data.max_length, or set data.overlong to pass_over or truncate")
@@ -497,5 +497,7 @@ def _pair(
             f"{format.input_key!r}, or let both be chats that begin with it"
         )
     if not chosen or not rejected:
-        raise BadData(f"{where}: one of {format.chosen_key!r} and {format.rejected_key!r} is a part of the other")
+        raise BadData(
+            f"{where}: one of {format.chosen_key!r} and {format.rejected_key!r} is the beginning of the other: correct the row"
+        )
     return [(prompt, chosen), (prompt, rejected)]

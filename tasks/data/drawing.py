@@ -244,12 +244,12 @@ def _choose(
     # User code may raise any exception. Show it to the user.
     except Exception as error:
         raise BadData(
-            f"the curriculum {name!r} failed with {error!r}: let it return (prompts, state), the places of prompts in "
+            f"the curriculum {name!r} failed with {error!r}: let it return (prompts, state): the positions of prompts in "
             "the data and a JSON value"
         ) from error
     if len(again) > wanted or not all(0 <= index < len(data) for index in again):
         raise BadData(
             f"the curriculum {name!r} chose {len(again)} prompts, {again[:8]} first: let it choose at most {wanted}, "
-            f"as it is asked, from 0 to {len(data) - 1}"
+            f"each from 0 to {len(data) - 1}"
         )
     return again, kept

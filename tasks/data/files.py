@@ -88,7 +88,7 @@ def parquet_rows(
         read = choose(parquet.schema_arrow.names)
         for name in read:
             if not _is_plain(parquet.schema_arrow.field(name).type):  # it may read its values by unpickling
-                raise BadData(f"{url} has a column {name!r} of a type of some library's own: write it as a plain one")
+                raise BadData(f"{url} has a column {name!r} of a library's extension type: write it as a plain type")
         batches = parquet.iter_batches(_PARQUET_ROWS, columns=read)
         rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
         for number, row in enumerate(rows, 1):  # noqa: B007 an exception tells it
@@ -97,7 +97,7 @@ def parquet_rows(
         raise
     except _NoText as error:
         raise BadData(
-            f"{url}, row {number}: {error} holds bytes that are no UTF-8 text: write the column as text"
+            f"{url}, row {number}: {error} holds bytes that are not UTF-8 text: write the column as text"
         ) from None
     # The library raises its own exceptions, OSError and others, and so do the codecs below it.
     except Exception as error:

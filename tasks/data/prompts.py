@@ -53,8 +53,8 @@ class RowImages:
         config = check_model_folder(folder)
         if not sees_images(config):
             raise BadData(
-                f"multimodal_keys names a column of images, and the model in {folder} ({config.model_type}) sees none: "
-                "leave it out, or take a model of images and text"
+                f"multimodal_keys names a column of images, but the model in {folder} ({config.model_type}) reads none: "
+                "leave it out, or use a model of images and text"
             )
         self.column = format.multimodal_keys["image"]
         self._pixels = format.min_pixels, format.max_pixels
@@ -81,7 +81,7 @@ class RowImages:
         """End the checks of all rows of `path`: no file may change from now on. Raises BadData where no row has the
         column."""
         if not self._has_column:
-            raise BadData(f"multimodal_keys.image is {self.column}, which no row of {path} has: correct it")
+            raise BadData(f"multimodal_keys.image is {self.column}, but no row of {path} has it: correct it")
         self._files = self._found
 
     def fingerprint(self, of_rows: str) -> str:
@@ -107,11 +107,11 @@ class RowImages:
         places = [place for place, id in enumerate(ids) if id == self._token]
         if len(places) != len(images):
             raise BadPrompt(
-                f"{where} has {len(images)} images and {len(places)} places for them in its prompt: write {PLACE} "
-                "where each is to stand"
+                f"{where} has {len(images)} images, but {len(places)} places for them in its prompt: write {PLACE} "
+                "once for each image"
             )
         if any(after - place == 1 for place, after in pairwise([*places, len(ids)])):
-            raise BadPrompt(f"{where} has an image with no text after it: let some follow each")
+            raise BadPrompt(f"{where} has an image with no text after it: add text after each image")
         left, found = iter(images), list[int]()
         for id in ids:
             found += [id] * places_of(self._processor, next(left)) if id == self._token else [id]
@@ -137,22 +137,22 @@ class RowImages:
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if not isinstance(value, str):
-            raise BadImage(f"is a {type(value).__name__}, and neither bytes, a data URL nor a path")
+            raise BadImage(f"is a {type(value).__name__}, but must be bytes, a data URL or a path")
         if value.startswith(_DATA_URL):
             try:
                 return base64.b64decode(value.partition(";base64,")[2], validate=True)
             except binascii.Error:
-                raise BadImage("is a data URL whose base64 is broken") from None
+                raise BadImage("is a data URL with invalid base64") from None
         return self._read(value, where)
 
     def _read(self, path: str, where: str) -> bytes:
         if "://" in path:
-            raise BadImage(f"is at the address {path}, and nothing is fetched: put the file beside the data")
+            raise BadImage(f"is at the address {path}, which is not downloaded: put the file next to the data")
         if not os.path.isabs(path) and self._beside is None:
-            raise BadImage(f"has the relative path {path}, and the data are no file that it could be beside")
+            raise BadImage(f"has the relative path {path}, but the data have no folder: use an absolute path")
         remote = self._beside is not None and "://" in self._beside
         if remote and os.path.isabs(path):
-            raise BadImage(f"has the absolute path {path}, and the data are elsewhere: give one that is beside them")
+            raise BadImage(f"has the absolute path {path}, but the data are remote: use a path relative to the data")
         url = f"{self._beside}/{path}" if remote else os.path.join(self._beside or "", path)
         try:
             with fsspec.open(url, "rb") as file:
@@ -190,7 +190,7 @@ def _parts(content: Any, where: str) -> Any:
         return content
     for part in content:
         if part["type"] == "image" and len(part) > 1:
-            raise BadPrompt(f"{where}: a part of a message has an image of its own: put it into the column of images")
+            raise BadPrompt(f"{where}: a part of a message contains an image: put it into the column of images")
     return content
 
 
@@ -386,7 +386,7 @@ def require_text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise BadPrompt(
-            f"{where} holds half of a surrogate pair, which is no character: correct or remove the row"
+            f"{where} holds half of a surrogate pair, which is not a character: correct or remove the row"
         ) from None
 
 

@@ -85,9 +85,9 @@ def rows(path: str) -> Iterator[Mapping[str, Any]]:
         name = names[0] if len(names) == 1 else entry["metadata"]["source_dataset"]
         for answer, right in ((entry["answer"], True), (_NONSENSE, False)):
             if _takes(scorers[name], answer, entry) != right:
-                what = "does not take the generator's own answer" if right else "takes any answer"
+                what = "rejects the generator's own answer" if right else "accepts any answer"
                 raise BadData(
-                    f"{path}: the scorer of {name} {what} to question {index + 1}, so its rewards teach nothing: "
+                    f"{path}: the scorer of {name} {what} to question {index + 1}, so its rewards are useless: "
                     "choose another generator"
                 )
         kept = {"generator": name, "config": options[name], "answer": plan.answer, "entry": entry}
@@ -148,7 +148,9 @@ def _plan(path: str) -> _Plan:
     if not isinstance(plan.size, int) or plan.size < 1 or not isinstance(plan.seed, int):
         raise BadData(f"{path}: size is {plan.size!r} and seed {plan.seed!r}: give whole numbers, a size of at least 1")
     if "{question}" not in str(plan.template):
-        raise BadData(f"{path}: template {plan.template!r} has no {{question}} in it: write where the question stands")
+        raise BadData(
+            f"{path}: template {plan.template!r} has no {{question}} in it: write it where the question belongs"
+        )
     return plan
 
 
@@ -186,7 +188,7 @@ def _datasets(given: Any, path: str) -> list[dict[str, Any]]:
 
     known = sorted(DATASETS.keys() - {"composite"})
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
-        raise BadData(f"{path}: datasets is no list of generators: write `- {{name: chain_sum, weight: 1}}`")
+        raise BadData(f"{path}: datasets is not a list of generators: write `- {{name: chain_sum, weight: 1}}`")
     found = []
     for one in given:
         if unknown := sorted(set(one) - {"name", "weight", "config", "level"}):
@@ -195,11 +197,11 @@ def _datasets(given: Any, path: str) -> list[dict[str, Any]]:
         if name not in known:
             raise BadData(f"{path}: reasoning-gym has no generator {name!r}: {_near(str(name), known)}")
         if name in _UNSEEDED:
-            raise BadData(f"{path}: {name} gives other questions every time, seeded or not: choose another generator")
+            raise BadData(f"{path}: {name} gives other questions every time, with a seed too: choose another generator")
         if name in _HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdecimal():
             raise BadData(
                 f"{path}: {name} gives other questions in every Python process: set PYTHONHASHSEED=0 in the "
-                "environment of whatever starts the run, or choose another generator"
+                "environment of the process that starts the run, or choose another generator"
             )
         if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
             raise BadData(f"{path}: the weight of {name} is {weight!r}: give a number above 0")

@@ -86,7 +86,7 @@ def label_text(value: Any, key: str, where: str) -> str | None:
     """Return the text of the label in column `key`. Raises BadData."""
     if not _is_text_or_number(value):
         raise BadData(
-            f"{where}: {key!r} is a label and holds {_shown(value)}, which is no text and no number: write it as text, "
+            f"{where}: {key!r} is a label and holds {_shown(value)}, which is not text or a number: write it as text, "
             "or name another field"
         )
     if value is None or isinstance(value, str):
@@ -101,11 +101,11 @@ def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | N
             value = canonical.from_json(value)
         except ValueError as error:
             raise BadData(
-                f"{where}: {format.metadata_key!r} is a string and no JSON object ({error}): correct the row or set "
+                f"{where}: {format.metadata_key!r} is a string, but not a JSON object ({error}): correct the row or set "
                 "metadata_key to null"
             ) from None
     if value is not None and not isinstance(value, dict):
-        raise BadData(f"{where}: {format.metadata_key!r} is no mapping: correct the row or set metadata_key to null")
+        raise BadData(f"{where}: {format.metadata_key!r} is not a mapping: correct the row or set metadata_key to null")
     return value
 
 
@@ -114,7 +114,7 @@ def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
     value = _read(value, list)
     tools = [_read(tool, dict) for tool in value] if isinstance(value, list) else value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadData(f"{where}: {format.tool_key!r} is no list of tools: correct the row or set tool_key to null")
+        raise BadData(f"{where}: {format.tool_key!r} is not a list of tools: correct the row or set tool_key to null")
     return tools or None
 
 
@@ -132,7 +132,7 @@ def _message(message: Mapping[str, Any], images: bool, where: str) -> dict[str, 
     """Return a message without its null fields. Raises BadData."""
     found = {name: value for name, value in message.items() if value is not None}
     if not isinstance(found["role"], str):
-        raise BadData(f"{where} has the role {_shown(found['role'])}, which is no text: correct the row")
+        raise BadData(f"{where} has the role {_shown(found['role'])}, which is not text: correct the row")
     if "content" in found:
         found["content"] = _content(found["content"], images, where)
     elif found["role"] != "assistant":
@@ -140,7 +140,7 @@ def _message(message: Mapping[str, Any], images: bool, where: str) -> dict[str, 
     if "tool_calls" in found:
         calls = _read(found["tool_calls"], list)
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise BadData(f"{where} has tool_calls that are no list of mappings: correct the row")
+            raise BadData(f"{where} has tool_calls that are not a list of mappings: correct the row")
         found["tool_calls"] = [_call(call) for call in calls]
     return found
 
@@ -268,7 +268,7 @@ def open_rows(
         fingerprint = hashlib.file_digest(lines, "sha256").hexdigest()
     offsets = _index(lines, url, "line" if source == FILES and not is_parquet(url) else "row", required, check)
     if not offsets:
-        raise BadData(f"{url} has no rows: give at least one")
+        raise BadData(f"{url} has no rows: add at least one")
     if match:
         start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
         total, offsets = len(offsets), offsets[start:stop]

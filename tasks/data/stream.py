@@ -149,11 +149,11 @@ def draw(
         # This many consecutive positions contain at least one whole epoch, wherever they begin.
         if position - last_taken >= 2 * n:
             if shortest is None and refusal is None:
-                raise BadData(f"every prompt of {data.path} is in quarantine: lift that of some")
+                raise BadData(f"every prompt of {data.path} is in quarantine: release some of them")
             if shortest is None:
                 raise BadData(f"no row of {data.path} gives a prompt; the last one: {refusal}")
             raise BadData(
-                f"{data.path}: every prompt is longer than {max_prompt_len} tokens, the shortest has {shortest}: raise "
+                f"{data.path}: every prompt is longer than {max_prompt_len} tokens (the shortest has {shortest}): raise "
                 "rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"
             )
     return Draw(rows, position, position - cursor - len(rows), None if refusal is None else str(refusal))
@@ -267,8 +267,8 @@ class GivenPrompts:
         rows, after = answer
         if len(rows) != count or not all(isinstance(row, Mapping) for row in rows):
             raise BadData(
-                f"the data source {self.name!r} returned {len(rows)} rows where {count} were asked for, or something "
-                "else than mappings: let it return as many mappings as it is asked for"
+                f"the data source {self.name!r} returned {len(rows)} rows where {count} were requested, or something "
+                "else than mappings: let it return as many mappings as requested"
             )
         lacking = [row for row in rows if self._format.input_key not in row]
         if lacking:

@@ -68,7 +68,11 @@ class Casualties:
         """Return the error for the samples of a group that must not be tried again; None for any other group."""
         with self._lock:
             times = self._hung[step, group]
-        return f"EngineTimeout: an engine did not end in time {times} times over it alone" if times >= HUNG else None
+        return (
+            f"EngineTimeout: an engine exceeded its timeout {times} times on this group alone"
+            if times >= HUNG
+            else None
+        )
 
     def explain(self, step: str, error: Exception, rows: Mapping[int, int], place: "Place") -> str:
         """Return the error's message. From the second loss on it names the prompts that were unfinished each time.
@@ -79,14 +83,14 @@ class Casualties:
             return str(error)
         told = f"{error}. Within {step} an engine was lost {times} times"
         if not ids:
-            return f"{told}, with no prompt that was unfinished each time"
+            return f"{told}, but no prompt was unfinished each time"
         data = "the benchmark's data" if place.step == Step.EVAL else "data.path"
         fewer = kind_of(place.engine).bounded_by
         given, before = _spell(sorted(rows[id] + 1 for id in ids)), place.iteration - 1
         where = f"a fork (`cairn fork {place.run}@{before} NEW --set …`)" if before >= 0 else "a new run"
         return (
             f"{told}, each time with {given} of {data} unfinished (counted from 1): "
-            "if it is a prompt that ends it, leave its row out of the data, or have fewer samples generated at a time "
+            "if one of these prompts crashes the engine, remove its row from the data, or generate fewer samples at a time "
             f"({fewer}), in {where}"
         )
 

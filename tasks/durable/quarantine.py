@@ -53,7 +53,7 @@ def put_in_force(run: RunContext, iteration: int) -> None:
     decision = ledger.decisions.record(from_here, by=f"driver of epoch {lease.epoch}", guard=lease.check)
     assert isinstance(decision.what, InForce)
     prompts = ", ".join(map(str, decision.what.prompts)) or "none"
-    run.emit(Message(f"From iteration {iteration} on these prompts are passed over: {prompts}"))
+    run.emit(Message(f"From iteration {iteration} on, these prompts are skipped: {prompts}"))
     count = len(run.data) if isinstance(run.data, Sized) else inf
     if absent := [prompt for prompt in decision.what.prompts if prompt >= count]:
         run.emit(Message(f"{run.data.path} has no prompt {absent[0]}: its rows are 0 to {count - 1}", "warning"))

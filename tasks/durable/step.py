@@ -54,8 +54,8 @@ def tell_changed_environment(run: RunContext, before: Commit, now: Environment) 
     if changed and run.notice(f"{before.step} {changed}"):
         run.emit(
             Message(
-                f"{before.step} does not run where it ran in iteration {before.iteration} ({changed}): bits may differ "
-                "from here on",
+                f"{before.step} runs in another environment than in iteration {before.iteration} ({changed}): bits may "
+                "differ from here on",
                 "warning",
             )
         )

@@ -38,7 +38,7 @@ def sampled_from(ledger: Ledger, version: int) -> int:
         return sampled_from(ledger.parent, version)
     iterations, rest = divmod(version - before, _steps_of(ledger))
     if rest:
-        raise ValueError(f"weight version {version} of run {ledger.run} lies within an iteration: no engine has had it")
+        raise ValueError(f"weight version {version} of run {ledger.run} is inside an iteration: no engine received it")
     return ledger.first_iteration + iterations
 
 

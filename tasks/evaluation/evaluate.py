@@ -158,7 +158,7 @@ def sharing(
         if isinstance(found, Evaluation):
             answers = shared.taken(found)
     except Damaged as error:
-        step.run.emit(Message(f"{questions.name}: {error}; it is passed over, see `cairn verify --evals`", "warning"))
+        step.run.emit(Message(f"{questions.name}: {error}; it is skipped, see `cairn verify --evals`", "warning"))
         yield None, None
         return
     if isinstance(found, Evaluation):

@@ -205,7 +205,7 @@ def _together(
         generate_function(step.run)  # read before and after: so it is what was run
         if unfinished.groups:
             lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
-            raise EngineError(f"{engine.name} gave fewer samples than asked: without {lost}")
+            raise EngineError(f"{engine.name} returned fewer samples than requested: {lost} are missing")
     except GenerationFailed:
         step.run.failed_generations.update(_key(step, id) for id in unfinished.groups)
         raise
@@ -249,8 +249,8 @@ def generate_function(run: RunContext) -> GenerateFunction:
         return GenerateFunction(name)
     if "." in name and source_digest(name) != run.ledger.terms.plugin_digest(option):
         raise BadPlugin(
-            f"the source of {name} was changed while the run used it: undo the change and `cairn resume`, or "
-            "`cairn fork` to go on with it"
+            f"the source of {name} was changed while the run used it: undo the change and run `cairn resume`, "
+            "or run `cairn fork` to use the new source"
         )
     file, separator, function = name.rpartition(":")
     if separator and file.endswith(".py"):
@@ -273,7 +273,7 @@ def _require_recorded_tools(run: RunContext) -> None:
     if paths and digest_of_all(map(source_digest, paths)) != run.ledger.terms.plugin_digest("rollout.tools"):
         raise BadPlugin(
             f"the source of {' or '.join(paths)} was changed while the run used it: undo the change and "
-            "`cairn resume`, or `cairn fork` to go on with it"
+            "run `cairn resume`, or run `cairn fork` to use the new source"
         )
 
 
@@ -295,7 +295,7 @@ def _check(
         raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {wanted}")
     was_cut = request.cut_at is not None and len(sample.trajectory.response_ids) == request.cut_at
     if sample.finish_reason == FinishReason.ABORT and not (may_abort or was_cut):
-        raise EngineError(f"{engine.name} gave up a sample of group {sample.group_id}, which nobody had aborted")
+        raise EngineError(f"{engine.name} aborted a sample of group {sample.group_id} without a request")
 
 
 def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) -> GeneratedSample:
@@ -311,11 +311,11 @@ def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) ->
         length = len(prompt) + len(ids)
         if len(outside):
             return GeneratedSample.failed(
-                request, f"generate gave it token {outside[0]}, outside the model's vocabulary of {vocabulary}"
+                request, f"generate returned token {outside[0]}, outside the model's vocabulary of {vocabulary}"
             )
         if length > context:
             return GeneratedSample.failed(
-                request, f"generate made it {length} tokens long, more than the model's context of {context}"
+                request, f"generate returned {length} tokens, more than the model's context of {context}"
             )
     return sample
 

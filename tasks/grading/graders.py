@@ -66,7 +66,7 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
         grader = _outside(config) if config.rm_type in OUTSIDE else _ours(config.rm_type)
     if config.group_rm and not grader.takes.several:
         raise BadPlugin(
-            f"group_rm hands over the samples of a whole group, and the grader {grader.name!r} takes one: let it take "
+            f"group_rm passes the samples of a whole group, but the grader {grader.name!r} takes one: let it take "
             "(samples), or set group_rm to false"
         )
     return grader
@@ -82,8 +82,8 @@ def require_paying(name: str) -> None:
     file = name.removeprefix(BOXED)
     if name != file and file in _MARKS:
         raise BadPlugin(
-            f"the grader {name!r} would pay for nothing: {file} itself looks for the answer, behind {_MARKS[file]}, "
-            f"which no box holds; set rm_type to {file}"
+            f"the grader {name!r} would never give a reward: {file} looks for the answer after {_MARKS[file]}, "
+            f"which no box contains; set rm_type to {file}"
         )
 
 
@@ -117,7 +117,7 @@ def _ours(name: str) -> NamedGrader:
     if file not in REWARD.ours():
         known = ", ".join(sorted([*REWARD.ours(), *OUTSIDE]))
         raise BadPlugin(
-            f"there is no grader {name!r}: set rm_type to one of {known}, or to one of them behind {BOXED}, or "
+            f"there is no grader {name!r}: set rm_type to one of {known}, or to one of them after {BOXED}, or "
             "custom_rm_path to package.module.function or file.py:function"
         )
     library = _LIBRARIES.get(file)
@@ -220,8 +220,8 @@ def named_by_row(config: RewardConfig, metadata: Mapping[str, Any] | None) -> st
     if name is not None and name != config.rm_type and (name in OUTSIDE or config.rm_type in OUTSIDE):
         asks = name if name in OUTSIDE else config.rm_type
         raise BadPlugin(
-            f"{config.rm_type_key} in the metadata is {name!r} and reward.rm_type {config.rm_type!r}: {asks!r} asks "
-            "something outside, and grades all rows or none"
+            f"{config.rm_type_key} in the metadata is {name!r} and reward.rm_type {config.rm_type!r}: {asks!r} calls "
+            "a service, and must grade all rows or none"
         )
     return name
 

@@ -263,8 +263,8 @@ def keeps_answers(config: RewardConfig) -> bool:
     keeps = declares if config.cache is None else config.cache
     if keeps and config.group_rm:
         raise BadPlugin(
-            "answers are kept by what is asked about one sample, and group_rm grades whole groups: set reward.cache to "
-            "false, or group_rm"
+            "answers are cached for single samples, but group_rm grades whole groups: set reward.cache or group_rm to "
+            "false"
         )
     return keeps
 
@@ -288,21 +288,21 @@ def _calls_side_by_side(config: RewardConfig, grader: NamedGrader) -> bool:
 
 _READ: dict[str, tuple[str, Reads]] = {
     "reward_key": (
-        "only remote_rm, and graders that give a mapping, read it",
+        "only remote_rm and graders that return a mapping read it",
         lambda config, grader: grader.name == "remote_rm" or not gives_a_number(grader),
     ),
     "rm_timeout": (
-        "judge has a reward.judge.timeout of its own, and code a reward.code.test_timeout",
+        "judge has reward.judge.timeout, and code has reward.code.test_timeout",
         lambda config, grader: grader.name not in ("code", "judge"),
     ),
     "rm_memory": ("only graders in processes read it", _in_processes),
     "rm_batch_size": (
-        "only graders of `samples` read it, and with group_rm none",
+        "only graders of `samples` without group_rm read it",
         lambda config, grader: grader.takes.several and not config.group_rm,
     ),
     "rm_concurrency": ("only remote_rm, judge, and graders that are coroutine functions read it", _calls_side_by_side),
     "num_workers": (
-        "only graders in processes read it; code has a reward.code.num_workers",
+        "only graders in processes read it; code has reward.code.num_workers",
         _in_processes,
     ),
 }

@@ -180,7 +180,7 @@ class GraderPool:
         if left and not self._answers():
             raise GraderUnavailable(
                 f"grader {self.name} could not grade {len(left)} of {len(graded)} samples in {left[0].tries} tries, "
-                f"and now not even what it graded before: {left[0].graded.error}"
+                f"and now fails on samples that it graded before: {left[0].graded.error}"
             )
         return [
             replace(one.graded, tries=one.tries, waited=one.waited, grader=self.name, version=self.version)
@@ -215,7 +215,7 @@ class GraderPool:
         """Return the positions of the samples that each call grades."""
         if self.by_group:
             if groups is None:
-                raise ValueError("a grader of groups has to be told which group each sample is of")
+                raise ValueError("a grader of groups needs the group of each sample")
             of: dict[Hashable, list[int]] = {}
             for i in positions:
                 of.setdefault(groups[i], []).append(i)
@@ -282,8 +282,8 @@ class GraderPool:
             killed += 1
             if killed >= KILLED:
                 raise GraderUnavailable(
-                    f"{killed} processes of grader {self.name} were lost over one sample ({outcome.error}): give the "
-                    "machine memory and time for it, or set reward.rm_memory, so that a sample that wants more fails"
+                    f"{killed} processes of grader {self.name} were lost on one sample ({outcome.error}): give the "
+                    "machine more memory, or set reward.rm_memory, so that a sample that needs more fails"
                 )
             self._sleep(FIRST_WAIT * 2.0 ** (killed - 1))
 

@@ -21,7 +21,6 @@ One such outcome does not decide yet: see `cairn.tasks.grading.pool`.
 """
 
 import select
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,14 +28,12 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from enum import StrEnum
 from itertools import islice
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
+from cairn.engines.processes.child import Child
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading.graders import grader_version
 from cairn.tasks.grading.worker import Answer, Terms, Whose, too_long
@@ -133,9 +130,6 @@ thirtieth of a core."""
 TICK = 0.25
 """Seconds between two looks at a process that has not answered."""
 
-_TO_END = 10.0
-"""Seconds that a process which hung up may take to exit."""
-
 
 class Blame(StrEnum):
     """Cause of a sample's missing grade."""
@@ -164,8 +158,7 @@ class GraderProcess:
         self._grader = grader
         self._terms = terms
         self._tick = min(TICK, terms.timeout / 8)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: Child | None = None
         self._stopped = False
         self._lock = threading.Lock()
         """Lock that is held while the process is replaced: another thread may call `stop`."""
@@ -188,31 +181,29 @@ class GraderProcess:
 
     def _grade_while_alive(self, calls: Sequence[Sequence[Any]]) -> dict[int, list[Answer] | Lost]:
         """Return outcomes by position, up to and including the first calls that the process does not survive."""
-        connection = self.start()
+        child = self.start()
         outcomes: dict[int, list[Answer] | Lost] = {}
         lost: Lost | None = None
         samples = max(map(len, calls))
         try:
-            self._send(connection, calls)
+            self._send(child, calls)
             while len(outcomes) < len(calls) and lost is None:
                 first = next(position for position in range(len(calls)) if position not in outcomes)
-                lost = self._wait(
-                    connection, self._terms.timeout * (samples if self._terms.waits else len(calls[first]))
-                )
+                lost = self._wait(child, self._terms.timeout * (samples if self._terms.waits else len(calls[first])))
                 if lost is None:
-                    position, answers = connection.recv()
+                    position, answers = child.connection.recv()
                     lost = _machines(answers)
                     if lost is None:
                         outcomes[position] = answers
         except (EOFError, OSError, psutil.NoSuchProcess):
-            lost = self._how_it_ended()
+            lost = self._how_it_ended(child)
         if lost is not None:
             self.kill()
             left = (position for position in range(len(calls)) if position not in outcomes)
             outcomes |= dict.fromkeys(islice(left, self._terms.at_once), lost)  # they are begun in their order
         return outcomes
 
-    def _wait(self, connection: Connection, limit: float) -> Lost | None:
+    def _wait(self, child: Child, limit: float) -> Lost | None:
         """Wait until the next answer, or the end of the process, can be received.
 
         Returns why the process has to be killed where its time is over: `limit` seconds of its own, or twice as many
@@ -221,67 +212,61 @@ class GraderProcess:
         allowed = 2 * limit if self._terms.waits else limit
         clock: OwnTime | None = None
         ready = select.poll()  # a connection makes a new one for every question, which is most of what an answer costs
-        ready.register(connection, select.POLLIN)
+        ready.register(child.connection, select.POLLIN)
         while not ready.poll(1000 * self._tick):
             if clock is None:
-                assert self._process is not None
-                clock = OwnTime(self._process.pid, self._tick)
+                clock = OwnTime(child.pid, self._tick)
                 continue
             clock.tick()
-            if self._has_ended() and not connection.poll():  # what it started holds the connection open
-                return self._how_it_ended()
+            if child.is_gone:
+                return self._how_it_ended(child)
             if clock.own > allowed:
                 blame = Blame.SAMPLE_FOR_SURE if clock.computed > clock.rested else Blame.SAMPLE
                 return Lost(blame, too_long(limit))
             if clock.stopped > allowed:
                 return Lost(Blame.MACHINE, f"the grader's process was stopped for {clock.stopped:.3g} s")
             if clock.watched > allowed * PATIENCE:
-                return Lost(Blame.MACHINE, f"the machine let the grader work {clock.own:.3g} of {clock.watched:.3g} s")
+                return Lost(Blame.MACHINE, f"the grader got {clock.own:.3g} of {clock.watched:.3g} s of CPU time")
         return None
 
-    def _send(self, connection: Connection, calls: Sequence[Sequence[Any]]) -> None:
+    def _send(self, child: Child, calls: Sequence[Sequence[Any]]) -> None:
         """Send the calls, or break the connection: a process that was stopped would never receive them."""
-        late = threading.Timer(max(self._terms.timeout, 1.0), self._kill_group)
+        late = threading.Timer(max(self._terms.timeout, 1.0), child.interrupt)
         late.daemon = True
         late.start()
         try:
-            connection.send(list(calls))
+            child.connection.send(list(calls))
         finally:
             late.cancel()
 
-    def start(self) -> Connection:
-        """Return the connection to the running process; a new process is ready to grade then. Raises GraderFailed."""
-        if self._process is not None and self._has_ended():
+    def start(self) -> Child:
+        """Return the running process; a new process is ready to grade then. Raises GraderFailed."""
+        if self._child is not None and self._child.has_ended:
             self.kill()  # it died idle, which is no sample's fault
-        if self._connection is None:
+        if self._child is None:
             self._require_recorded_code()
             for start in range(1, STARTS + 1):
-                self._connection = self._launch()
-                failure = self._await_ready(self._connection)
+                failure = self._await_ready(self._launch())
                 if failure is None:
                     break
                 if start == STARTS:
                     raise GraderUnavailable(f"the process of grader {self._grader.name} {failure}, {STARTS} times")
             self._require_recorded_code()  # read before and after: so it is what was imported
-        assert self._connection is not None
-        return self._connection
+        assert self._child is not None
+        return self._child
 
     def stop(self) -> None:
         """Kill the running process and allow no new one. Called from another thread."""
         with self._lock:
             self._stopped = True
-            self._kill_group()
+            if self._child is not None:
+                self._child.interrupt()
 
     def kill(self) -> int:
         """End the process and its group. Return its exit code as in Popen, 0 if there is no process."""
         with self._lock:
-            if self._process is None or self._connection is None:
-                return 0
-            self._connection.close()
-            self._kill_group()
-            code = self._process.wait()
-            self._process = self._connection = None
-            return code
+            child, self._child = self._child, None
+            return 0 if child is None else child.kill()
 
     def _require_recorded_code(self) -> None:
         found = grader_version(self._grader)
@@ -289,54 +274,43 @@ class GraderProcess:
             self.kill()
             raise GraderFailed(
                 f"the source of grader {self._grader.name} was changed while the run used it (version "
-                f"{self._grader.version}, now {found}): undo the change and `cairn resume`, or `cairn fork` to go on "
-                "with it"
+                f"{self._grader.version}, now {found}): undo the change and run `cairn resume`, or run `cairn fork` "
+                "to use the new source"
             )
 
-    def _launch(self) -> Connection:
-        here, there = Pipe()
+    def _launch(self) -> Child:
         terms = (str(self._terms.takes), *astuple(self._terms)[1:])
-        with self._lock, there:
+        with self._lock:
             if self._stopped:
                 raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
-            self._process = launch("cairn.tasks.grading.worker", there, (self._grader.path, terms))
-        return here
+            self._child = Child("cairn.tasks.grading.worker", (self._grader.path, terms))
+            return self._child
 
-    def _await_ready(self, connection: Connection) -> str | None:
+    def _await_ready(self, child: Child) -> str | None:
         """Return None, or what kept the process from starting. Raises GraderFailed if it ended by itself."""
         try:
-            if connection.poll(START_TIMEOUT):
-                connection.recv()
+            if child.connection.poll(START_TIMEOUT):
+                child.connection.recv()
                 return None
             self.kill()
             return f"did not start within {START_TIMEOUT:g} s"
         except (EOFError, OSError):
-            lost = self._how_it_ended()
+            lost = self._how_it_ended(child)
         self.kill()
         if lost.blame is Blame.MACHINE:
-            return "was killed while it loaded it"
+            return "was killed while it loaded the grader"
         raise GraderFailed(
-            f"the process of grader {self._grader.name} ended while it loaded it; what it wrote stands above"
+            f"the process of grader {self._grader.name} ended while it loaded the grader; see its output above"
         )
 
-    def _how_it_ended(self) -> Lost:
+    def _how_it_ended(self, child: Child) -> Lost:
         """Return how a process ended that hung up or is gone. Its group, which may outlive it, is killed."""
-        assert self._process is not None
-        if not ends_within(_TO_END, self._process):
+        ended = child.wait()
+        if ended.hung_up:
             return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
-        code = self.kill()
-        if code < 0:
-            blame = Blame.MACHINE if -code in FROM_OUTSIDE else Blame.SAMPLE
-            return Lost(blame, f"the grader's process died with signal {-code}")
-        return Lost(Blame.SAMPLE, f"the grader's process died with exit code {code}")
-
-    def _has_ended(self) -> bool:
-        assert self._process is not None
-        return has_ended(self._process)
-
-    def _kill_group(self) -> None:
-        if self._process is not None:
-            kill_group(self._process)
+        how = f"exit code {ended.code}" if ended.signal is None else f"signal {-ended.code}"
+        blame = Blame.MACHINE if ended.from_outside else Blame.SAMPLE
+        return Lost(blame, f"the grader's process died with {how}")
 
 
 def _machines(answers: Sequence[Answer]) -> Lost | None:

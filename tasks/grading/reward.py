@@ -232,7 +232,9 @@ def prompt_rows(data: Data) -> Callable[[int], PromptRow]:
     """Return a function that reads rows of the data by index. Raises BadData for data that cannot be read twice."""
     if isinstance(data, PromptData | MixedData):
         return data.row
-    raise BadData("the grader needs the rows of the data again, and a function of get_samples_path gives them once")
+    raise BadData(
+        "the grader must read the rows of the data again, but a function of get_samples_path returns them only once"
+    )
 
 
 def messages_of(row: PromptRow) -> tuple[dict[str, Any], ...]:
@@ -251,8 +253,8 @@ def _messages(
             asked = row(index)
             if asked.prompt_text != text:
                 raise BadData(
-                    f"row {index + 1} of the data is not the prompt that was answered, so that the grader cannot be "
-                    "given its messages: put the data back that the run was made with"
+                    f"row {index + 1} of the data is not the prompt of the sample, so the grader cannot "
+                    "get its messages: restore the data that the run was created with"
                 )
             found[index] = messages_of(asked)
     return [found[index] for index in indices]

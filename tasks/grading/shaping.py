@@ -60,7 +60,7 @@ def with_rewards(graded: Graded, keys: Collection[str], grader: str) -> Graded:
     return replace(
         graded,
         reward=None,
-        error=f"the grader {graded.grader or grader!r} gave {said} beside the reward, and algorithm.gdpo_reward_keys "
+        error=f"the grader {graded.grader or grader!r} returned {said} with the reward, but algorithm.gdpo_reward_keys "
         f"names {key!r}: let it return a number under this name, or leave the name out",
     )
 
@@ -82,8 +82,8 @@ def with_own_rewards(graded: Graded, trajectories: int) -> tuple[Graded, Sequenc
     except (TypeError, ValueError):
         rewards = []
     if len(rewards) != trajectories:
-        told = f"the grader gave {given!r} as {TRAJECTORY_REWARDS.name} of {trajectories} trajectories"
-        return replace(graded, reward=None, error=f"{told}: let it give a list of one number each"), None
+        told = f"the grader returned {given!r} as {TRAJECTORY_REWARDS.name} of {trajectories} trajectories"
+        return replace(graded, reward=None, error=f"{told}: let it return a list with one number for each"), None
     return replace(graded, components=components or None), rewards
 
 

@@ -188,7 +188,9 @@ def _told(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> lis
         return [_reward(result, terms)]
     found = list(result)
     if len(found) != len(samples):
-        raise ValueError(f"the grader returned {len(found)} rewards for {len(samples)} samples: let it return one each")
+        raise ValueError(
+            f"the grader returned {len(found)} rewards for {len(samples)} samples: let it return one for each"
+        )
     return list(_each(found, terms, alone))
 
 
@@ -271,9 +273,11 @@ def finite(value: Any) -> float:
     """Return a value as a reward. Raises ValueError or TypeError where it is no finite float32."""
     reward = float(value)
     if not math.isfinite(reward):
-        raise ValueError(f"the grader returned {value!r}, which is no reward")
+        raise ValueError(f"the grader returned {value!r}, which is not a reward")
     try:
         struct.pack("<f", reward)
     except OverflowError:
-        raise ValueError(f"the grader returned {value!r}, which is no reward: float32 ends at 3.4e38") from None
+        raise ValueError(
+            f"the grader returned {value!r}, which is not a reward: the maximum of float32 is 3.4e38"
+        ) from None
     return reward

@@ -14,6 +14,6 @@ def grade(sample: Sample) -> dict[str, Any]:
     """Return the last trajectory's reward, and each trajectory's. Raises ValueError where the last one has none."""
     last = sample.rewards[-1] if sample.rewards else None
     if last is None:
-        raise ValueError("generate gave the sample no reward: let its last trajectory, or a segment of it, have one")
+        raise ValueError("generate set no reward: set one on the sample's last trajectory, or on a segment of it")
     own = [last if reward is None else reward for reward in sample.rewards]
     return {"reward": last} if len(own) == 1 else {"reward": last, "trajectory_rewards": own}

@@ -36,7 +36,9 @@ class CannotCheck(Exception):
 def follows(instruction: str, arguments: Arguments, response: str) -> bool:
     """Whether a response follows an instruction. An empty response follows none. Raises CannotCheck."""
     if instruction not in CHECKS:
-        raise CannotCheck(f"the instruction {instruction!r} is none of IFEval's {len(CHECKS)}, so nobody can check it")
+        raise CannotCheck(
+            f"the instruction {instruction!r} is not one of IFEval's {len(CHECKS)}, so it cannot be checked"
+        )
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
         return bool(response.strip()) and CHECKS[instruction](response, given)

@@ -44,7 +44,9 @@ def grade(sample: Sample) -> dict[str, Any]:
     """Return the score, and whether it is full. Raises ValueError for a row of another source."""
     row = sample.metadata.get("reasoning_gym")
     if not isinstance(row, dict):
-        raise ValueError("the grader reasoning_gym needs rows of the data source reasoning_gym, and this is none")
+        raise ValueError(
+            "the grader reasoning_gym needs rows of the data source reasoning_gym, but this row is from another"
+        )
     answer = _answer(answer_of(sample), row["answer"])
     score = 0.0
     if answer:
@@ -126,7 +128,7 @@ def _formula(text: str, *arguments: Any, **options: Any) -> Any:
     tree = _tree(text)
     _require_only(tree, is_formula, text)
     if _digits(tree.body) > _DIGITS:
-        raise ValueError(f"{text[:80]!r} may come to a number of more than {_DIGITS} digits")
+        raise ValueError(f"{text[:80]!r} may give a number of more than {_DIGITS} digits")
     return parse_expr(text, *arguments, **options)
 
 

@@ -333,7 +333,7 @@ class _Failures:
         ((error, count),) = self.errors.most_common(1)
         return (
             f"{self.errors.total()} of {self.samples} samples failed, {count} of them with: {error}; correct the "
-            "grader or the generate function, and fork the run or start another: a run goes on with no other code"
+            "grader or the generate function, and fork the run or start another: a run cannot continue with changed code"
         )
 
 
@@ -360,7 +360,7 @@ def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
         metadata = from_json(row["metadata"]) if row["metadata"] else {}
         if name not in metadata:
             raise NoSuchMetadata(
-                f"rollout.buffer_key is {name}, and the metadata of data row {row['prompt_index']} has "
+                f"rollout.buffer_key is {name}, but the metadata of data row {row['prompt_index']} has "
                 f"{', '.join(sorted(metadata)) or 'nothing'}: name a key that all rows have, or add it to them"
             )
         found[row["group_id"]] = metadata[name]

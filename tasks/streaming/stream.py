@@ -202,8 +202,8 @@ class Stream:
             return True
         if newest.name != admission.name and admission_number(newest) == admission_number(admission):
             raise Damaged(
-                f"{newest.name} and {admission.name} follow the same admission, made by two drivers: their prompts are "
-                "the same; start a new run from the weights of this one"
+                f"{newest.name} and {admission.name} follow the same admission: two drivers made them, with the same prompts; "
+                "start a new run from the weights of this one"
             )
         return admission_number(newest) < admission_number(admission)
 
@@ -236,7 +236,7 @@ class Stream:
                 if state.error is not None:
                     raise state.error
                 if self._run.stopping.is_set():
-                    raise EngineError("what is generated was broken off: the driver ends")
+                    raise EngineError("generation was interrupted: the driver stops")
                 tell(len(state.complete))
                 late = {id for id in state.open if state.oldest_version(id, oldest) < oldest}
                 awaited = [id for id in late if id not in state.complete] if time.monotonic() < end else []

@@ -65,7 +65,7 @@ def _restore_from(run: RunContext, position: Position | None, weights: Commit | 
     if position is not None and position.weight_version == version:
         if weights is None or position.state_digest == weights.state_digest:
             return
-        run.emit(Message("The training engine holds another state than the ledger; it is discarded", "warning"))
+        run.emit(Message("The training engine has another state than the ledger; its state is discarded", "warning"))
     target = -1 if weights is None else weights.iteration
     saved = newest_checkpoint(run.ledger, target)
     begin = -1 if saved is None else saved.iteration
@@ -130,8 +130,7 @@ def require_unredacted(run: RunContext, committed: Commit) -> None:
     for name in committed.inputs:
         if name in redacted:
             raise Redacted(
-                f"{committed.name} cannot be done again: decision {redacted[name]} has redacted samples of {name}, "
-                "from which it was made"
+                f"{committed.name} cannot be repeated: decision {redacted[name]} has redacted samples of its input {name}"
             )
 
 
@@ -146,6 +145,6 @@ def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
 def _require_state(commit: Commit, found: str, expected: str | None) -> None:
     if found != expected:
         raise ReplayDiverged(
-            f"{commit.name}: expected state digest {expected}, found {found}. The same machine type, thread count and "
-            "package versions as in the commit's environment give equal weights; see docs/recovery.md"
+            f"{commit.name}: expected state digest {expected}, found {found}. Equal weights need the machine type, thread "
+            "count and package versions of the commit's environment; see docs/recovery.md"
         )

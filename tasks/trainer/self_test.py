@@ -65,7 +65,7 @@ def self_test_once(run: RunContext, trained: Commit) -> None:
         _self_test(run, trained)
     except (EngineError, StoreError, Damaged, OSError) as error:
         # The next step notices that the engine is in another state, and restores it.
-        run.emit(Message(f"Self-test: broken off, and left to the next driver: {error}", "warning"))
+        run.emit(Message(f"Self-test: interrupted, the next driver repeats it: {error}", "warning"))
 
 
 def _self_test(run: RunContext, trained: Commit) -> None:
@@ -73,12 +73,12 @@ def _self_test(run: RunContext, trained: Commit) -> None:
     key = fingerprint(run.config, run.ledger.terms.inputs.get("model"), environment)
     if find_self_test(run.ledger.store, key) is not None:
         return
-    run.emit(Message("Self-test: one update twice, across a restart of the training engine"))
+    run.emit(Message("Self-test: running one update twice, with a restart of the training engine between them"))
     began = time.perf_counter()
     with run.weights_lock:
         digests = _updated_twice(run, trained)
     if len(digests) < 2:
-        run.emit(Message("Self-test: broken off, and left to the next driver: this one was told to end"))
+        run.emit(Message("Self-test: interrupted, the next driver repeats it: this driver must stop"))
         return
     first, second = digests
     found = SelfTest(
@@ -98,9 +98,9 @@ def _self_test(run: RunContext, trained: Commit) -> None:
 def sentence(found: SelfTest) -> str:
     """Return the result of a self-test as a sentence for people."""
     if found.agrees:
-        return f"Self-test: {found.environment.device} gave the same bits twice, in {found.seconds:.0f} s"
+        return f"Self-test: {found.environment.device} computed the same bits twice, in {found.seconds:.0f} s"
     return (
-        f"Self-test: {found.environment.device} gave other bits the second time ({found.state_digests[0][:12]}…, then "
+        f"Self-test: {found.environment.device} computed other bits the second time ({found.state_digests[0][:12]}…, then "
         f"{found.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be replayed. "
         "Set training.deterministic_mode, checkpoint.save_interval: 1, or recovery.on_divergence: fork"
     )

@@ -62,5 +62,5 @@ def _uncommitted_result(step: StepCall, position: Position | None, version: int)
     it."""
     if position is None or position.weight_version != version or position.last_input_digest != step.input_digest:
         return None
-    step.run.emit(Message(f"Iteration {step.iteration}: the update had been done and not committed; it is adopted"))
+    step.run.emit(Message(f"Iteration {step.iteration}: the update was computed but not committed; its result is used"))
     return position.last_result

@@ -182,7 +182,7 @@ def test_options_that_are_not_there_and_a_teacher_that_is_missing_are_told_befor
     code = "import cairn\n\n\n@cairn.plugin(%s)\ndef mine(batch, config): ...\n"
     path = written(tmp_path, code % "reads={'gama'}", "mine")
     (problem,) = setup_problems(tiny_config(tiny_assets, algorithm={"advantage_estimator": path}))
-    assert problem.endswith("reads 'gama', which is no option of algorithm: did you mean gamma?")
+    assert problem.endswith("reads 'gama', which is not an option of algorithm: did you mean gamma?")
     (tmp_path / "taught.py").write_text(code % "needs={'teacher_log_probs'}")
     algorithm = {"advantage_estimator": f"{tmp_path / 'taught.py'}:mine"}
     (problem,) = setup_problems(tiny_config(tiny_assets, algorithm=algorithm))
@@ -251,5 +251,5 @@ def test_a_loss_that_cannot_go_with_what_declares_it_is_refused(tmp_path: Path) 
 def test_an_estimator_that_returns_something_else_is_named(tmp_path: Path, returned: str) -> None:
     path = written(tmp_path, f"def mine(batch, config):\n    return {returned}\n", "mine")
     batch = ScoredBatch(np.zeros(2), [2], [np.ones(3, np.uint8), np.ones(1, np.uint8)])
-    with pytest.raises(BadPlugin, match=r"mine' returned something else than \(advantages, returns\)"):
+    with pytest.raises(BadPlugin, match=r"mine' must return \(advantages, returns\)"):
         estimate(batch, AlgorithmConfig(advantage_estimator=path))

@@ -231,12 +231,12 @@ def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> No
 @pytest.mark.parametrize(
     ("code", "outcome", "told"),
     [
-        (("chosen.ids[-2:]", "chosen.ids[-3:]"), "diverged", "asks for call 1 .sample. after .* other tokens"),
+        (("chosen.ids[-2:]", "chosen.ids[-3:]"), "diverged", "makes call 1 .sample. after .* other tokens"),
         (('{"number": number}', '{"number": number + 1}'), "diverged", "look_up.* with .*1.* where .*0.* is recorded"),
         (('await ctx.judge(half, "a word")', "pass"), "diverged",
-         r"the code waits for 1, and has not asked for call j0 \(judge half\) with .*, recorded before that"),
+         r"the code waits for 1, but has not made call j0 \(judge half\) with .*, recorded before that"),
         (("ctx.now()", "ctx.now(); ctx.now()"), "diverged",
-         r"call n1 \(now\) is not in the record: a replay asks nobody"),
+         r"call n1 \(now\) is not in the record: a replay makes no new calls"),
         (("return [", "first.loss_mask[0] = 0; return ["), "differs",
          "segment 0 of trajectory 0 differs first at its token 0: the loss mask is 0, and 1 is committed"),
         (("return [", "return 1 / 0; ["), "failed", "generate: ZeroDivisionError: division by zero"),
@@ -272,12 +272,12 @@ def test_code_that_a_store_names_elsewhere_is_not_run(here: Path, tmp_path: Path
     monkeypatch.chdir(tmp_path)
     result = cairn("episode", "tiny", "0", "3", "--replay", "--store", str(here / "store"))
     assert result.exit_code == 2
-    assert "a store may name no code outside the folder one stands in" in result.output
+    assert "a store may not name code outside the working folder" in result.output
 
 
 @pytest.mark.parametrize(
     ("place", "told"),
-    [("9", "has samples 0 to 3, no 9"), ("1/7", "has no sample 7 of group 1"), ("one", "'one' is no sample")],
+    [("9", "has samples 0 to 3, not 9"), ("1/7", "has no sample 7 of group 1"), ("one", "'one' is not a sample")],
 )
 def test_a_sample_that_is_not_there_is_named(here: Path, place: str, told: str) -> None:
     result = cairn("episode", "tiny", "0", place)
@@ -314,7 +314,7 @@ def test_samples_are_exported_as_trajectories_that_the_formats_own_models_take(h
     assert second.steps[1].source == "user", "what the world gave where no tool was called"
     again = cairn("export", "tiny@0", str(tmp_path / "out"), "--format", "atif")
     assert again.exit_code == 2
-    assert "is not empty: give a new folder" in again.output
+    assert "is not empty: use a new folder" in again.output
 
 
 def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_path: Path) -> None:

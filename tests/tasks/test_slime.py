@@ -147,7 +147,7 @@ def test_a_reward_of_a_group_is_given_all_of_it(rewards: Path) -> None:
     [
         ("threshold", "args.rollout_max_response_len is rollout.rollout_max_response_len here, which the step"),
         ("hooks", "args.rollout_sample_hook_path is nothing here: the generate function returns what a sample is"),
-        ("by_place", "sample.index is not told to a grader: the same words earn the same"),
+        ("by_place", "sample.index is not passed to a grader: the same text gets the same reward"),
     ],
 )
 def test_what_args_do_not_hold_is_told(rewards: Path, name: str, says: str) -> None:

@@ -22,28 +22,22 @@ A process that is killed from outside, as by the OOM killer, incriminates no sam
 """
 
 import queue
-import signal
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.engines.agents.episodes.beside import Asking
 from cairn.engines.agents.episodes.context import EpisodeOptions
 from cairn.engines.agents.episodes.watchdog import Heartbeat, Watch, blocked
-from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
+from cairn.engines.processes.child import Child
 from cairn.engines.types.errors import GenerationFailed
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest
 from cairn.engines.types.types import SamplingParams, Stream
 
 SINGLE_TURN = "single_turn"
 """The built-in function that calls the policy once."""
-_TO_END = 10.0
-"""Seconds that a process may take to exit after it closed the connection."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +81,15 @@ class UserCode:
 
     def __init__(self, function: GenerateFunction) -> None:
         self._function = function
-        self._process, self._connection, self._heartbeat = self._launch()
+        with Heartbeat.shared() as (self._heartbeat, fd):
+            self._child = Child("cairn.engines.agents.user_process", [fd], search=function.search, files=[fd])
         self._idle = True
         self._killed = False
         self._sending = threading.Lock()
 
     def can_generate(self, function: GenerateFunction) -> bool:
         """Return whether the process is idle and runs this function."""
-        return self._idle and self._function == function and not has_ended(self._process)
+        return self._idle and self._function == function and not self._child.has_ended
 
     def generate(
         self, stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams
@@ -140,8 +135,7 @@ class UserCode:
     def kill(self) -> int:
         """Kill the process. Return its exit code."""
         self._killed = True
-        kill_group(self._process)
-        return self._process.wait()
+        return self._child.kill()
 
     def __del__(self) -> None:
         self.kill()
@@ -155,20 +149,17 @@ class UserCode:
         if kind == "hung":
             key, told = content
             raise GenerationFailed(told) if key is None else SampleHung(key, told)
-        not_by_us = ends_within(_TO_END, self._process) and not self._killed
-        code = self.kill()
-        if not_by_us and -code in FROM_OUTSIDE:
-            raise ProcessLost(
-                f"the process of {self._function.name} was ended from outside ({signal.Signals(-code).name})"
-            )
+        by_us, ended = self._killed, self._child.wait()
+        if ended.from_outside and not by_us:
+            raise ProcessLost(f"the process of {self._function.name} was ended from outside ({ended.signal})")
         raise GenerationFailed(
-            f"the process of {self._function.name} ended with exit code {code} while it generated: its output is in "
-            "the engine's log"
+            f"the process of {self._function.name} ended with exit code {ended.code} while it generated: "
+            "its output is in the engine's log"
         )
 
     def _send(self, kind: str, content: Any) -> None:
         with self._sending, suppress(OSError):  # where the process is gone, whoever hears it says so
-            self._connection.send((kind, content))
+            self._child.connection.send((kind, content))
 
     def _watch(self, events: "queue.SimpleQueue[tuple[str, Any]]") -> Watch:
         function = self._function
@@ -177,14 +168,14 @@ class UserCode:
         def hung(key: SampleKey | None) -> None:
             events.put(("hung", (key, blocked(seconds))))
 
-        return Watch(self._heartbeat, self._process.pid, seconds, hung)
+        return Watch(self._heartbeat, self._child.pid, seconds, hung)
 
     def _hear(self, asking: Asking, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
         """Receive the process's messages until the call ends; runs in a thread. Requests join the stream at once."""
         kind = ""
         try:
             while kind not in ("done", "failed", "hung"):
-                kind, content = self._connection.recv()
+                kind, content = self._child.connection.recv()
                 if kind != "asked":
                     events.put((kind, content))
                 elif refusals := asking.submit(content):
@@ -202,9 +193,3 @@ class UserCode:
                     self._send("answered", answers)
         except BaseException as error:
             events.put(("failed", error))
-
-    def _launch(self) -> tuple["subprocess.Popen[bytes]", Connection, Heartbeat]:
-        here, there = Pipe()
-        with there, Heartbeat.shared() as (heartbeat, fd):
-            process = launch("cairn.engines.agents.user_process", there, [fd], search=self._function.search, files=[fd])
-        return process, here, heartbeat

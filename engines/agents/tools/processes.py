@@ -26,8 +26,6 @@ import enum
 import json
 import os
 import queue
-import signal
-import subprocess
 import threading
 import time
 from collections import Counter, deque
@@ -36,14 +34,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache, partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
 from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
-from cairn.engines.processes.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
+from cairn.engines.processes.child import Child
 from cairn.storage.store.canonical import from_json
 
 # Order of waiting calls: round robin over tools, then over a tool's episodes; an episode's oldest call is first.
@@ -159,7 +155,6 @@ _network = threading.Event()
 """Set if tools may use the network."""
 
 _TICK = 0.25
-_TO_END = 10.0
 
 
 held: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("held", default=nullcontext)
@@ -226,9 +221,9 @@ class _Asked:
     def _made(self, process: "_Process", pace: SetPace) -> Any:
         for _ in range(LOST):
             try:
-                connection = process.ready(self.tool, self.path, pace)
+                child = process.ready(self.tool, self.path, pace)
                 self._begin()
-                return process.call(connection, self.tool, self.message, self.given_up, pace)
+                return process.call(child, self.tool, self.message, self.given_up, pace)
             except ToolLost:
                 if self.tool.kind != "pure":
                     raise
@@ -367,30 +362,29 @@ class _Process:
     """A child process that starts on first use, and again after it has ended."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: Child | None = None
         self._loaded: str | None = None
 
     def call(
         self,
-        connection: Connection,
+        child: Child,
         tool: Callee,
         message: bytes,
         given_up: threading.Event,
         pace: SetPace,
     ) -> Any:
-        """Return the result of a call, over the connection of `ready`. `pace` receives the call's pace.
+        """Return the result of a call in the process of `ready`. `pace` receives the call's pace.
 
         Raises ToolFailed, ToolUnavailable and ToolLost.
         """
         try:
-            connection.send_bytes(message)
-            if not self._wait(connection, tool.timeout, given_up, pace):
+            child.connection.send_bytes(message)
+            if not self._wait(child, tool.timeout, given_up, pace):
                 self.kill()
                 raise tool.late()
-            answer = from_json(connection.recv_bytes(_longest(tool.max_output)))
+            answer = from_json(child.connection.recv_bytes(_longest(tool.max_output)))
         except (EOFError, OSError):
-            raise self._ended(tool) from None
+            raise self._ended(tool, child) from None
         if answer["spoilt"]:
             self.kill()
         if "failed" in answer:
@@ -401,25 +395,21 @@ class _Process:
 
     def kill(self) -> int:
         """Kill the process and its descendants. Return its exit code, 0 where there is no process."""
-        if self._process is None or self._connection is None:
-            return 0
-        self._connection.close()
-        kill_family(self._process)
-        code = self._process.wait()
-        self._process = self._connection = self._loaded = None
-        return code
+        child, self._child, self._loaded = self._child, None, None
+        return 0 if child is None else child.kill()
 
-    def ready(self, tool: Callee, path: str, pace: SetPace) -> Connection:
-        """Return the connection of a process that has loaded the tool. `pace` receives the call's pace.
+    def ready(self, tool: Callee, path: str, pace: SetPace) -> Child:
+        """Return a process that has loaded the tool. `pace` receives the call's pace.
 
         Raises ToolUnavailable.
         """
-        if self._process is not None and has_ended(self._process):
+        if self._child is not None and self._child.has_ended:
             self.kill()  # it was ended while it had nothing to do
         for _ in range(LOST):
-            connection = self._connection or self._launch()
+            child = self._child or self._launch()
             if self._loaded == path:
-                return connection
+                return child
+            connection = child.connection
             try:
                 connection.send_bytes(json.dumps({"path": path}).encode())
                 if not connection.poll(SLOW_TO_LOAD):
@@ -429,63 +419,58 @@ class _Process:
                     if not answer["loaded"]:
                         raise ToolUnavailable(f"{tool.name}: its process cannot load it: {answer['why']}")
                     self._loaded = path
-                    return connection
+                    return child
             except (EOFError, OSError):
                 pass
             self.kill()
         raise ToolUnavailable(f"{tool.name}: its process ended, or did not start, while it loaded {path}, {LOST} times")
 
-    def _launch(self) -> Connection:
-        here, there = Pipe()
-        with there:
-            self._process = launch("cairn.engines.agents.tools.worker", there, [_network.is_set()])
-        self._connection = here
-        return here
+    def _launch(self) -> Child:
+        self._child = Child("cairn.engines.agents.tools.worker", [_network.is_set()], adopts_orphans=True)
+        return self._child
 
-    def _wait(self, connection: Connection, seconds: float, given_up: threading.Event, pace: SetPace) -> bool:
+    def _wait(self, child: Child, seconds: float, given_up: threading.Event, pace: SetPace) -> bool:
         """Return whether a message arrives in time."""
         began, look = time.monotonic(), SLOW
         end = began + seconds
         pace(Pace.QUICK)
-        while not connection.poll(max(0.0, min(_TICK, look - (time.monotonic() - began), end - time.monotonic()))):
-            assert self._process is not None
+        while not child.connection.poll(
+            max(0.0, min(_TICK, look - (time.monotonic() - began), end - time.monotonic()))
+        ):
             if time.monotonic() - began >= look:
-                computes = self._computes()
+                computes = _computes(child.pid)
                 pace(Pace.WAITS if not computes else Pace.COMPUTES if look >= SLOW_COMPUTING else Pace.QUICK)
                 look *= 2  # to look costs something
-            if has_ended(self._process) and not connection.poll():  # what it started holds the connection open
+            if child.is_gone:
                 raise EOFError
             if given_up.is_set() or time.monotonic() >= end:
                 return False
         return True
 
-    def _computes(self) -> bool:
-        """Return whether the process or a descendant is running on, or waiting for, a core."""
-        assert self._process is not None
-        with suppress(psutil.NoSuchProcess):
-            head = psutil.Process(self._process.pid)
-            if head.status() == psutil.STATUS_RUNNING:
-                return True
-            for child in head.children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if child.status() == psutil.STATUS_RUNNING:
-                        return True
-        return False
-
-    def _ended(self, tool: Callee) -> Exception:
+    def _ended(self, tool: Callee, child: Child) -> Exception:
         """Return the error for a process that ended or closed its connection."""
-        assert self._process is not None
-        hung_up = not ends_within(_TO_END, self._process)
-        code = self.kill()
-        if hung_up:
+        ended = child.wait()
+        self.kill()
+        if ended.hung_up:
             return ToolFailed(f"{tool.name}: it closed the connection of its process", Reason.DIED)
-        if code >= 0:
-            return ToolFailed(f"{tool.name}: it ended its process, with exit code {code}", Reason.DIED)
-        if -code in FROM_OUTSIDE:
-            return ToolLost(
-                f"{tool.name}: its process was ended from outside ({signal.Signals(-code).name}) while it was at work"
-            )
-        return ToolFailed(f"{tool.name}: it ended its process, with {signal.Signals(-code).name}", Reason.DIED)
+        if ended.signal is None:
+            return ToolFailed(f"{tool.name}: it ended its process, with exit code {ended.code}", Reason.DIED)
+        if ended.from_outside:
+            return ToolLost(f"{tool.name}: its process was ended from outside ({ended.signal}) while it was at work")
+        return ToolFailed(f"{tool.name}: it ended its process, with {ended.signal}", Reason.DIED)
+
+
+def _computes(pid: int) -> bool:
+    """Return whether a process or a descendant is running on, or waiting for, a core."""
+    with suppress(psutil.NoSuchProcess):
+        head = psutil.Process(pid)
+        if head.status() == psutil.STATUS_RUNNING:
+            return True
+        for child in head.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.status() == psutil.STATUS_RUNNING:
+                    return True
+    return False
 
 
 def _longest(max_output: int) -> int:

@@ -124,8 +124,8 @@ def open_prompts(benchmark: Benchmark, tokenizer: Any) -> PromptData:
     chat = benchmark.prompt.style == "chat"
     if chat and not tokenizer.chat_template:
         raise BadData(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, and {benchmark.name} asks "
-            "in chat style: take a benchmark with plain prompts, or a model whose tokenizer has one"
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, but {benchmark.name} has "
+            "chat prompts: use a benchmark with plain prompts, or a model whose tokenizer has one"
         )
     return PromptData(BenchmarkRows.open(benchmark), RowFormat(apply_chat_template=chat), tokenizer)
 
@@ -175,7 +175,7 @@ def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str |
     question = names[prompt.column] if prompt.column is not None else _filled(str(prompt.template), names, where)
     if prompt.style == "plain":
         if not isinstance(question, str):
-            raise BadData(f"{where}: {prompt.column!r} is no string, and the benchmark's prompts are plain")
+            raise BadData(f"{where}: {prompt.column!r} is not a string, but the benchmark's prompts are plain")
         shown = [f"{example.question}{prompt.delimiter}{example.answer}" for example in prompt.examples]
         return prompt.separator.join([*shown, question])
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]

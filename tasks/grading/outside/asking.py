@@ -175,7 +175,7 @@ class OutsideGraders:
         if left and not await self._answers():
             raise GraderUnavailable(
                 f"grader {self.name} could not grade {len(left)} of {len(tried)} samples in {left[0].graded.tries} "
-                f"tries, and now not even what it graded before: {left[0].graded.error}"
+                f"tries, and now fails on samples that it graded before: {left[0].graded.error}"
             )
         return [one.graded for one in tried]
 
@@ -249,21 +249,23 @@ class Service:
             async with asyncio.timeout(self._timeout):
                 reply = await self._client.post(self._url, json=question, headers=self._headers())
         except (TimeoutError, httpx.TimeoutException):
-            raise TryAgain(f"{self._url} did not answer within {self._timeout:g} s") from None
+            raise TryAgain(f"{self._url} did not respond within {self._timeout:g} s") from None
         except httpx.TransportError as error:
-            raise TryAgain(f"{self._url} does not answer ({type(error).__name__})") from None
+            raise TryAgain(f"{self._url} does not respond ({type(error).__name__})") from None
         status = reply.status_code
         if status in _BUSY or status >= 500:
-            raise TryAgain(f"{self._url} answers with HTTP status {status}")
+            raise TryAgain(f"{self._url} responds with HTTP status {status}")
         if status in _ANYBODYS or 300 <= status < 400:
-            key = f"the key in the environment variable {self._key_env}" if self._key_env else "whether it wants a key"
-            raise GraderFailed(f"{self._url} answers with HTTP status {status}: check the address, and {key}")
+            key = f"the key in the environment variable {self._key_env}" if self._key_env else "whether it needs a key"
+            raise GraderFailed(f"{self._url} responds with HTTP status {status}: check the address, and {key}")
         if status >= 400:
             raise ValueError(f"{self._url} refuses this sample with HTTP status {status}")
         try:
             return from_json(reply.content)
         except ValueError:
-            raise ValueError(f"{self._url} answers with something else than JSON, or nested too deeply") from None
+            raise ValueError(
+                f"{self._url} responds with something else than JSON, or with JSON nested too deeply"
+            ) from None
 
     async def close(self) -> None:
         """Close its connections."""
@@ -275,7 +277,7 @@ class Service:
             return {}
         key = os.environ.get(self._key_env, "").strip()
         if not key:
-            raise GraderFailed(f"the environment variable {self._key_env} is empty: put the key for {self._url} there")
+            raise GraderFailed(f"the environment variable {self._key_env} is empty: set it to the key for {self._url}")
         return {"Authorization": f"Bearer {key}"}
 
 

@@ -103,7 +103,7 @@ class Code:
         except SandboxFailed as error:
             raise GraderUnavailable(str(error)) from error
         if ran.lost:
-            raise ValueError(f"code: the sandbox of this program was ended from outside {LOST} times")
+            raise ValueError(f"code: the sandbox of this program was killed from outside {LOST} times")
         return ran
 
     async def _why_it_failed(self, program: str, test: dict[str, Any]) -> str | None:
@@ -128,7 +128,7 @@ class Code:
         try:
             return None if json.loads(value) in _wanted(test["value"]) else "wrong value"
         except ValueError:
-            return "it returned what is no JSON value"
+            return "it returned something else than a JSON value"
 
 
 def program_of(answer: str) -> str:
@@ -162,7 +162,7 @@ def _tests(metadata: dict[str, Any]) -> list[dict[str, Any]]:
             raise ValueError("code needs `inputs` and `outputs` in the row's tests, one for one")
         tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
     if not isinstance(tests, list) or not tests:
-        raise ValueError("code needs `tests` in the row's metadata, and there are none")
+        raise ValueError("code needs `tests` in the row's metadata, but there are none")
     return [_test(test, name) for test in tests]
 
 
@@ -177,11 +177,13 @@ def _test(test: Any, name: Any) -> dict[str, Any]:
     given, wanted = test["input"], test["output"]
     if name is None:
         if not isinstance(given, str) or not isinstance(wanted, str):
-            raise ValueError("code needs texts as `input` and `output` of the row's tests, unless fn_name is given")
+            raise ValueError("code needs texts as `input` and `output` of the row's tests, unless fn_name is set")
         return {"input": given, "output": wanted}
     arguments = [_value(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     if not isinstance(arguments, list):
-        raise ValueError("code needs a list of arguments, or one a line, as `input` of the row's tests with fn_name")
+        raise ValueError(
+            "code needs a list of arguments, or one argument per line, as `input` of the row's tests with fn_name"
+        )
     return {"fn_name": str(name), "arguments": arguments, "value": _value(wanted)}
 
 

@@ -41,7 +41,7 @@ class Judge:
         if "{answer}" in self._config.template:
             given["answer"] = answer_of(sample)
         if sample.label is None and "{label}" in self._config.template:
-            raise ValueError("reward.judge.template names {label}, and the row has no label")
+            raise ValueError("reward.judge.template names {label}, but the row has no label")
         text = _PLACE.sub(lambda place: given[place[1]] or "", self._config.template)  # what is put in stays as it is
         system = [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
         return {
@@ -57,9 +57,9 @@ class Judge:
         try:
             said = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            return Graded(None, error="the judge's reply is no chat completion")
+            return Graded(None, error="the judge's reply is not a chat completion")
         if not isinstance(said, str):
-            return Graded(None, error="the judge replied without a text")
+            return Graded(None, error="the judge's reply has no text")
         usage = reply.get("usage") or {}
         tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
         components = {"reply": said, **tokens}
@@ -70,7 +70,7 @@ class Judge:
             return Graded(None, components, error=f"the judge's reply holds no score: {said[-200:]!r}")
         if not self._config.min_score <= score <= self._config.max_score:
             bounds = f"{self._config.min_score:g} to {self._config.max_score:g}"
-            return Graded(None, components, error=f"the judge's score {score:g} is not one from {bounds}")
+            return Graded(None, components, error=f"the judge's score {score:g} is not in the range {bounds}")
         return Graded(score, components)
 
     async def close(self) -> None:

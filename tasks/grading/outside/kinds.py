@@ -22,13 +22,13 @@ def outside(config: "RewardConfig") -> "Outside":
     match config.rm_type:
         case "judge":
             if config.judge is None:
-                raise BadPlugin("the grader 'judge' asks a language model: set reward.judge, with its url and model")
+                raise BadPlugin("the grader 'judge' calls a language model: set reward.judge, with its url and model")
             from cairn.tasks.grading.outside.judge import Judge
 
             return Judge(config.judge, config.rm_concurrency)
         case "remote_rm":
             if config.rm_url is None:
-                raise BadPlugin("the grader 'remote_rm' asks a service: set reward.rm_url to its address")
+                raise BadPlugin("the grader 'remote_rm' calls a service: set reward.rm_url to its address")
             from cairn.tasks.grading.outside.remote_rm import RemoteRM
 
             return RemoteRM(config)
@@ -37,4 +37,4 @@ def outside(config: "RewardConfig") -> "Outside":
             from cairn.tasks.grading.outside.code import Code
 
             return Code(config.code or CodeConfig())
-    raise BadPlugin(f"there is no grader {config.rm_type!r} that asks something outside")
+    raise BadPlugin(f"there is no grader {config.rm_type!r} that calls a service")

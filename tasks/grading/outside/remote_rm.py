@@ -44,7 +44,7 @@ class RemoteRM:
             components = {name: value for name, value in reply.items() if name != self._reward_key}
             return Graded(finite(reply[self._reward_key]), components or None)
         except (TypeError, ValueError) as error:
-            return Graded(None, error=f"the service at reward.rm_url gave no reward: {error}")
+            return Graded(None, error=f"the service at reward.rm_url returned no reward: {error}")
 
     async def close(self) -> None:
         """Close its connections."""

@@ -64,9 +64,7 @@ class RewardModelGrader:
         answered = []
         for sample in samples:
             if not sample.messages:
-                raise GraderFailed(
-                    "the grader reward_model needs the prompts as their rows have them, and was given none"
-                )
+                raise GraderFailed("the grader reward_model needs the prompts of the data rows, but received none")
             answered.append(Answered(sample.messages, _text(sample), sample.response))
         scores: list[Score] = []
         size = BATCHES * self._options.batch_size

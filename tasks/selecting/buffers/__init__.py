@@ -27,8 +27,8 @@ def get_policy(name: str) -> BufferPolicy:
         ordered = list(found) if isinstance(found, Iterable) else None
         if ordered is None or sorted(map(id, ordered)) != sorted(map(id, groups)):
             raise BadPlugin(
-                f"the buffer policy {name!r} returned something else than the {len(groups)} groups that it was given, "
-                "each once, in another order: correct it"
+                f"the buffer policy {name!r} must return the {len(groups)} groups that it received, each once, "
+                "in any order: correct it"
             )
         return ordered
 

@@ -23,7 +23,7 @@ def _priority(group: JudgedGroup) -> float:
         return 0.0 if found is None else found
     if isinstance(group.key, bool) or not isinstance(group.key, int | float):
         raise BadPlugin(
-            f"the buffer policy 'priority' needs numbers under rollout.buffer_key, and the metadata of group "
+            f"the buffer policy 'priority' needs numbers under rollout.buffer_key, but the metadata of group "
             f"{group.group_id} has {group.key!r} there: name another key, or correct the data"
         )
     return float(group.key)

@@ -39,7 +39,7 @@ def judged(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterD
     said = found if hasattr(found, "keep") else slime.DynamicFilterOutput(found)
     kept, reason = bool(said.keep), getattr(said, "reason", None)
     if reason is not None and not isinstance(reason, str):
-        raise BadPlugin(f"the filter gave {reason!r} as the reason: let it be text")
+        raise BadPlugin(f"the filter returned {reason!r} as the reason: let it be text")
     spare = bool(getattr(said, "keep_when_insufficient", False))
     return FilterDecision(kept, None if kept else reason or "not_kept", keep_when_insufficient=spare and not kept)
 

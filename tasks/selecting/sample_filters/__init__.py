@@ -26,13 +26,13 @@ def removed_by(name: str, groups: Sequence[Sequence[GradedSample]]) -> dict[int,
     given = {id(sample) for group in groups for sample in group}
     if removed is None or not given.issuperset(map(id, removed)):
         raise BadPlugin(
-            f"the sample filter {name!r} returned something else than samples that it was given: let it return those "
-            "that are not to be trained on"
+            f"the sample filter {name!r} returned something else than samples that it received: let it return those "
+            "that must not be trained on"
         )
     removed = list({id(sample): sample for sample in removed}.values())
     if len(removed) == len(given):
         raise NothingLeft(
-            f"the sample filter {name!r} has removed all {len(given)} samples of the batch, and nothing is left to "
+            f"the sample filter {name!r} has removed all {len(given)} samples of the batch, so nothing is left to "
             "train on: correct it, or drop such groups with rollout.dynamic_sampling_filter"
         )
     return places(removed)

@@ -81,7 +81,7 @@ def test_engines_out_of_reach_cost_time_and_those_that_ray_gives_up_are_made_aga
         run.exits.append(driver.wait(400))
         assert run.exits == [0], run.log()
         assert differences(run, undisturbed) == []
-    assert "\nEngine training is made again: cairn:run-" in run.whole_log()
+    assert "\nEngine training is restarted: cairn:run-" in run.whole_log()
     assert "1 committed step(s) to replay" in run.whole_log()
     for place in PLACES:  # of a rollout's shards one may have ended before
         took = [commit.timings["run"] for commit in run.commits() if (commit.iteration, commit.step) == place]
@@ -99,7 +99,9 @@ def test_a_driver_that_is_parted_from_the_head_says_so_and_ends(
             assert driver.stdout is not None
             assert driver.stdout.readline() == "works\n"
             far.host.cut()
-            assert driver.stdout.readline().startswith(f"the head of the Ray cluster does not answer at {far.address} ")
+            assert driver.stdout.readline().startswith(
+                f"the head of the Ray cluster does not respond at {far.address} "
+            )
             assert driver.wait(60) == 0
 
 

@@ -99,7 +99,7 @@ def test_a_cluster_that_cannot_be_joined_without_a_token_says_how(monkeypatch: p
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(
-            ClusterError, match=r"joined \(Failed to connect to GCS\): set RAY_AUTH_MODE=token, .*for a token"
+            ClusterError, match=r"joined \(Failed to connect to GCS\): set RAY_AUTH_MODE=token, .*requires a token"
         ):
             cluster._join(address)
 
@@ -244,17 +244,17 @@ def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ClusterError, match=f"nothing answers at fleet.ray_address={address} .*ray start --head"):
+        with pytest.raises(ClusterError, match=f"nothing responds at fleet.ray_address={address} .*ray start --head"):
             Cluster.open(address, num_cpus=1, object_store_memory=1, timeout=30)
 
 
 def test_a_ray_client_address_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ClusterError, match="give host:port or auto"):
+    with pytest.raises(ClusterError, match="set host:port or auto"):
         Cluster.open("ray://127.0.0.1:10001", num_cpus=1, object_store_memory=1, timeout=30)
 
 
 def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cluster) -> None:
-    with pytest.raises(ClusterError, match="close that fleet before"):
+    with pytest.raises(ClusterError, match="close its fleet before"):
         Cluster.open("auto", num_cpus=1, object_store_memory=1, timeout=30)
     again = Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=30)
     assert again is ray_cluster

@@ -137,7 +137,7 @@ def test_a_worker_that_dies_costs_its_own_unfinished_samples_and_nobody_elses(
     assert set(answered.values()) == {1}, "no turn that was told of is sampled again"
     assert len(answered) == 8 * 6
     assert dying.health()["pid"] != pid
-    assert told[0].startswith("Engine episodes:0 is made again: ")
+    assert told[0].startswith("Engine episodes:0 is restarted: ")
     assert engine.usage()["episode_worker_restarts"] == 1
     assert engine.usage()["restarts"] == 0
 

@@ -227,7 +227,7 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
     engine.tell = told.append
     engine.ensure_alive()
     (sentence,) = told
-    assert sentence.startswith("Engine rollout:0 is made again: cairn:fleet:rollout:0.health(): ")
+    assert sentence.startswith("Engine rollout:0 is restarted: cairn:fleet:rollout:0.health(): ")
     assert versions(fleet) == [0, version]
     assert sync(fleet) == [version, version]
     assert {int(v) for completion in generate(engine, requests()) for v in completion.weight_versions} == {version}

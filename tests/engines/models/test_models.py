@@ -139,7 +139,7 @@ def test_a_folder_that_names_code_or_kernels_is_refused(
     for read in (check_model_folder, planned_model, lambda path: load_causal_lm(path, torch.float32)):
         with pytest.raises(BadModel, match=re.escape(place)) as refused:
             read(str(copied))
-        assert "take it out, no code is fetched or run that a model names" in str(refused.value)
+        assert "remove it, no code that a model names is fetched or run" in str(refused.value)
 
 
 def test_a_folder_with_an_adapter_of_another_model_is_refused(folder: Path) -> None:

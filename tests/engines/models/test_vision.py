@@ -84,8 +84,8 @@ def encoded(picture: Pictures.Image, kind: str) -> bytes:
 
 
 BAD = {
-    "no picture": (b"hello", "is no PNG, JPEG, WEBP, GIF, BMP or TIFF"),
-    "a program": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no PNG"),
+    "no picture": (b"hello", "is not PNG, JPEG, WEBP, GIF, BMP or TIFF"),
+    "a program": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not PNG"),
     "a float": (encoded(Pictures.new("F", (4, 4)), "TIFF"), "mode F"),
     "sixteen bits": (encoded(Pictures.new("I;16", (4, 4)), "PNG"), "mode I;16"),
     "a bomb": (encoded(Pictures.new("1", (MAX_PIXELS // 1024, 1025)), "PNG"), f"more than {MAX_PIXELS}"),
@@ -110,14 +110,14 @@ def test_prompts_whose_places_are_not_those_of_their_images_are_refused(folder: 
     image = seen(folder, noise(16, 16))
     start, end, place = marks(str(folder))
     cases = {
-        (40, start, place, place, end, 41): "2 placeholders, and its images take 4",
-        (40, start, place, place, end, place, place, 41): "side by side",
-        (40, start, *[place] * 4): "let text follow",
+        (40, start, place, place, end, 41): "2 placeholders, but its images need 4",
+        (40, start, place, place, end, place, place, 41): "have to be consecutive",
+        (40, start, *[place] * 4): "add text after it",
     }
     for ids, message in cases.items():
         assert message in str(image_problem(model, np.array(ids), [image]))
     assert image_problem(model, np.array(prompt(folder, [image])), [image]) is None
-    assert "no multiples of 8" in str(image_problem(model, np.array([1, 2]), [Image(noise(9, 9), 9, 9)]))
+    assert "not multiples of 8" in str(image_problem(model, np.array([1, 2]), [Image(noise(9, 9), 9, 9)]))
 
 
 def test_a_folder_without_an_image_processor_is_refused(tmp_path: Path) -> None:

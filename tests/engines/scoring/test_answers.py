@@ -113,7 +113,7 @@ def test_what_passes_is_asked_again_and_what_does_not_pass_is_an_error_that_a_st
         assert ask(url) == [-2.0, -1.0]
     with (
         server(lambda *_: status) as url,
-        pytest.raises(EngineError, match=f"/v1/completions .* answers {status}: busy"),
+        pytest.raises(EngineError, match=f"/v1/completions .* responds with {status}: busy"),
     ):
         ask(url)
 
@@ -145,13 +145,13 @@ def test_a_teacher_that_is_silent_is_not_waited_for_once_it_is_not_needed() -> N
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (404, "answers 404: busy"),
-        (completion(["token_id:5", "token_id:6", "token_id:3", "token_id:8"], [None, -4, -2, -1]), "of token 3 where"),
-        (completion(["a", "b", "d", "e"], [None, -4, -2, -1]), "is of 'd' where 'c' was given, .* another tokenizer"),
+        (404, "responds with 404: busy"),
+        (completion(["token_id:5", "token_id:6", "token_id:3", "token_id:8"], [None, -4, -2, -1]), "for token 3, but"),
+        (completion(["a", "b", "d", "e"], [None, -4, -2, -1]), "is for 'd', but 'c' was sent, .* another tokenizer"),
         (completion(["a"], [-1]), "has 1 log-probs for 2 tokens"),
-        (completion(["a", "b", "c", "e"], [None, -4, None, -1]), "has None in the place of a log-prob, at 0 of 2"),
-        (completion(["a", "b", "c", "e"], [None, -4, -2, 0.5]), "has 0.5 in the place of a log-prob, at 1 of 2"),
-        ({"choices": []}, "has no log-probs of the tokens that it was given"),
+        (completion(["a", "b", "c", "e"], [None, -4, None, -1]), "has None instead of a log-prob, at 0 of 2"),
+        (completion(["a", "b", "c", "e"], [None, -4, -2, 0.5]), "has 0.5 instead of a log-prob, at 1 of 2"),
+        ({"choices": []}, "has no log-probs of the tokens that were sent"),
     ],
 )
 def test_an_answer_to_something_else_is_refused_at_once(answer: Any, says: str) -> None:
@@ -173,7 +173,7 @@ def test_sglang_is_held_to_its_ids_too() -> None:
 
     with server(answer(7, 8)) as url:
         assert ask(url, "sglang") == [-1.0, -1.0]
-    with server(answer(7, 9)) as url, pytest.raises(TeacherUnusable, match="of token 9 where token 8 was given, at 1"):
+    with server(answer(7, 9)) as url, pytest.raises(TeacherUnusable, match="for token 9, but token 8 was sent, at 1"):
         ask(url, "sglang")
 
 

@@ -88,7 +88,7 @@ def test_what_is_longer_than_the_model_reads_has_no_score_and_says_so(folder: Pa
     cut, short = RewardModel(options).score([ANSWERED[0], ANSWERED[1]])
     assert cut.value is None
     assert cut.error == (
-        f"prompt and response are {full.tokens} tokens to the reward model, which reads {full.tokens - 1}"
+        f"prompt and response are {full.tokens} tokens, and the reward model reads at most {full.tokens - 1}"
     )
     assert short.value is not None
     (fits,) = RewardModel(RewardModelConfig(path=str(folder), max_length=full.tokens)).score([ANSWERED[0]])
@@ -107,7 +107,7 @@ def test_a_score_that_is_not_finite_is_none(folder: Path, tmp_path: Path) -> Non
 def test_a_folder_that_is_no_reward_model_is_refused(folder: Path, tiny_assets: Path, tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="does not exist"):
         load_reward_tokenizer(tmp_path / "none")
-    with pytest.raises(BadModel, match="ForCausalLM, which is no reward model"):
+    with pytest.raises(BadModel, match="ForCausalLM, which is not a reward model"):
         load_reward_tokenizer(tiny_assets / "model")
     with pytest.raises(BadModel, match="has 3 labels"):
         load_reward_tokenizer(write_reward_model(tmp_path / "three", folder, labels=3))

@@ -81,7 +81,7 @@ def test_values_are_not_bounded_as_logits_of_some_families_are(tmp_path: Path) -
 
 def test_a_head_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> None:
     AutoModelForTokenClassification.from_pretrained(folder, num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(BadModel, match="it is no classifier with one label"):
+    with pytest.raises(BadModel, match="use a classifier with one label"):
         load_value_model(tmp_path, torch.float32)
 
 

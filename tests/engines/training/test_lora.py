@@ -251,7 +251,7 @@ def test_all_linear_layers_of_other_families_are_adapted_but_the_output(
 def test_targets_that_the_model_lacks_are_refused_before_weights_are_loaded(folder: Path) -> None:
     (problem,) = lora_problems(LoraConfig(r=2, target_modules=["q_proj", "proj"]), str(folder))
     assert problem == (
-        "training.lora.target_modules has proj, which is the name of no linear layer of the model; there are "
+        "training.lora.target_modules has proj, which matches no linear layer of the model; it has "
         "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
     )
     (problem,) = lora_problems(LoraConfig(r=2, target_modules=["lm_head"]), str(folder))
@@ -264,7 +264,7 @@ def test_a_mixture_of_experts_has_adapters_beside_its_experts(tmp_path: Path) ->
     model = model_folder(tmp_path / "model", "qwen3_moe")
     for targets in ("all-linear", ["gate_proj", "up_proj", "down_proj"]):
         (problem,) = lora_problems(LoraConfig(r=2, target_modules=targets), str(model))
-        assert "no linear layer and cannot be adapted here, as experts in one tensor cannot: name linear" in problem
+        assert "not a linear layer and cannot be adapted here (nor can experts in one tensor): use linear" in problem
     engine = engine_with(model, lora={"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"]})
     updates(engine, 1)
     engine.export_hf(tmp_path / "out")

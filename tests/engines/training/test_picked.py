@@ -81,7 +81,7 @@ def test_a_loss_that_picks_anything_else_is_refused(tmp_path: Path) -> None:
         "    return log_probs, {}\n"
     )
     batch = make_batch(4, old=True)
-    with pytest.raises(BadPlugin, match=r"picks float32 of shape \(\d+,\): let it pick \[\d+\] bool"):
+    with pytest.raises(BadPlugin, match=r"picks float32 of shape \(\d+,\): return \[\d+\] bool"):
         with_picked(batch, range(4), AlgorithmConfig(loss_type=f"{path}:loss"))
     with pytest.raises(TypeError, match="write both into needs"):
         plugin(needs={"advantages"}, picks=kl_cov.highest)

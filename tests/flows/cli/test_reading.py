@@ -174,7 +174,7 @@ def test_samples_that_do_not_exist_are_one_sentence(store: str) -> None:
         "run 'toy' has no samples of iteration 9; its last iteration is 2\n",
     )
     result = cairn("show", "toy", "0", "--sample", "6", "--store", store)
-    assert (result.exit_code, result.stderr) == (2, "iteration 0 of run 'toy' has samples 0 to 5, no 6\n")
+    assert (result.exit_code, result.stderr) == (2, "iteration 0 of run 'toy' has samples 0 to 5, not 6\n")
 
 
 @pytest.mark.parametrize("command", [["show", "toy", "1000000"], ["replay", "toy", "1000000", "reward"]])

@@ -171,4 +171,4 @@ def test_a_notice_that_comes_before_there_is_a_run_ends_a_driver_as_preempted_to
     with in_background(CAIRN, "train", recipe, cwd=tmp_path) as driver, recipe.open("w"):  # it waits for the text
         driver.send_signal(signum)
         _, errors = driver.communicate(timeout=60)
-    assert (driver.returncode, errors) == (EXIT_CODE, "preempted before the run was opened; give the command again\n")
+    assert (driver.returncode, errors) == (EXIT_CODE, "preempted before the run was opened; run the command again\n")

@@ -181,7 +181,7 @@ def test_no_weights_are_exported_into_a_model_of_a_store(kept: tuple[Ledger, str
     ledger, _ = kept
     shown = f"{ledger.store.url}/evals/model"
     forge(ledger.store, layout.run_manifest("tiny"), lambda fields: fields["config"]["model"].update(path=shown))
-    with pytest.raises(ConfigError, match=r"model\.path is .* a store may name no model among its own files"):
+    with pytest.raises(ConfigError, match=r"model\.path is .* a store may not name a model among its own files"):
         export(Ledger.open(ledger.store, "tiny"), tmp_path / "exported")
 
 

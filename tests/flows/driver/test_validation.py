@@ -87,7 +87,7 @@ def test_a_tokenizer_s_end_token_that_stops_no_engine_is_told_before_a_new_run(
 
 
 def test_a_missing_model_folder_is_named_by_its_option(tmp_path: Path, data: Path) -> None:
-    missing = f"model.path: Model folder {tmp_path / 'none'} does not exist: give the path of one that does."
+    missing = f"model.path: Model folder {tmp_path / 'none'} does not exist: set the path of one that does."
     assert setup_problems(config(tmp_path / "none", data)) == [missing]
     assert setup_problems(config(tmp_path / "none", data, training=megatron(1))) == [missing]
 
@@ -120,18 +120,18 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     tokenizer.save_pretrained(other)
     (problem,) = problems(other)
     assert problem == (
-        f"model.teacher_path: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
+        f"model.teacher_path: the model in {other} has another tokenizer: use a model with the policy's vocabulary"
     )
     many: dict[str, Any] = {"loss_type": "forward_kl_topk", "distillation_topk": 1_000_000}
     (problem,) = setup_problems(config(model, data, model={"teacher_path": str(model)}, algorithm=many))
-    assert problem.startswith(f"algorithm.distillation_topk is 1000000, and the model in {model} has")
+    assert problem.startswith(f"algorithm.distillation_topk is 1000000, but the model in {model} has")
     few = tmp_path / "few"
     shutil.copytree(model, few)
     settings = json.loads((few / "config.json").read_text())
     known = settings["vocab_size"]
     (few / "config.json").write_text(json.dumps(settings | {"vocab_size": known - 1}))
     (problem,) = problems(few)
-    assert f"knows {known - 1} token ids, and {known} are sampled" in problem
+    assert f"has {known - 1} token ids, but {known} are sampled" in problem
 
 
 @cases(
@@ -150,7 +150,7 @@ def test_a_reference_and_a_critic_must_read_the_tokens_of_the_policy(
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     (other / "tokenizer.json").write_text(json.dumps(written))
     assert setup_problems(config(model, data, model={option: str(other)}, algorithm=algorithm)) == [
-        f"model.{option}: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
+        f"model.{option}: the model in {other} has another tokenizer: use a model with the policy's vocabulary"
     ]
 
 
@@ -164,7 +164,7 @@ def test_a_missing_critic_is_named_by_its_option(model: Path, tmp_path: Path, da
 def test_adapters_of_layers_that_the_model_lacks_are_named(model: Path, data: Path) -> None:
     lora: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "query"]}
     (problem,) = setup_problems(config(model, data, training={"lora": lora}))
-    assert problem.startswith("training.lora.target_modules has query, which is the name of no linear layer")
+    assert problem.startswith("training.lora.target_modules has query, which matches no linear layer")
     assert setup_problems(config(model, data, training={"lora": {"r": 4}})) == []
 
 
@@ -185,7 +185,7 @@ def test_a_model_folder_without_tokenizer_is_an_error(model: Path, tmp_path: Pat
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*", "special*"))
     assert setup_problems(config(bare, data)) == [
-        f"model.path: {bare} has no tokenizer: put the model's own there, beside its weights"
+        f"model.path: {bare} has no tokenizer: put the model's own there, next to its weights"
     ]
     (bare / "tokenizer.json").write_text("{")
     (problem,) = setup_problems(config(bare, data))
@@ -194,7 +194,7 @@ def test_a_model_folder_without_tokenizer_is_an_error(model: Path, tmp_path: Pat
 
 def test_lengths_are_held_against_the_context(model: Path, data: Path) -> None:
     context = context_of(model)
-    holds = f"the context of the model in {model} holds {context} tokens"
+    holds = f"the context of the model in {model} has {context} tokens"
     rollout = {"rollout_max_prompt_len": context - 15}
     assert setup_problems(config(model, data, rollout=rollout)) == [
         f"rollout.rollout_max_prompt_len + rollout.rollout_max_response_len = {context - 15} + 16 = {context + 1}, "
@@ -202,11 +202,11 @@ def test_lengths_are_held_against_the_context(model: Path, data: Path) -> None:
     ]
     assert setup_problems(config(model, data, rollout={"rollout_max_prompt_len": context - 16})) == []
     assert setup_problems(config(model, data, rollout={"rollout_max_response_len": context})) == [
-        f"rollout.rollout_max_response_len is {context}, which leaves no room for a prompt: {holds}"
+        f"rollout.rollout_max_response_len is {context}, which leaves no room for a prompt: {holds}; lower it"
     ]
     benchmark = {"name": "b", "path": str(data), "max_response_len": context + 1}
     assert setup_problems(config(model, data, eval={"benchmarks": [benchmark]})) == [
-        f"eval.benchmarks.0.max_response_len is {context + 1}, which leaves no room for a prompt: {holds}"
+        f"eval.benchmarks.0.max_response_len is {context + 1}, which leaves no room for a prompt: {holds}; lower it"
     ]
 
 
@@ -235,8 +235,8 @@ def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(m
     rollout["custom_generate_function_path"] = "tool_calls"
     calling = config(model, data, rollout=rollout)
     assert setup_problems(calling) == [
-        f"rollout.tool_call_format: the model in {model} cannot call tools, since the chat template writes no calls of "
-        "tools: set rollout.tool_call_format=tags, or use a model whose template has tools"
+        f"rollout.tool_call_format: the model in {model} cannot call tools, since the chat template renders no tool "
+        "calls: set rollout.tool_call_format=tags, or use a model whose template supports tools"
     ]
     assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
 
@@ -245,7 +245,7 @@ def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(m
 def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, id: int) -> None:
     stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
     (problem,) = setup_problems(stopping)
-    assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {model}")
+    assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {model}")
 
 
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:
@@ -265,9 +265,7 @@ def test_training_rows_are_rendered_and_those_that_give_no_prompt_are_told(model
     notes: list[str] = []
     assert data_problems(config(model, data), notes.append) == []
     (note,) = notes
-    assert note.startswith(
-        f"1 of 2 rows give no prompt, and a run passes them over; the first: {data}, row 2: the chat"
-    )
+    assert note.startswith(f"1 of 2 rows give no prompt, and a run skips them; the first: {data}, row 2: the chat")
     data.write_text(bad)
     (problem,) = data_problems(config(model, data))
     assert problem.startswith(f"data: none of 1 rows gives a prompt; the first: {data}, row 1: the chat template")
@@ -298,7 +296,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
             },
             "fleet": {"check_weight_update_equal": True},
         },
-        "fleet.check_weight_update_equal asks each server alone to generate",
+        "fleet.check_weight_update_equal needs each server to generate alone",
     ),
     (
         {
@@ -306,7 +304,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
             "algorithm": {"use_tis": True},
             "fleet": {"check_weight_update_equal": True},
         },
-        "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on",
+        "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has",
     ),
     (
         {
@@ -319,7 +317,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
                 "update_weight_disk_dir": "weights",
             },
         },
-        "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away",
+        "fleet.update_weight_transport is disk, but a server of several GPUs that released its cache",
     ),
     (
         {"rollout": {"engine": "sglang", "external_urls": ["http://a:1"]}},
@@ -330,7 +328,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
             "rollout": {"engine": "sglang", "external_urls": ["http://a:1"]},
             "fleet": {"colocate": True, "update_weight_transport": "distributed"},
         },
-        "rollout.external_urls are servers whose memory is not ours",
+        "rollout.external_urls are servers whose memory Cairn does not control",
     ),
     (
         {
@@ -358,7 +356,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
             "training": {"num_gpus_per_rank": 0.5},
             "fleet": {"update_weight_transport": "distributed"},
         },
-        "two of them may be on one GPU",
+        "training ranks or engines with less than a GPU may share one",
     ),
     (
         {
@@ -387,7 +385,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
     ),
     (
         {"training": megatron(12, expert_model_parallel_size=12)},
-        "training.megatron.expert_model_parallel_size takes 12 ranks, no multiple of a machine's",
+        "training.megatron.expert_model_parallel_size takes 12 ranks, not a multiple of a machine's",
     ),
     (
         {
@@ -402,7 +400,7 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
             "rollout": {"engine": "sglang", "sglang": {"speculative_algorithm": "EAGLE"}},
             "fleet": {"offload_rollout": True},
         },
-        "no update brings back the layers that draft tokens",
+        "no update restores the layers that draft tokens",
     ),
     (
         {"training": {"engine": "megatron", "megatron": {"nccl_ub": True}}, "fleet": {"colocate": True}},
@@ -444,8 +442,8 @@ def test_what_servers_of_quantised_weights_cannot_do_is_named(data: Path, tmp_pa
     for sentence in (
         "for which SGLang has no kernels without a GPU",
         "set rollout.dtype to bfloat16",
-        "in FP8 would read plain weights",
-        "check_weight_update_equal compares log-probs",
+        "in FP8 would read unquantised weights",
+        "check_weight_update_equal allows log-probs to differ",
     ):
         assert sentence in problems
     served = rollout | {"dtype": "bfloat16", "num_gpus_per_engine": 1}
@@ -458,14 +456,14 @@ def test_what_servers_of_quantised_weights_cannot_do_is_named(data: Path, tmp_pa
     assert "in four bits, in which no weights are sent" in problems
     online = served | {"sglang": {"quantization": "fp8"}}
     problems = "\n".join(setup_problems(config(architecture("qwen3").save(tmp_path / "plain"), data, rollout=online)))
-    assert "rollout.sglang.quantization rounds weights when a server starts" in problems
+    assert "rollout.sglang.quantization rounds weights only when a server starts" in problems
 
 
 def test_layers_that_sglang_would_take_for_others_are_named(data: Path, tmp_path: Path) -> None:
     rollout = {"engine": "sglang", "num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
     mixed = model_folder(tmp_path / "mixed", "qwen3_moe")
     problems = setup_problems(config(mixed, data, rollout=rollout))
-    assert any("takes every layer of a qwen3_moe model for a mixture of experts" in found for found in problems)
+    assert any("treats every layer of a qwen3_moe model as a mixture of experts" in found for found in problems)
     text = (mixed / "config.json").read_text()
     (mixed / "config.json").write_text(text.replace('"mlp_only_layers": [\n    1\n  ]', '"mlp_only_layers": []'))
     assert (mixed / "config.json").read_text() != text

@@ -113,7 +113,7 @@ def test_a_regression_opens_the_gate_of_its_run_once_and_only_where_asked(tmp_pa
     assert ledger.decisions.gates() == {}
     for _ in range(2):
         told = compared("--baseline", "before", "--gate-on-regression").stderr
-    assert "asked to wait for this before" in told
+    assert "already waits for this reason" in told
     (gate,) = ledger.decisions.all()
     assert gate.what == Gate(iteration=1, cause="asked")
     assert "toy@0: worse against before, 0.000 after 1.000" in (gate.why or "")

@@ -194,8 +194,8 @@ def test_results_are_shown_though_there_is_no_baseline_to_hold_them_against(
 ) -> None:
     words = ("--model", tiny_assets / "model", benchmark_file, "--dtype", "float32", "--baseline", "nosuch", "--json")
     ended = cairn("eval", *words, "--store", first[0].url)
-    assert (ended.exit_code, "no result under the name nosuch" in ended.stderr) == (2, True), ended.stderr
-    assert "There are those of " in ended.stderr
+    assert (ended.exit_code, "no result of nosuch" in ended.stderr) == (2, True), ended.stderr
+    assert "Results exist for " in ended.stderr
     assert [one["digest"] for one in json.loads(ended.stdout)] == [first[1].result.digest]
 
 

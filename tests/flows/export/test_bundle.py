@@ -103,11 +103,11 @@ def without_its_past(name: str, data: bytes) -> bytes | None:
     [
         (reward_of_ten, "was made from 000001/reward.00-000, which has another digest here"),
         (another_table, "is not what was committed"),
-        (contents_with(given={"response": "a better answer"}), "the grader was given is not its row: response"),
-        (contents_with(given={"segments": [{"foo": 1}]}), "the grader was given is no sample: segments.0"),
-        (contents_with(given={"response_ids": None}), "the grader was given is no sample: response_ids"),
+        (contents_with(given={"response": "a better answer"}), "differs from the sample's row: response"),
+        (contents_with(given={"segments": [{"foo": 1}]}), "input in the bundle is not a sample: segments.0"),
+        (contents_with(given={"response_ids": None}), "input in the bundle is not a sample: response_ids"),
         (contents_with(iteration=0), "iteration 0 is not known to have taken group"),
-        (contents_with(generated_in=0), "says iteration 0 generated the sample, and that it is 000001/rollout"),
+        (contents_with(generated_in=0), "says that iteration 0 generated the sample, but names 000001/rollout"),
         (contents_with(group_id=2**70), "cannot be read"),
         (contents_with(newest="nothing"), "cannot be read"),
         (without_its_advantage, "a file of 000001/advantage, is missing"),
@@ -132,9 +132,9 @@ def test_whatever_was_altered_in_a_bundle_is_named(
 def test_what_is_no_bundle_or_no_sample_is_said_in_a_sentence(made: str, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("no zip")
     result = cairn("unbundle", tmp_path / "other")
-    assert (result.exit_code, "is no bundle of Cairn" in result.stderr) == (1, True)
+    assert (result.exit_code, "is not a bundle of Cairn" in result.stderr) == (1, True)
     assert cairn("unbundle", tmp_path / "absent").exit_code == 2
     store = ("--store", f"{made}/gone")
-    assert "has samples 0 to 7, no 8" in cairn("bundle", "tiny", "1", "8", tmp_path / "new.zip", *store).stderr
+    assert "has samples 0 to 7, not 8" in cairn("bundle", "tiny", "1", "8", tmp_path / "new.zip", *store).stderr
     taken = cairn("bundle", "tiny", "1", "5", tmp_path / "other", *store)
     assert (taken.exit_code, "exists already" in taken.stderr) == (2, True)

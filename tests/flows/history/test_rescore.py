@@ -208,7 +208,7 @@ def test_code_that_a_ledger_names_runs_only_where_it_is_at_hand_or_the_user_name
     monkeypatch.chdir(tmp_path)
     store = f"{folder}/elsewhere"
     refused = cairn("toy", store=store)
-    assert (refused.exit_code, "a store may name no code" in refused.output) == (2, True)
+    assert (refused.exit_code, "a store may not name code" in refused.output) == (2, True)
     found = answer("toy", "--set", f"reward.custom_rm_path={folder}/graders.py:right", store=store)
     assert (found["overall"]["samples"], found["passed_over"]) == (6, {"not graded": 6})
 

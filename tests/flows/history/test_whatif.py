@@ -149,7 +149,7 @@ def test_code_that_only_the_ledger_names_runs_where_a_ledger_may_name_code(
     (tmp_path / "elsewhere.py").write_text(ESTIMATORS)
     path = f"{tmp_path / 'elsewhere.py'}:opposite"
     written_runs.write_run(written_runs.new_run("store", "own", algorithm={"advantage_estimator": path}), 1)
-    assert "a store may name no code outside the folder one stands in" in refusal("own@0")
+    assert "a store may not name code outside the working folder" in refusal("own@0")
     assert answer("own@0", "--set", f"algorithm.advantage_estimator={path}")["overall"]["sign_flips"] == 1
     assert answer("own@0", "--set", RLOO)["overall"]["sign_flips"] == 0
 

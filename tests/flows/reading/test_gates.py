@@ -121,7 +121,7 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
     assert json.loads(cairn("status", "toy", "--json", *store).stdout)["state"] == "running"
     for arguments, sentence in (
         (("reject", "toy", "0"), "does not wait before iteration 0"),
-        (("reject", "toy", "3"), "has iterations 0 to 2, no 3"),
+        (("reject", "toy", "3"), "has iterations 0 to 2, not 3"),
         (("approve", "toy", "2"), "does not wait before iteration 2"),
     ):
         refused = cairn(*arguments, *store)

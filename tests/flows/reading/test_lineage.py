@@ -133,7 +133,7 @@ def test_what_is_gone_or_altered_is_an_error_that_names_it(tmp_path: Path) -> No
     [
         (["toy", "1", "77", "0"], "no group 77 in iteration 1; it has groups 3 to 5"),
         (["toy", "1", "4", "9"], "no sample 9"),
-        (["toy", "1", "4", "0", "3"], "tokens 0 to 2, no 3"),
+        (["toy", "1", "4", "0", "3"], "tokens 0 to 2, not 3"),
         (["toy", "7", "4", "0"], "it has no samples"),
         (["toy", "1", str(2**63), "0"], "Invalid value for"),
         (["toy", "1", "4", str(2**63)], "Invalid value for"),

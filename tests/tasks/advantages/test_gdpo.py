@@ -120,7 +120,7 @@ def test_a_run_learns_from_what_its_grader_gives_and_a_sample_that_lacks_a_rewar
         table = run.read(run.committed(0, Step.ADVANTAGE))
     failed = [row for row in graded if row["reward"] is None]
     assert failed, "the witness that a grader forgot one"
-    assert all("as 'low' beside the reward, and algorithm.gdpo_reward_keys names 'low'" in r["error"] for r in failed)
+    assert all("as 'low' with the reward, but algorithm.gdpo_reward_keys names 'low'" in r["error"] for r in failed)
     said = {(row["group_id"], row["sample_index"]): json.loads(row["components"]) for row in graded}
     groups: dict[int, list[dict[str, float]]] = {}
     for row in table.select(["group_id", "sample_index"]).to_pylist():
@@ -139,11 +139,11 @@ def test_what_is_no_number_is_no_reward(value: object) -> None:
     assert with_rewards(Graded(1.0, {"low": True}), ["reward", "low"], "g.py:grade").reward == 1.0
     none = with_rewards(Graded(1.0, {"high": 2}), ["low"], "g.py:grade").error
     assert none is not None
-    assert none.startswith("the grader 'g.py:grade' gave no 'low', but 'high' beside the reward")
+    assert none.startswith("the grader 'g.py:grade' returned no 'low', but 'high' with the reward")
 
 
 def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_sentence() -> None:
-    with pytest.raises(BadPlugin, match="needs the reward 'b' of gdpo_reward_keys, and 2 of 2 samples were graded"):
+    with pytest.raises(BadPlugin, match="needs the reward 'b' of gdpo_reward_keys, but 2 of 2 samples were graded"):
         estimated([[{"a": 1.0}, {"a": 0.0}]], {"a": 1.0, "b": 1.0})
 
 

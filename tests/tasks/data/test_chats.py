@@ -144,5 +144,5 @@ ASKS = "{% if add_generation_prompt %}assistant: {% endif %}"
 def test_a_turn_that_cannot_be_told_from_what_stands_around_it_is_refused(after: str) -> None:
     """What stands before a turn, or on both sides of it, depends on the turn."""
     tokenizer = byte_tokenizer(COUNTED.replace("AFTER", after) + ASKS, "</s>")
-    with pytest.raises(BadPrompt, match="row 1: the chat template writes what stands around message 2 otherwise"):
+    with pytest.raises(BadPrompt, match="row 1: the chat template writes other text around message 2"):
         learned(Chats(tokenizer, {}, {tokenizer.eos_token_id}), tokenizer, PLAIN)

@@ -196,7 +196,7 @@ def test_a_pair_is_two_responses_to_one_prompt_however_it_is_written(tmp_path, t
     ("row", "message"),
     [
         ({"chosen": "1 3", "rejected": "3 1"}, "have no prompt"),
-        ({"chosen": CHAT[:3], "rejected": CHAT[:2]}, "is a part of the other"),
+        ({"chosen": CHAT[:3], "rejected": CHAT[:2]}, "is the beginning of the other"),
         ({"prompt": "a", "chosen": "1 3"}, "rejected"),
     ],
 )

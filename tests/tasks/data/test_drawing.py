@@ -223,11 +223,11 @@ def test_a_run_is_not_resumed_with_another_source(tiny_assets: Path, tmp_path: P
     [
         ("1 / 0", r"get_samples' failed with ZeroDivisionError"),
         ("return 7", r"returned 7: let it return \(rows, state\)"),
-        ("return [{'prompt': 'a'}], None", "returned 1 rows where 4 were asked for"),
+        ("return [{'prompt': 'a'}], None", "returned 1 rows where 4 were requested"),
         ("return [{'text': 'a'}] * count, None", "gave a row without the field 'prompt', which data.input_key names"),
         ("return [{'prompt': 'a'}] * count, {1}", r"are not JSON \(.*set"),
         ("return [{'prompt': 'a'}] * count, __import__('json').loads('[' * 300 + ']' * 300)", "nested deeper"),
-        ("return [{'prompt': 'a', 'metadata': 3}] * count, None", "'metadata' is no mapping"),
+        ("return [{'prompt': 'a', 'metadata': 3}] * count, None", "'metadata' is not a mapping"),
         ("return [{'prompt': 'a' * 900}] * count, None", "none of the last 100 rounds of prompts"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_source_with_a_state_that_gives_something_else_is_named(
     ("body", "says"),
     [
         ("return 3", "failed with TypeError"),
-        ("return [99], None", r"chose 1 prompts, \[99\] first: let it choose at most 2, as it is asked, from 0 to 23"),
+        ("return [99], None", r"chose 1 prompts, \[99\] first: let it choose at most 2, each from 0 to 23"),
         ("return [1] * 3, None", "chose 3 prompts"),
         ("return [], {1}", "failed with TypeError"),
     ],

@@ -120,10 +120,10 @@ def test_the_fingerprint_covers_the_files_that_rows_name(tmp_path: Path, tokeniz
 
 BAD: dict[str, tuple[Any, str]] = {
     "missing": ("nowhere.png", "row 1|line 1.*image 1 does not exist at .*nowhere.png"),
-    "address": ("http://127.0.0.1/one.png", "is at the address http://127.0.0.1/one.png, and nothing is fetched"),
-    "number": (3, "is a int, and neither bytes, a data URL nor a path"),
-    "base64": ("data:image/png;base64,????", "whose base64 is broken"),
-    "no picture": (url(b"hello"), "image 1 is no PNG, JPEG"),
+    "address": ("http://127.0.0.1/one.png", "is at the address http://127.0.0.1/one.png, which is not downloaded"),
+    "number": (3, "is a int, but must be bytes, a data URL or a path"),
+    "base64": ("data:image/png;base64,????", "with invalid base64"),
+    "no picture": (url(b"hello"), "image 1 is not PNG, JPEG"),
     "narrow": (url(noise(1, 300)), "aspect ratio must be smaller than 200"),
 }
 
@@ -150,8 +150,8 @@ def test_a_broken_picture_or_places_that_do_not_fit_fail_the_row_alone(tmp_path:
     messages = [
         "image 1 is broken",
         "1 images and 0 places",
-        "0 images and 1 places",
-        "an image of its own",
+        "0 images, but 1 places",
+        "a message contains an image",
     ]
     data = opened(jsonl(tmp_path / "rows.jsonl", *rows), tokenizer)
     for index, message in enumerate(messages):
@@ -162,7 +162,7 @@ def test_a_broken_picture_or_places_that_do_not_fit_fail_the_row_alone(tmp_path:
 def test_a_column_that_no_row_has_is_told_before_anything_starts(tmp_path: Path, tokenizer: Any) -> None:
     path = jsonl(tmp_path / "rows.jsonl", {"prompt": "?", "images": None}, {"prompt": "?"})
     assert opened(path, tokenizer).row(0).images == ()
-    with pytest.raises(BadData, match=r"multimodal_keys.image is image, which no row of .*rows\.jsonl has"):
+    with pytest.raises(BadData, match=r"multimodal_keys.image is image, but no row of .*rows\.jsonl has it"):
         opened(path, tokenizer, multimodal_keys={"image": "image"})
 
 

@@ -161,9 +161,7 @@ def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
 @cases("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), float("inf")])
 def test_a_label_of_another_kind_is_refused(tmp_path, tokenizer, label):
     path = write_jsonl(tmp_path / "r.jsonl", [GOOD, {"prompt": "p", "label": label}])
-    with pytest.raises(
-        BadData, match=r"line 2: 'label' is a label and holds .*, which is no text and no number: write"
-    ):
+    with pytest.raises(BadData, match=r"line 2: 'label' is a label and holds .*, which is not text or a number: write"):
         PromptData.open(PLAIN, path, tokenizer)
 
 
@@ -172,7 +170,7 @@ def test_bytes_of_utf8_are_text_and_others_are_refused(tmp_path, tokenizer):
     row = PromptData.open(PLAIN, write_parquet(tmp_path / "r.parquet", rows), tokenizer).row(0)
     assert (row.prompt_text, row.label, row.metadata) == ("2 + 2 é", "4", {"unit": "m"})
     path = write_parquet(tmp_path / "bad.parquet", [*rows, {"prompt": b"\xff\x00", "label": b"4"}])
-    with pytest.raises(BadData, match=r"bad\.parquet, row 2: 'prompt' holds bytes that are no UTF-8 text: write"):
+    with pytest.raises(BadData, match=r"bad\.parquet, row 2: 'prompt' holds bytes that are not UTF-8 text: write"):
         PromptData.open(PLAIN, path, tokenizer)
 
 
@@ -233,7 +231,7 @@ def test_parts_of_text_are_joined(tmp_path, tokenizer, writer):
         ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "has the content "),
         ({"content": None}, "has no content"),
         ({"role": ["user"], "content": "hi"}, "has the role "),
-        ({"role": "assistant", "tool_calls": [1]}, "has tool_calls that are no list of mappings"),
+        ({"role": "assistant", "tool_calls": [1]}, "has tool_calls that are not a list of mappings"),
     ],
 )
 def test_a_message_of_another_kind_is_refused(tmp_path, tokenizer, message, problem):
@@ -277,11 +275,15 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ),
         ([GOOD], {"label_pattern": "#(.)"}, r"line 1: 'label' has no match for label_pattern '#\(\.\)'"),
         ([{**GOOD, "label": None}], {"label_pattern": "(.)"}, r"line 1: 'label' has no match"),
-        ([{**GOOD, "metadata": [1]}], {}, r"line 1: 'metadata' is no mapping"),
-        ([GOOD, {**GOOD, "metadata": "{"}], {}, r"line 2: 'metadata' is a string and no JSON object \(.*\): correct"),
-        ([GOOD, {**GOOD, "metadata": "[1]"}], {}, r"line 2: 'metadata' is no mapping"),
-        ([{**GOOD, "tools": "[1"}], {"tool_key": "tools"}, r"line 1: 'tools' is no list"),
-        ([{**GOOD, "tools": ["add"]}], {"tool_key": "tools"}, r"line 1: 'tools' is no list"),
+        ([{**GOOD, "metadata": [1]}], {}, r"line 1: 'metadata' is not a mapping"),
+        (
+            [GOOD, {**GOOD, "metadata": "{"}],
+            {},
+            r"line 2: 'metadata' is a string, but not a JSON object \(.*\): correct",
+        ),
+        ([GOOD, {**GOOD, "metadata": "[1]"}], {}, r"line 2: 'metadata' is not a mapping"),
+        ([{**GOOD, "tools": "[1"}], {"tool_key": "tools"}, r"line 1: 'tools' is not a list"),
+        ([{**GOOD, "tools": ["add"]}], {"tool_key": "tools"}, r"line 1: 'tools' is not a list"),
         ([], {}, r"has no rows"),
     ],
 )
@@ -319,7 +321,7 @@ def test_values_of_a_librarys_own_type_are_not_made_into_objects(tmp_path, token
     pq.write_table(pa.table({"prompt": column, "label": ["x"], "unread": column}), tmp_path / "a.parquet")
     pa.register_extension_type(Unpickles())
     try:
-        with pytest.raises(BadData, match="has a column 'prompt' of a type of some library's own"):
+        with pytest.raises(BadData, match="has a column 'prompt' of a library's extension type"):
             PromptData.open(PLAIN, str(tmp_path / "a.parquet"), tokenizer)
     finally:
         pa.unregister_extension_type("cairn.test.unpickles")

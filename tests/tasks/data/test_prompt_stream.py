@@ -68,7 +68,7 @@ def test_long_prompts_are_passed_over_and_counted(data):
 
 
 def test_data_without_a_short_enough_prompt_is_an_error_and_not_an_endless_loop(data):
-    with pytest.raises(BadData, match="every prompt is longer than 0 tokens, the shortest has 1"):
+    with pytest.raises(BadData, match=r"every prompt is longer than 0 tokens \(the shortest has 1\)"):
         draw(data, 4, 1, seed=0, shuffle=True, max_prompt_len=0)
 
 

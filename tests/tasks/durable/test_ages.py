@@ -193,7 +193,7 @@ def test_a_policy_of_ones_own_says_who_is_trained_on_and_who_goes_on_first(tmp_p
 @pytest.mark.parametrize("returned", ["groups[:1]", "None", "[*groups, groups[0]]", "[g.group_id for g in groups]"])
 def test_a_policy_that_returns_other_groups_is_named(tmp_path: Path, returned: str) -> None:
     (tmp_path / "mine.py").write_text(f"def order(groups):\n    return {returned}\n")
-    with pytest.raises(BadPlugin, match=r"mine.py:order' returned something else than the 2 groups"):
+    with pytest.raises(BadPlugin, match=r"mine.py:order' must return the 2 groups"):
         get_policy(f"{tmp_path / 'mine.py'}:order")([group(0, 1, 2), group(1, 1, 2)])
 
 
@@ -208,5 +208,5 @@ def test_ages_are_counted_in_publications_through_a_fork_with_other_steps(tmp_pa
     ages = token_ages(fork, 4, np.array([6, 6, 5, 4, 2, 0, 6]))
     assert (ages.tolist(), ages.dtype) == ([0, 0, 1, 2, 3, 4, 0], np.int32)
     assert token_ages(parent, 3, np.array([6, 4])).tolist() == [0, 1]
-    with pytest.raises(ValueError, match="weight version 3 of run toy lies within an iteration"):
+    with pytest.raises(ValueError, match="weight version 3 of run toy is inside an iteration"):
         sampled_from(fork, 3)

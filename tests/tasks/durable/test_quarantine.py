@@ -89,6 +89,6 @@ def test_an_iteration_that_has_begun_is_finished_as_it_began(config: RunConfig, 
 
 
 def test_where_nothing_is_left_to_draw_the_run_says_so(config: RunConfig, tmp_path: Path) -> None:
-    everything = pytest.raises(BadData, match=r"every prompt of .* is in quarantine: lift that of some")
+    everything = pytest.raises(BadData, match=r"every prompt of .* is in quarantine: release some of them")
     with tiny_context(str(tmp_path), config) as (run, _), everything:
         run.draw(0, 1, range(len(PROMPTS)))

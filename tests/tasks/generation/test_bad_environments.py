@@ -122,7 +122,7 @@ NAMED = {
     6: "gives_another_type: it returned a value of type object, which is not text",
     7: "kills_its_process: it ended its process, with exit code 3",
     9: "leaves no room in the context",
-    10: f"it took longer than {WITHOUT_ENGINE:g} s without the engine",
+    10: f"it took longer than {WITHOUT_ENGINE:g} s outside the engine",
     11: "generate: RuntimeError: the environment is out of order",
 }
 """What the failed sample of a group says."""

@@ -99,7 +99,7 @@ def test_a_step_goes_on_without_a_prompt_over_which_alone_its_engine_hangs_again
         commits = iteration(run, DirectSteps(run), 0)
         samples = [row for c in commits if c.step is Step.ROLLOUT for row in run.read(c).to_pylist()]
         failed = {row["group_id"]: row["error"] for row in samples if row["status"] == Status.FAILED}
-        told = "EngineTimeout: an engine did not end in time 2 times over it alone"
+        told = "EngineTimeout: an engine exceeded its timeout 2 times on this group alone"
         assert failed == {1: told}
 
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_ends_its_engine_every_time_is_named_with_the_way_out(
     assert told[0] == str(error)
     for times, sentence in enumerate(told[1:], 2):
         assert f"an engine was lost {times} times, each time with row {row} of data.path unfinished" in sentence
-        assert "leave its row out of the data, or have fewer samples generated at a time (rollout.max_r" in sentence
+        assert "remove its row from the data, or generate fewer samples at a time (rollout.max_r" in sentence
 
 
 def test_where_no_prompt_was_there_every_time_none_is_named(config: RunConfig, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_where_no_prompt_was_there_every_time_none_is_named(config: RunConfig, t
             with pytest.raises(EngineDied) as caught:
                 iteration(run, DirectSteps(run), 0)
             assert ("row" in str(caught.value)) == (left < 3)
-        with pytest.raises(EngineDied, match="with no prompt that was unfinished each time"):
+        with pytest.raises(EngineDied, match="but no prompt was unfinished each time"):
             iteration(run, DirectSteps(run), 0)
 
 

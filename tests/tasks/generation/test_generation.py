@@ -34,9 +34,9 @@ def test_a_sample_whose_last_tokens_the_model_cannot_take_fails_and_is_never_tra
     errors = {row["group_id"]: row["error"] for row in rows}
     assert errors[0] is None
     assert next(row["response_ids"][-1] for row in rows if row["group_id"] == 0) == 5
-    assert "gave it token 1000000, outside the model's vocabulary of" in errors[1]
-    assert "gave it token -4, outside the model's vocabulary of" in errors[2]
-    assert "tokens long, more than the model's context of" in errors[3]
+    assert "returned token 1000000, outside the model's vocabulary of" in errors[1]
+    assert "returned token -4, outside the model's vocabulary of" in errors[2]
+    assert "tokens, more than the model's context of" in errors[3]
     assert {name: count for name, count in commit.metrics.items() if name.startswith("failed/")} == {
         "failed/refused": 3
     }

@@ -121,9 +121,9 @@ def test_models_and_servers_that_see_no_images_are_refused(tiny_assets: Path, da
             "model": {"ref_path": text},
             "algorithm": {"use_kl_loss": True},
         },
-        "training.engine: .* reads images, which Megatron is not given": {"training": {"engine": "megatron"}},
+        "training.engine: .* reads images, which are not passed to Megatron": {"training": {"engine": "megatron"}},
         "rollout.engine is sglang, and the model in .* reads images": {"rollout": {"engine": "sglang"}},
-        "model.teacher_url: .* is asked about text": {
+        "model.teacher_url: .* scores only text": {
             "model": {"teacher_url": "http://127.0.0.1:1", "teacher_name": "t"},
             "algorithm": {"use_opd": True},
         },

@@ -172,7 +172,7 @@ def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(stru
 
 @pytest.mark.proof
 def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.tasks.grading.process._TO_END", 0.5)
+    monkeypatch.setattr("cairn.engines.processes.child.TO_END", 0.5)
     assert struck()("hang up", FRESH + 1).error == "the grader closed the connection of its process"
 
 
@@ -245,7 +245,7 @@ def test_a_service_that_is_gone_fails_no_sample_and_one_that_refuses_a_sample_do
         assert [g.reward for g in pool.grade([good, bad])] == [1.0, None]
         assert [g.reward for g in pool.grade([bad])] == [None]
         (tmp_path / "gone").touch()
-        with pytest.raises(GraderUnavailable, match="not even what it graded before"):
+        with pytest.raises(GraderUnavailable, match="fails on samples that it graded before"):
             pool.grade([good, bad])
 
 
@@ -266,7 +266,7 @@ def test_a_new_process_never_grades_with_other_code_than_the_recorded(
         (tmp_path / edited).write_text(before.replace("1.0", "2.0") + "# edited\n")
         assert pool.grade([Sample("", None)]) == [first], "the process that runs has the recorded code"
         os.kill(first.components["pid"], signal.SIGKILL)
-        wait_for(lambda: pool._workers[0]._process.poll() is not None)
+        wait_for(lambda: pool._workers[0]._child.has_ended)
         with pytest.raises(GraderFailed, match=r"mine\.py:grade was changed while the run used it .* undo the change"):
             pool.grade([Sample("", None)])
         (tmp_path / edited).write_text(before)

@@ -128,7 +128,7 @@ def test_a_grader_of_groups_sees_them_and_may_give_others(config: RunConfig, tmp
 
 def test_a_sample_without_a_reward_is_failed_by_name_and_one_trajectory_without_has_the_last_ones() -> None:
     for rewards in ((), (None,), (1.0, None)):
-        with pytest.raises(ValueError, match="generate gave the sample no reward"):
+        with pytest.raises(ValueError, match="generate set no reward"):
             episode.grade(Sample("", None, rewards=rewards))
     assert episode.grade(Sample("", None, rewards=(0.0,))) == {"reward": 0.0}
     assert episode.grade(Sample("", None, rewards=(None, 2.0)))["trajectory_rewards"] == [2.0, 2.0]
@@ -139,7 +139,7 @@ def test_rewards_of_trajectories_that_are_no_numbers_or_too_few_fail_the_sample(
     graded, own = with_own_rewards(Graded(1.0, {"trajectory_rewards": given}), 2)
     assert (graded.reward, own) == (None, None)
     assert graded.error == (
-        f"the grader gave {given!r} as trajectory_rewards of 2 trajectories: let it give a list of one number each"
+        f"the grader returned {given!r} as trajectory_rewards of 2 trajectories: let it return a list with one number for each"
     )
 
 

@@ -98,8 +98,8 @@ def test_components_are_recorded_beside_the_reward(pool_of):
 
 FAILING = {
     "raise": r"KeyError: 'no such thing' \(graders.py:\d+\)",
-    "nan": "returned nan, which is no reward",
-    "huge": r"returned -1e\+39, which is no reward: float32 ends at 3.4e38",
+    "nan": "returned nan, which is not a reward",
+    "huge": r"returned -1e\+39, which is not a reward: the maximum of float32 is 3.4e38",
     "nothing": "TypeError",
     "exit": "SystemExit: 3",
 }
@@ -239,10 +239,10 @@ def test_a_grader_that_cannot_be_imported_is_an_error_of_the_pool(pool_of, tmp_p
     try:
         pool = pool_of(custom_rm_path=f"{tmp_path}/elsewhere.py:grade")
         assert grade(pool, [("", None, {})])[0].reward == 1.0
-        os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
+        os.kill(pool._workers[0]._child.pid, signal.SIGKILL)
     finally:
         del os.environ["HERE"]
-    with pytest.raises(GraderFailed, match=r"elsewhere\.py:grade ended while it loaded it"):
+    with pytest.raises(GraderFailed, match=r"elsewhere\.py:grade ended while it loaded the grader"):
         grade(pool, [("", None, {})] * 2)
 
 

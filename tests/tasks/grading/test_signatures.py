@@ -251,7 +251,7 @@ def test_none_of_a_batch_is_judged_by_its_company(pool_of: Any, response: str, e
 def test_a_batch_with_too_few_rewards_says_so(pool_of: Any) -> None:
     graded = grade(pool_of("batched", group_rm=True), "1", "short", groups="aa")
     for one in graded:
-        assert "the grader returned 1 rewards for 2 samples: let it return one each" in (one.error or "")
+        assert "the grader returned 1 rewards for 2 samples: let it return one for each" in (one.error or "")
 
 
 def test_a_service_that_refuses_one_of_a_batch_fails_that_one(pool_of: Any) -> None:

@@ -68,7 +68,7 @@ def test_what_no_grader_reads_is_told(tiny_assets: Path, graders: Path, reward: 
 def test_a_box_before_a_grader_that_looks_for_a_mark_is_told(tiny_assets: Path) -> None:
     reward = {"rm_type": "boxed_deepscaler"}
     (problem,) = problems(tiny_assets, reward)
-    assert problem.startswith("reward: the grader 'boxed_deepscaler' would pay for nothing")
+    assert problem.startswith("reward: the grader 'boxed_deepscaler' would never give a reward")
 
 
 @pytest.mark.parametrize(

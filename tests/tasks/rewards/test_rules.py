@@ -96,7 +96,7 @@ def test_a_box_before_any_of_ours() -> None:
 
 @cases("name", ["dapo", "deepscaler", "gsm8k_strict"])
 def test_no_box_before_those_that_look_for_a_mark(name: str) -> None:
-    refused = rf"'boxed_{name}' would pay for nothing: .*; set rm_type to {name}"
+    refused = rf"'boxed_{name}' would never give a reward: .*; set rm_type to {name}"
     with pytest.raises(BadPlugin, match=f"{refused}$"):
         require_paying(f"boxed_{name}")
     check = row_check(RewardConfig())

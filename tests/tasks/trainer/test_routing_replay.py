@@ -172,7 +172,7 @@ def test_what_would_choose_in_the_place_of_the_routers_is_refused(moe_assets: Pa
     training = replay_config(moe_assets).training
     config = replay_config(moe_assets).model_copy(update={"training": training.model_copy(update=asked)})
     problems = setup_problems(config)
-    assert any("training.megatron.moe_router_fusion experts are chosen in a kernel" in one for one in problems)
+    assert any("training.megatron.moe_router_fusion chooses experts in a kernel" in one for one in problems)
 
 
 def test_a_rate_for_biases_that_the_routers_do_not_have_is_refused(moe_assets: Path, tmp_path: Path) -> None:

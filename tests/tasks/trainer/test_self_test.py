@@ -63,7 +63,7 @@ def test_a_machine_that_gives_the_same_bits_is_tested_once_and_the_run_is_as_wit
                 assert found is not None
                 assert found.agrees
                 assert found.state_digests[0] == found.state_digests[1] != before
-                assert any("gave the same bits twice" in getattr(event, "text", "") for event in events)
+                assert any("computed the same bits twice" in getattr(event, "text", "") for event in events)
             iteration(run, DirectSteps(run), 1)
             digests.append(train_digests(run, range(2)))
     assert digests[0] == digests[1]
@@ -82,7 +82,7 @@ def test_a_machine_that_gives_other_bits_is_told_with_the_way_out_and_the_run_go
         trained = run.committed(0, Step.TRAIN)
         self_test_once(run, trained)
         (warning,) = [event.text for event in events if getattr(event, "level", "") == "warning"]
-        assert "gave other bits the second time" in warning
+        assert "computed other bits the second time" in warning
         assert "recovery.on_divergence" in warning
         assert run.fleet.training.position().state_digest == trained.state_digest
     assert run_status(open_store(str(tmp_path)), "tiny").same_bits is False
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_in_the_test_costs_the_test_alone(
         with monkeypatch.context() as patch:
             patch.setattr(fleet.training, "restart", die)
             self_test_once(run, run.committed(0, Step.TRAIN))
-        assert any("left to the next driver" in getattr(event, "text", "") for event in events)
+        assert any("the next driver repeats it" in getattr(event, "text", "") for event in events)
         iteration(run, DirectSteps(run), 1)
         after = train_digests(run, range(2))
     with tiny_context(str(tmp_path / "undisturbed"), config) as (run, _):
@@ -127,7 +127,7 @@ def test_a_store_that_is_full_costs_the_test_alone_and_gets_its_space_back(
         with monkeypatch.context() as patch:
             patch.setattr(fleet.training, "save", save_until_the_disk_is_full)
             self_test_once(run, run.committed(0, Step.TRAIN))
-        assert any("broken off" in getattr(event, "text", "") for event in events)
+        assert any("interrupted" in getattr(event, "text", "") for event in events)
         assert not run.ledger.store.find("runs/tiny/iterations/000000/checkpoint")
         iteration(run, DirectSteps(run), 1)
 
@@ -164,7 +164,7 @@ def test_a_self_test_that_was_begun_ends_with_the_engine_call_in_which_the_drive
         assert fleet.training.updates == done + updates
         assert fleet.training.position().state_digest == trained.state_digest, "which the driver can save"
         assert save(run) is not None
-        assert any("this one was told to end" in getattr(event, "text", "") for event in events)
+        assert any("this driver must stop" in getattr(event, "text", "") for event in events)
         assert not run.ledger.store.list("self-tests")
     assert list(garbage(Ledger.open(open_store(str(tmp_path)), "tiny"))) == []
 

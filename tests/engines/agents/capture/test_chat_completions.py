@@ -156,11 +156,11 @@ def test_conversations_side_by_side_share_what_they_have_in_common_and_train_on_
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"temperature": 0.7}, "temperature=0.7 is not to be had, where the run has 0.0, since tokens are drawn as"),
-        ({"n": 2}, "n=2 is not to be had, since"),
-        ({"seed": 3}, "seed=3 is not to be had"),
-        ({"tool_choice": "required", "tools": [ADD]}, "tool_choice='required' is not to be had"),
-        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not to be had"),
+        ({"temperature": 0.7}, "temperature=0.7 is not supported (the run has 0.0), since the run sets how tokens"),
+        ({"n": 2}, "n=2 is not supported, since"),
+        ({"seed": 3}, "seed=3 is not supported"),
+        ({"tool_choice": "required", "tools": [ADD]}, "tool_choice='required' is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
         ({"max_tokens": 0}, "max_tokens=0 has to be a whole number above 0"),
         ({"messages": []}, "messages has to be a list with a message"),
         ({"messages": [{"content": "a"}]}, "message 0 has to be an object with a role"),
@@ -229,7 +229,7 @@ def test_without_a_session_in_the_url_the_key_names_it_and_without_either_nothin
                 with pytest.raises(NotFoundError, match="v1/embeddings is not served"):
                     await openai.embeddings.create(model="m", input="a")
             async with AsyncOpenAI(base_url=f"{root}/v1", api_key="another", max_retries=0) as stranger:
-                with pytest.raises(AuthenticationError, match="no session is open that the URL or the API key names"):
+                with pytest.raises(AuthenticationError, match="neither the URL nor the API key names an open session"):
                     await stranger.chat.completions.create(model="m", messages=[user("Hello.")])
         return session.trajectories()
 
@@ -242,7 +242,7 @@ def test_a_session_in_which_nothing_was_asked_has_no_trajectories(run: Run) -> N
         async with capture(ctx, sample) as session:
             pass
         with pytest.raises(
-            ValueError, match=r"nothing was asked in the captured session: give the agent session\.base_url"
+            ValueError, match=r"the captured session received no request: pass session\.base_url to the agent"
         ):
             session.trajectories()
         return Trajectory([await ctx.sample(sample.prompt_ids)])

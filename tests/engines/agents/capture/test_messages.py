@@ -74,7 +74,7 @@ def test_system_thoughts_limits_and_counts(run: Run, tokenizer: Any) -> None:
             assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " to")
             counted = await anthropic.messages.count_tokens(model="m", messages=[user("Hello.")])
             assert counted.input_tokens == stopped.usage.input_tokens + (stopped.usage.cache_read_input_tokens or 0)
-            with pytest.raises(BadRequestError, match=r"top_p=0\.5 is not to be had, where the run has 1\.0"):
+            with pytest.raises(BadRequestError, match=r"top_p=0\.5 is not supported \(the run has 1\.0\)"):
                 await anthropic.messages.create(
                     model="m", max_tokens=9, messages=[user("Hello.")], extra_body={"top_p": 0.5}
                 )

@@ -54,9 +54,9 @@ def test_text_goes_on_from_the_tokens_that_were_sampled(run: Run, tokenizer: Any
 
 def test_what_is_not_to_be_had_is_told(run: Run) -> None:
     bad: list[tuple[Any, str]] = [
-        ({"sampling_params": {"temperature": 1.0}, "input_ids": [1]}, "temperature=1.0 is not to be had"),
-        ({"input_ids": [[1], [2]]}, "give one request at a time"),
-        ({"text": "a", "input_ids": [1]}, "one of input_ids and text has to be there"),
+        ({"sampling_params": {"temperature": 1.0}, "input_ids": [1]}, "temperature=1.0 is not supported"),
+        ({"input_ids": [[1], [2]]}, "send one request at a time"),
+        ({"text": "a", "input_ids": [1]}, "the request needs either input_ids or text"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": [9]}}, "rollout.rollout_stop_token_ids"),
     ]
 

@@ -98,9 +98,9 @@ def test_it_runs_again_where_it_may_and_is_given_its_replies(generated: Any) -> 
     assert ids_of(went_on) == ids_of(whole)
     assert [record.call for record in new] == [records[1].call]
 
-    told = "its process was lost in a captured session or after it"
+    told = "its process was lost during or after a captured session"
     assert told in generated(ONCE, records[:1])[0].error
     assert ids_of(generated(ONCE, [])[0]) == ids_of(whole)
 
     sample, _ = generated(OTHERWISE, records)
-    assert "EpisodeDiverged: the agent asks for call" in sample.error
+    assert "EpisodeDiverged: the agent requests call" in sample.error

@@ -155,8 +155,8 @@ def test_text_and_ends_of_turns_are_of_exact_tokens(generated: Any, tokenizer: A
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("forges", "tokens trained on which the policy did not sample after those before them"),
-        ("asks_otherwise", "temperature=0.5 is not to be had, where the run has 0.0"),
+        ("forges", "trains on tokens that the policy did not sample in this context"),
+        ("asks_otherwise", "temperature=0.5 is not supported (the run has 0.0)"),
         ("gives_up", "generate returned a sample whose status is aborted"),
         ("scores", "generate returned a sample whose reward is a mapping: set the number alone, or None"),
     ],

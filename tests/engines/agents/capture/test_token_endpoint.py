@@ -49,7 +49,7 @@ def test_turns_are_token_exact(run: Run, tokenizer: Any) -> None:
     assert [said["choices"][0]["finish_reason"] for said in seen[:3]] == ["stop", "stop", "length"]
     assert [said["status"] for said in seen] == [200, 200, 200, 400, 400]
     assert "token_ids has to be a list of tokens" in str(seen[3])
-    assert "temperature=0.5 is not to be had" in str(seen[4])
+    assert "temperature=0.5 is not supported" in str(seen[4])
 
 
 def test_a_token_that_should_have_ended_the_response_is_named(run: Run, tokenizer: Any) -> None:
@@ -65,4 +65,4 @@ def test_a_token_that_should_have_ended_the_response_is_named(run: Run, tokenize
 
     run(generate)
     assert seen[0]["status"] == 400
-    assert "name it in rollout.rollout_stop_token_ids" in str(seen[0])
+    assert "add it to rollout.rollout_stop_token_ids" in str(seen[0])

@@ -130,7 +130,7 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="either the command"):
             async with cairn.mcp():
                 pass
-        with pytest.raises(ValueError, match="no state"):
+        with pytest.raises(ValueError, match="cannot rebuild the state of a shared server"):
             async with cairn.mcp(command=STDIO, shared=True, kind="deterministic"):
                 pass
 

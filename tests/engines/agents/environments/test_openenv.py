@@ -77,7 +77,7 @@ def test_a_session_that_broke_is_over_by_name(url: str) -> None:
         async with cairn.openenv(url, timeout=1) as env:
             early = await act(env, 1)
             assert isinstance(early, cairn.ToolUnavailable)
-            assert "step before a reset" in str(early)
+            assert "step came before a reset" in str(early)
             await answer(env.reset, seed=7)
             flooded = await act(env, -3)
             assert isinstance(flooded, cairn.ToolLost)
@@ -133,5 +133,5 @@ def test_a_late_answer_ends_the_session_and_a_dead_server_is_named() -> None:
 
 
 def test_an_environment_is_not_pure() -> None:
-    with pytest.raises(ValueError, match="it is deterministic, or has effects"):
+    with pytest.raises(ValueError, match="set kind to deterministic or effects"):
         cairn.openenv("http://127.0.0.1:9", kind="pure")

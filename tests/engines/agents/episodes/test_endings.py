@@ -249,7 +249,7 @@ def test_a_function_that_is_no_tool_is_told_how_to_become_one() -> None:
 
     (sample,), _ = played(generate, asked())
     assert sample.error is not None
-    assert "played is none: make one of it with @cairn.tool(kind=…)" in sample.error
+    assert "played is not one: decorate it with @cairn.tool(kind=…)" in sample.error
 
 
 class Wordless(Exception):

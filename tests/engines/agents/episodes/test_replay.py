@@ -159,7 +159,7 @@ def test_code_that_does_something_else_is_told_of_by_the_call(engine: SampleEngi
     (other,) = asked(tmp_path, tool="pay", amount=2)
     found = only(generated(engine, [replace(other, recorded=tuple(records))], "pays", []))
     assert found.error is not None
-    assert 'asks for call c0 (tool pay) with {"amount":2' in found.error
+    assert 'makes call c0 (tool pay) with {"amount":2' in found.error
     assert 'where call c0 (tool pay) with {"amount":1' in found.error
     longer: list[CallRecord] = []
     (more,) = asked(tmp_path, turns=2)

@@ -216,23 +216,26 @@ async def learns_twice(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (nothing, "without a token that was sampled; where there is none, raise an error"),
-        (other_ids, "segment 1 .* has other ids than call 0 of ctx.sample gave; return the segment that it returned"),
-        (another_mask, r"segment 1 .* has a loss_mask of \d for \d tokens; it needs one value a token"),
-        (learns_from_the_world, "segment 2 .* lets tokens be trained on that the world gave"),
-        (another_prefix, "segment 2 .* was sampled after 3 tokens that are not the 6 before it in the trajectory"),
+        (nothing, "without a sampled token; if there is none, raise an error"),
+        (other_ids, "segment 1 .* has other ids than call 0 of ctx.sample returned; use that segment unchanged"),
+        (another_mask, r"segment 1 .* has a loss_mask of \d for \d tokens; it needs one value per token"),
+        (learns_from_the_world, "segment 2 .* trains on tokens that were not sampled"),
+        (another_prefix, "segment 2 .* was sampled after 3 tokens that differ from the 6 before it in the trajectory"),
         (weighs_tokens, "segment 1 .* has a loss_mask with other values than 0 and 1"),
         (a_batch_of_one, "segment 2 .* has ids of 2 dimensions; they have to be one list"),
         (no_segment, "segment 2 .* is of type list; it has to be a cairn.Segment"),
         (no_trajectory, "generate returned Segment for a sample; return a cairn.Trajectory, or a list of them"),
         (no_trajectories, "generate returned an empty list for a sample; return a cairn.Trajectory"),
         (a_segment_among_them, "generate returned a list with Segment for a sample; return a cairn.Trajectory"),
-        (one_without_tokens, "generate returned a trajectory without a token that was sampled"),
-        (one_after_another, "segment 1 of trajectory 2 .* was sampled after 6 tokens that are not the 3 before it"),
-        (pays_the_world, "segment 2 .* has a reward, and the world gave it; give it to what was sampled before"),
+        (one_without_tokens, "generate returned a trajectory without a sampled token"),
+        (one_after_another, "segment 1 of trajectory 2 .* was sampled after 6 tokens that differ from the 3 before it"),
+        (pays_the_world, "segment 2 .* has a reward, but was not sampled; set it on the sampled segment before"),
         (pays_in_words, "generate gave a trajectory the reward '1'; it has to be a number"),
         (of_two_words, "generate gave a trajectory the role 'second solver'; it has to be a word, such as 'solver'"),
-        (learns_twice, "returned call 0 of ctx.sample in two trajectories, .*trained on in both; set it to 0 in one"),
+        (
+            learns_twice,
+            "returned call 0 of ctx.sample in two trajectories, .*the same tokens in both; set it to 0 in one",
+        ),
     ],
 )
 @both_ways
@@ -457,6 +460,6 @@ def test_a_grader_of_several_samples_and_a_tool_that_is_not_there_are_the_codes_
 
     found = [sample.error for sample in generated(engine, judged, requests(1, 2))]
     assert found == [
-        "generate: BadPlugin: the grader '<lambda>' takes args, sample: ctx.judge asks for one response at a time",
+        "generate: BadPlugin: the grader '<lambda>' takes args, sample: ctx.judge passes one response at a time",
         "generate: ToolUnavailable: there is no tool 'look': name it in rollout.tools",
     ]

@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 
 PARAMS = SamplingParams(max_new_tokens=60)
 SEARCH = (str(Path(__file__).parents[4]), *sys.path)
-BLOCKED = "generate: LoopBlocked: it kept all others waiting for longer than 1 s: let it await what it does"
+BLOCKED = "generate: LoopBlocked: it blocked all other samples for longer than 1 s: await slow calls in it"
 Way = Callable[
     [SampleEngine, Callable[[], Stream], Sequence[SampleRequest]], Iterator[list[GeneratedSample] | Recorded]
 ]
@@ -146,7 +146,7 @@ def test_user_code_has_a_process_that_stays_for_the_next_call_of_the_function(qw
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("waits", "generate: GenerateTimeout: it took longer than 1 s without the engine"),
+        ("waits", "generate: GenerateTimeout: it took longer than 1 s outside the engine"),
         ("keeps_the_lock", BLOCKED),
         pytest.param("asks_a_tool_that_keeps_the_lock", BLOCKED, marks=pytest.mark.proof),
         pytest.param("keeps_the_lock_in_an_executor", BLOCKED, marks=pytest.mark.proof),
@@ -194,7 +194,7 @@ def test_the_process_of_user_code_is_killed_once_for_its_number_may_then_be_anot
 
     monkeypatch.setattr(os, "killpg", note_and_kill)
     user_code = UserCode(users())
-    process = user_code._process
+    process = user_code._child._process
     user_code.kill()
     user_code.kill()
     del user_code

@@ -52,18 +52,18 @@ def test_calls_of_templates_that_end_turns_in_their_own_way_are_read(kind: str) 
     [
         (
             template("<|tool_call_start|>[{{ c.function.name }}(a=2)]<|tool_call_end|>"),
-            "in a way that is not read ('<|tool",
+            "in an unsupported format ('<|tool",
         ),
-        (TEMPLATES["chatml"].source, "the chat template writes no calls of tools"),
-        (TEMPLATES["words"].source, "the chat template writes no calls of tools"),
-        (template(CALLS["Hermes"]).replace("{{ m.content }}", ""), "cannot tell the model what tools returned"),
+        (TEMPLATES["chatml"].source, "the chat template renders no tool calls"),
+        (TEMPLATES["words"].source, "the chat template renders no tool calls"),
+        (template(CALLS["Hermes"]).replace("{{ m.content }}", ""), "cannot show the model tool results"),
     ],
 )
 def test_what_cannot_be_read_is_said(source: str, why: str) -> None:
     found = unreadable_calls(byte_tokenizer(source, "<|end|>"))
     assert found is not None
     assert why in found
-    assert found.endswith(": set rollout.tool_call_format=tags, or use a model whose template has tools")
+    assert found.endswith(": set rollout.tool_call_format=tags, or use a model whose template supports tools")
 
 
 def test_a_template_that_only_says_how_a_call_is_written_is_believed() -> None:

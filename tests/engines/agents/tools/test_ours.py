@@ -293,5 +293,5 @@ def test_tools_of_yours_stand_beside_ours(tmp_path):
         tools(f"{file}:plain")
     with pytest.raises(BadPlugin, match="there is no tool 'abacus': use one of calculator, python, search, shell"):
         tools("abacus")
-    with pytest.raises(BadPlugin, match="two tools that are called 'calculator'"):
+    with pytest.raises(BadPlugin, match="two tools named 'calculator'"):
         tools("calculator", "calculator")

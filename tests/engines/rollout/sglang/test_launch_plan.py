@@ -95,11 +95,11 @@ def test_a_configuration_launches(
         ({"num_gpus_per_engine": 1.5}, "num_gpus_per_engine is at most 1 or a whole number"),
         ({"num_gpus_per_engine": 12}, "an engine of 12 GPUs does not fill whole machines of 8"),
         ({"num_gpus_per_engine": 4, "sglang": {"tp_size": 2}}, "tp_size is 2, but an engine has 4 GPUs"),
-        ({"num_gpus_per_engine": 4, "sglang": {"pp_size": 2}}, "new weights do not reach the stages of a pipeline"),
-        ({"num_gpus_per_engine": 4, "sglang": {"dp_size": 2}}, "SGLang takes new weights for one copy of a model"),
+        ({"num_gpus_per_engine": 4, "sglang": {"pp_size": 2}}, "weight updates do not support pipeline stages"),
+        ({"num_gpus_per_engine": 4, "sglang": {"dp_size": 2}}, "SGLang updates only one copy of a model"),
         (
             groups({"num_engines": 1, "overrides": {"pp_size": 2}}),
-            "new weights do not reach the stages of a pipeline",
+            "weight updates do not support pipeline stages",
         ),
         (groups({"worker_type": "prefill", "num_engines": 1}) | {"router": {}}, "has prefill servers but no decode"),
         (groups({"worker_type": "decode", "num_engines": 1}) | {"router": {}}, "has decode servers but no prefill"),
@@ -141,12 +141,12 @@ def test_engines_are_counted_once(options: dict[str, Any], sentence: str) -> Non
         ({}, []),
         ({"rollout_top_k": 50}, []),
         ({"rollout_top_k": 50, "rollout_top_p": 0.9}, []),
-        ({"rollout_top_p": 0.9}, ["sampling_mask_max_tokens (4096) alone: set rollout_top_k to some number up to it"]),
+        ({"rollout_top_p": 0.9}, ["sampling_mask_max_tokens (4096): set rollout_top_k to at most that"]),
         ({"rollout_top_k": 5000}, ["rollout.rollout_top_k is 5000, but SGLang reports"]),
         ({"rollout_top_k": 5000, "sglang": {"sampling_mask_max_tokens": 6000}}, []),
         (
             {"rollout_top_k": 50, "sglang": {"speculative_algorithm": "EAGLE"}},
-            ["while it decodes speculatively: leave speculative_algorithm out"],
+            ["with speculative decoding: leave speculative_algorithm out"],
         ),
         (
             {"rollout_top_k": 50, "router": {}}

@@ -179,7 +179,7 @@ def test_a_model_folder_with_code_of_its_own_is_given_to_no_server_unasked(place
     code = {"auto_map": {"AutoModel": "evil.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(code if place == "config" else {"text_config": code}))
     config = RolloutConfig(engine="sglang", num_rollout=1, rollout_batch_size=1, rollout_max_response_len=8)
-    with pytest.raises(EngineError, match=r"names code of its own \(auto_map\), which SGLang may run"):
+    with pytest.raises(EngineError, match=r"names its own code \(auto_map\), which SGLang may run"):
         launch(str(tmp_path), config, "cpu", ServerPlan(), Place(), tmp_path / "log", 1)
     assert code_problem(str(tmp_path), {"trust_remote_code": True}) is None
 

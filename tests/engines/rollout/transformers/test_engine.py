@@ -183,7 +183,7 @@ def test_a_continued_sample_is_the_one_that_was_never_interrupted(qwen3: Transfo
     [
         ([1, 2], -1, "its position is -1"),
         ([1, 2], 2, "its position is 2; it must be 0 or more and less than its 2 tokens"),
-        ([1] * 9, 8, "a response of 8 tokens cannot be continued: it may have 8"),
+        ([1] * 9, 8, "a response of 8 tokens cannot be continued: its limit is 8"),
         ([1, VOCAB_SIZE], 1, "outside the model's vocabulary"),
     ],
 )

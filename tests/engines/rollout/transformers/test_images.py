@@ -122,5 +122,5 @@ def test_images_that_cannot_be_seen_are_refused(
     with pytest.raises(RequestRefused, match="placeholders"):
         engine.generate([replace(request, images=(seen(folder, noise(64, 64)),))])
     text = TransformersEngine(save_model(configs()["qwen3"], tmp_path), rollout_config())
-    with pytest.raises(RequestRefused, match="the model sees none"):
+    with pytest.raises(RequestRefused, match="the model reads none"):
         text.generate([replace(request, input_ids=[1, 2, 3])])

@@ -137,7 +137,7 @@ def test_what_is_given_up_makes_room_at_once_and_what_others_asked_for_holds_an_
     mine = submitted(qwen3, request(0, [1], samples=3, max_new_tokens=LONG))
     theirs = submitted(qwen3, request(1, [2], max_new_tokens=LONG))
     mine.close()
-    with pytest.raises(EngineError, match="engine is generating: abort that call or let it end before you update"):
+    with pytest.raises(EngineError, match="engine is generating: abort that call or wait for it before you update"):
         qwen3.begin_weight_update(1)
     theirs.close()
     qwen3.begin_weight_update(1)

@@ -103,7 +103,7 @@ def test_a_state_before_the_first_update_is_restored_too(report: dict[str, Any])
 
 def test_a_state_that_an_engine_cannot_take_is_refused_and_leaves_it_as_it_was(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert "use_distributed_optimizer = true: set it so" in report["of another optimizer"]
+        assert "use_distributed_optimizer = true: set it to that" in report["of another optimizer"]
         assert "has a critic" in report["with a critic"]
         assert "has no critic" in report["without a critic"]
         assert report["untouched"] == report["plain"]

@@ -42,10 +42,10 @@ HINTS = {
     "hidden_dropout": "dropout",
     "cross_entropy_loss_fusion": "bfloat16",
     "moe_aux_loss_coeff": "count of tokens",
-    "rotary_interleaved": "speed up or check",
-    "window_size": "speed up or check",
-    "fp8": "speed up or check",
-    "decoupled_weight_decay": "speed up or check",
+    "rotary_interleaved": "speeds up or checks",
+    "window_size": "speeds up or checks",
+    "fp8": "speeds up or checks",
+    "decoupled_weight_decay": "speeds up or checks",
 }
 """Options that cannot be set, and what is said instead."""
 OF_EXPERTS = ("moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size", "num_moe_experts")

@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):
         "grader",
     ]
     (tmp_path / "torn.csv").write_text("Question\none,two\n")
-    with pytest.raises(BadData, match="row 1 has another number of values"):
+    with pytest.raises(BadData, match="row 1 has more or fewer values"):
         BenchmarkRows.open(on("gpqa-diamond", tmp_path / "torn.csv"))
 
 

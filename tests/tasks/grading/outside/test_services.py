@@ -55,7 +55,7 @@ def test_a_reply_that_is_no_reward_fails_its_sample_alone():
         config = RewardConfig(rm_type="remote_rm", rm_url=service.url)
         found = graded(config, [sample(response) for response in [*replies, "fine"]])
     assert [one.reward for one in found] == [None] * len(replies) + [1.0]
-    assert all("gave no reward" in str(one.error) for one in found[:-1])
+    assert all("returned no reward" in str(one.error) for one in found[:-1])
 
 
 def test_a_reply_that_no_reader_would_take_fails_its_sample_and_is_not_kept(tmp_path):
@@ -94,9 +94,9 @@ def test_a_sample_that_is_never_answered_fails_while_others_are():
 def test_a_service_that_answers_nobody_fails_the_step_and_no_sample():
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         config = RewardConfig(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{nobody.getsockname()[1]}", rm_timeout=0.1)
-        with pytest.raises(GraderUnavailable, match=r"did not answer within 0\.1 s"):
+        with pytest.raises(GraderUnavailable, match=r"did not respond within 0\.1 s"):
             graded(config, [sample()])
-    with pytest.raises(GraderUnavailable, match="does not answer"):
+    with pytest.raises(GraderUnavailable, match="does not respond"):
         graded(config, [sample()])
 
 

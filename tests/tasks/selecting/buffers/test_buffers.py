@@ -137,7 +137,7 @@ def test_a_key_that_rows_lack_is_named(tiny_assets: Path, tmp_path: Path) -> Non
     config = tiny_config(tiny_assets, rollout={**BASE, **options})
     with (
         tiny_context(str(tmp_path), config) as (run, _),
-        pytest.raises(NoSuchMetadata, match=r"buffer_key is level, and the metadata of data row .* has nothing"),
+        pytest.raises(NoSuchMetadata, match=r"buffer_key is level, but the metadata of data row .* has nothing"),
     ):
         iteration(run, DirectSteps(run), 0)
 
@@ -167,5 +167,5 @@ def test_a_sample_filter_that_leaves_nothing_or_names_what_it_was_not_given_is_n
     ):
         iteration(run, DirectSteps(run), 0)
     assert exit_code(told.value) == FAILED
-    with pytest.raises(BadPlugin, match="something else than samples that it was given"):
+    with pytest.raises(BadPlugin, match="something else than samples that it received"):
         removed_by(indices, [[]])
