@@ -130,7 +130,7 @@ class Pipeline:
         except Stopping:
             raise
         except Exception as error:
-            sentence = f"Iteration {index}: its advantages are estimated again when iteration {index - 1} is learned"
+            sentence = f"Iteration {index}: its advantages are estimated again after iteration {index - 1} has trained"
             self._run.emit(Message(f"{sentence}: {error}", "warning"))
             return None
 

@@ -73,15 +73,15 @@ def fork_after_divergence(
         raise error
     saved = newest_checkpoint(ledger, ledger.last_iteration() or 0)
     if saved is None:
-        raise ReplayDiverged(f"{error}. No checkpoint is there to fork the run at: set checkpoint.save_interval")
+        raise ReplayDiverged(f"{error}. There is no checkpoint to fork the run at: set checkpoint.save_interval")
     if ledger.find(saved.iteration + 1, Step.TRAIN) is None:
         raise ReplayDiverged(
-            f"{error}. Nothing was replayed: the checkpoint itself diverges, for a fork of the run too"
+            f"{error}. Nothing was replayed: the checkpoint itself diverges, and a fork would not help"
         )
     if saved.iteration < ledger.first_iteration - 1:
         raise ReplayDiverged(
-            f"{error}. The newest checkpoint, of iteration {saved.iteration}, lies before {run} was forked: a fork "
-            f"there would do iterations of {ledger.owner(saved.iteration + 1).run} again with the options of {run}"
+            f"{error}. The newest checkpoint, of iteration {saved.iteration}, is older than the fork {run}: a fork "
+            f"there would repeat iterations of {ledger.owner(saved.iteration + 1).run} with the options of {run}"
         )
     name = f"{run}-from-{layout.digits(saved.iteration)}"
     try:
@@ -90,7 +90,9 @@ def fork_after_divergence(
     except (CannotFork, ConfigError, Retired, ValueError) as why:
         raise ReplayDiverged(f"{error}. The run cannot be forked as {name} either: {why}") from why
     on_event(Message(str(error), "warning"))
-    on_event(Message(f"Run {run} stays as it is; its fork {name} goes on from iteration {saved.iteration}", "warning"))
+    on_event(
+        Message(f"Run {run} is not changed; its fork {name} continues from iteration {saved.iteration}", "warning")
+    )
     return name
 
 
@@ -205,8 +207,8 @@ def opened(
 def watchers(run: RunContext) -> dict[str, Watcher]:
     """Return all watchers of the run by name. Raises ConfigError if a configured one cannot be used."""
     own: dict[str, Watcher] = {
-        "What sounds alarms": Alarms(run.ledger, run.config, run.emit),
-        "What Prefect's interface shows of the run": Pages(run),
+        "The alarm check": Alarms(run.ledger, run.config, run.emit),
+        "The display in Prefect's interface": Pages(run),
     }
     return {**own, **trackers(run.ledger, run.config)}
 
@@ -216,7 +218,7 @@ def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.E
     confirms the cancellation."""
     if not wait_for_cancel(flow_run, over):
         return None
-    run.emit(Message("Somebody cancels this run in Prefect", "warning"))
+    run.emit(Message("This run was cancelled in Prefect", "warning"))
     ending.confirm = partial(confirm_cancel, flow_run)
     return inf
 
@@ -289,7 +291,7 @@ def remove_old_files(run: RunContext, index: int) -> None:
     try:
         retire(run.ledger, run.config.checkpoint)
     except (Damaged, StoreError) as error:  # the run itself lacks nothing; the next checkpoint tries again
-        run.emit(Message(f"Older files stay for now: {error}", "warning"))
+        run.emit(Message(f"Older files are not deleted for now: {error}", "warning"))
 
 
 def wait_for_engines(run: RunContext) -> None:

@@ -131,7 +131,7 @@ def _by_schema(text: str, tokenizer: Any, has_tools: bool) -> Reply:
         found = dict(tokenizer.parse_response(text))
         calls = [_of_object(one.get("function", one)) for one in found.get("tool_calls") or ()] if has_tools else []
     except Exception as error:  # whatever a model writes, it is no error of ours
-        return Reply(text, (_unreadable(f"the reply cannot be parsed: {str(error)[:200]}"),) if has_tools else ())
+        return Reply(text, (_unreadable(f"the answer cannot be read: {str(error)[:200]}"),) if has_tools else ())
     thoughts, content = found.get("thinking"), found.get("content")
     if any(call.unreadable for call in calls) or (content is None and not calls and thoughts is None):
         content = text
@@ -245,7 +245,7 @@ def _of_function(block: str, types: Types) -> ToolCall | None:
 def _of_arguments(block: str, types: Types) -> ToolCall:
     name = block.partition("<arg_key>")[0].strip()
     if not name or "\n" in name:
-        return _unreadable("the content of <tool_call> has to begin with the name of a tool")
+        return _unreadable("what stands in <tool_call> begins with the name of a tool")
     inner, _ = _through_last("</arg_value>", block)
     pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(inner)]
     return call_of(name, {key: _value(value, name, key, types) for key, value in pairs})
@@ -254,7 +254,7 @@ def _of_arguments(block: str, types: Types) -> ToolCall:
 def _of_json(block: str) -> ToolCall:
     value = _json(block)
     if isinstance(value, _NoJson):
-        return _unreadable(f"the content of <tool_call> is not JSON: {value.why}")
+        return _unreadable(f"what stands in <tool_call> is no JSON: {value.why}")
     return _of_object(value)
 
 
@@ -264,7 +264,7 @@ def _listed(text: str) -> Reply:
         return Reply(text)
     found = _json(rest)
     if not isinstance(found, list):
-        return Reply(text, (_unreadable(f"the text after {_LISTED} has to be a JSON list of calls"),))
+        return Reply(text, (_unreadable(f"what follows {_LISTED} is a JSON list of calls"),))
     calls = tuple(map(_of_object, found))
     return Reply(text if any(call.unreadable for call in calls) else content.rstrip(), calls)
 
@@ -279,7 +279,7 @@ def _bare(text: str) -> Reply:
 
 def _of_object(value: Any, arguments: str = "arguments") -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return _unreadable(f"a call has to be an object with a name and {arguments}")
+        return _unreadable(f"a call is an object with a name and {arguments}")
     return call_of(value["name"], value.get(arguments, {}))
 
 

@@ -65,7 +65,7 @@ def diff(ours: Ledger, theirs: Ledger) -> Parting:
                 lacking, commits = (ours, here) if first is None else (theirs, there)
                 if _has_ended_before(commit, lacking, commits):
                     return parting(ended=lacking.run)
-                return parting(parts_at=commit.name, how=(f"{lacking.run} has none",))
+                return parting(parts_at=commit.name, how=(f"{lacking.run} does not have this commit",))
     return parting()
 
 

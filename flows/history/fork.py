@@ -88,8 +88,8 @@ def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunC
     total = config.rollout.num_rollout
     if total <= iteration + 1:
         raise CannotFork(
-            f"rollout.num_rollout is {total}, and {parent.run}@{iteration} has that many iterations: nothing would be "
-            f"left to do; --set rollout.num_rollout to more than {iteration + 1}"
+            f"rollout.num_rollout is {total}, but {parent.run}@{iteration} already has that many iterations: set "
+            f"rollout.num_rollout to more than {iteration + 1}"
         )
 
 
@@ -97,9 +97,9 @@ def _check_stream(parent: Ledger, config: RunConfig) -> None:
     streams = [from_manifest(parent.manifest.config).rollout.pipeline, config.rollout.pipeline]
     if "streaming" in streams:
         raise CannotFork(
-            f"{parent.run} has rollout.pipeline {streams[0]} and the fork {streams[1]}: where samples are generated "
-            "all the time, some of an iteration's are of prompts that a later one admitted, which a fork does not "
-            "share; start a new run from its weights with `cairn export` and `cairn train`"
+            f"{parent.run} has rollout.pipeline {streams[0]} and the fork {streams[1]}: in the streaming pipeline "
+            "some samples of an iteration have prompts of a later one, which a fork does not share; start a new run "
+            "from its weights with `cairn export` and `cairn train`"
         )
 
 
@@ -135,8 +135,8 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
     if _critic_only_updates(config) != _critic_only_updates(was):
         raise CannotFork(
             f"algorithm.num_critic_only_steps and training.num_steps_per_rollout must be as in {parent.run}, "
-            f"{before.num_critic_only_steps} and {was.training.num_steps_per_rollout}: they say which updates so far "
-            "were the critic's alone; leave them out, or start a new run with `cairn train`"
+            f"{before.num_critic_only_steps} and {was.training.num_steps_per_rollout}: they determine which past "
+            "updates trained only the critic; leave them out, or start a new run with `cairn train`"
         )
 
 
@@ -153,8 +153,8 @@ def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
     lora = config.training.lora
     if lora != before and (lora.r or before.r):
         raise CannotFork(
-            f"training.lora is not that of {parent.run}, whose adapters (r = {before.r}) a fork goes on from: leave it "
-            "out, or start a new run with `cairn train`"
+            f"training.lora differs from that of {parent.run}, but a fork continues with its adapters (r = "
+            f"{before.r}): leave it out, or start a new run with `cairn train`"
         )
 
 
@@ -165,8 +165,8 @@ def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
     for (option, before), now in zip(_of_the_state(was).items(), _of_the_state(config).values(), strict=True):
         if now != before:
             raise CannotFork(
-                f"{option} is not that of {parent.run} ({before}), whose training state a fork goes on from: leave it "
-                "out, or start a new run with `cairn train`"
+                f"{option} differs from that of {parent.run} ({before}), but a fork continues with its training "
+                "state: leave it out, or start a new run with `cairn train`"
             )
 
 

@@ -130,9 +130,7 @@ class Replaying:
                 why = f"decision {redacted[name]} has redacted samples of {name}"
                 return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
         if step.finds:
-            why = (
-                "what it took was decided when it ran: its samples are in the record, and what follows is made from it"
-            )
+            why = "its result depended on time and is recorded: later steps read the record"
             return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt

@@ -85,18 +85,18 @@ def replay_episode(
     run = RecordedRun(config, ledger)
     commit = run.committed(iteration, Step.ROLLOUT, shard)
     if (decision := redacted_samples(ledger).get(commit.name)) is not None:
-        raise NotReplayable(f"decision {decision} has redacted samples of {commit.name}: its record is not whole")
+        raise NotReplayable(f"decision {decision} has redacted samples of {commit.name}: its record is incomplete")
     rows = run.read(commit).filter(pc.field("group_id") == key[0])
     calls = run.calls(commit)
     if calls is None:
         raise NotReplayable(
-            f"nothing is recorded of the samples of {commit.name}: {config.rollout.custom_generate_function_path} is "
-            "one call of the policy, or ran before calls were"
+            f"no calls are recorded for the samples of {commit.name}: {config.rollout.custom_generate_function_path} "
+            "makes only one call of the policy, or ran before Cairn recorded calls"
         )
     group = unfinished_group(rows, run.images(commit), calls)
     committed, error = group.parts[key[1]], rows.to_pylist()[list(group.parts).index(key[1])]["error"]
     if committed.finish_reason == FinishReason.ABORT:
-        raise NotReplayable(f"the sample is not finished in {commit.name}: a later shard goes on with it")
+        raise NotReplayable(f"the sample is not finished in {commit.name}: a later shard continues it")
     row = group.drawn.row
     sample = SampleRequest(
         *key,
@@ -157,7 +157,7 @@ def _replayed(
         told = told_of(problem)
         return ended("failed", f"it failed as it did then: {told}" if told == error else told)
     if error is not None:
-        return ended("differs", f"it ended with a trajectory, and is committed as failed: {error}")
+        return ended("differs", f"it ended with a trajectory, but is committed as failed: {error}")
     difference = first_difference(committed, made)
     return ended("same") if difference is None else ended("differs", difference)
 
@@ -173,20 +173,20 @@ def first_difference(committed: GeneratedSample, made: GeneratedSample) -> str |
     equal."""
     ours, theirs = made.trajectories, committed.trajectories
     if len(ours) != len(theirs):
-        return f"it made {len(ours)} trajectories, and {len(theirs)} are committed"
+        return f"it made {len(ours)} trajectories, but {len(theirs)} are committed"
     for number, (one, other_one) in enumerate(zip(ours, theirs, strict=True)):
         where = f" of trajectory {number}" if len(ours) > 1 else ""
         if not _same_prompt(one.prompt_ids, other_one.prompt_ids):
-            return f"the prompt{where or ' of the trajectory'} is another"
+            return f"the prompt{where or ' of the trajectory'} differs"
         if (one.reward, one.role) != (other_one.reward, other_one.role):
-            what = f"({one.reward}, {one.role}), and ({other_one.reward}, {other_one.role}) are committed"
+            what = f"({one.reward}, {one.role}), but ({other_one.reward}, {other_one.role}) are committed"
             return f"reward and role{where or ' of the trajectory'} are {what}"
         own, other = _segments(one), _segments(other_one)
         for place, pair in enumerate(zip(own, other, strict=False)):
             if (told := _segment_difference(*pair)) is not None:
                 return f"segment {place}{where} {told}"
         if len(own) != len(other):
-            return f"it made {len(own)} segments{where}, and {len(other)} are committed"
+            return f"it made {len(own)} segments{where}, but {len(other)} are committed"
     return None
 
 
@@ -203,9 +203,9 @@ def _same_prompt(made: Any, committed: Any) -> bool:
 def _segment_difference(made: Segment, committed: Segment) -> str | None:
     if made.call != committed.call:
         ours, theirs = (
-            "was given by the world" if id is None else f"is call {id}" for id in (made.call, committed.call)
+            "is from the environment" if id is None else f"is call {id}" for id in (made.call, committed.call)
         )
-        return f"{ours}, and the committed one {theirs}"
+        return f"{ours}, but the committed one {theirs}"
     for what, one, then in (
         ("token", made.ids, committed.ids),
         ("loss mask", made.loss_mask, committed.loss_mask),
@@ -215,15 +215,18 @@ def _segment_difference(made: Segment, committed: Segment) -> str | None:
         if one is None or then is None:
             continue
         if len(one) != len(then):
-            return f"has {len(one)} tokens, and the committed one {len(then)}"
+            return f"has {len(one)} tokens, but the committed one has {len(then)}"
         (places,) = np.nonzero(one != then)
         if len(places):
             at = int(places[0])
-            return f"differs first at its token {at}: the {what} is {one[at]}, and {then[at]} is committed"
+            return f"differs first at its token {at}: the {what} is {one[at]}, but {then[at]} is committed"
     if made.reward != committed.reward:
-        return f"has the reward {made.reward}, and {committed.reward} is committed"
+        return f"has the reward {made.reward}, but {committed.reward} is committed"
     if (made.seed, made.finish_reason) != (committed.seed, committed.finish_reason):
-        return f"ended with {made.finish_reason}, seed {made.seed}, and {committed.finish_reason}, {committed.seed}"
+        return (
+            f"ended with {made.finish_reason}, seed {made.seed}, but the committed one with "
+            f"{committed.finish_reason}, seed {committed.seed}"
+        )
     return None
 
 

@@ -67,7 +67,7 @@ def _makes(token: str, tag: str) -> bool:
 
 
 PASSED_OVER = {
-    "retired": "the run does not keep their tables any more",
+    "retired": "the run no longer stores their tables",
     "redacted": "they were redacted",
     "not graded": "the run has not graded them yet",
 }
@@ -163,7 +163,7 @@ def spelled(mean: float | None) -> str:
 
 
 def _passed_over(count: int, why: str) -> str:
-    return f"{count} samples are passed over: {why}" if count > 1 else f"1 sample is passed over: {why}"
+    return f"{count} samples are skipped: {why}" if count > 1 else f"1 sample is skipped: {why}"
 
 
 _SECTION = "reward."
@@ -233,7 +233,10 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
         if not override.strip().startswith(_SECTION)
     ]
     if not from_manifest(ledger.manifest.config).samples_responses:
-        problems = [f"the responses of run {ledger.run!r} stand in its data and were not graded: none can be again"]
+        problems = [
+            f"the responses of run {ledger.run!r} come from its data and were not graded, so they cannot be graded "
+            "again"
+        ]
     if problems:
         raise ConfigError(problems)
     given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
@@ -266,7 +269,7 @@ def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:
     chosen = [index for index in numbers if first <= index <= last]
     if first > last or not {first, last} <= set(chosen):
         there = f"{numbers[0]} to {numbers[-1]}" if numbers else "none yet"
-        raise CannotRescore(f"{iterations!r} are no iterations of run {ledger.run!r}; it has {there}")
+        raise CannotRescore(f"{iterations!r} are not iterations of run {ledger.run!r}; it has {there}")
     return chosen
 
 

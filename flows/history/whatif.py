@@ -243,8 +243,8 @@ def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]
     if learned[0] != learned[1]:
         raise ConfigError(
             [
-                f"the run learns from {learned[0]}, and with these options it would learn from {learned[1]}, of which "
-                "it has none: only advantages of the samples that it trained on can be computed"
+                f"the run learns from {learned[0]}, but with these options it would learn from {learned[1]}, which it "
+                "does not have: only advantages of the samples that it trained on can be computed"
             ]
         )
     given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
@@ -265,8 +265,8 @@ def _require_whole(ledger: Ledger, iteration: int, commits: Sequence[Commit]) ->
     decisions = sorted({redacted[commit.name] for commit in commits if commit.name in redacted})
     if decisions:
         raise CannotTell(
-            f"of the samples that iteration {iteration} of run {ledger.run!r} trained on, some were redacted (decision "
-            f"{decisions[0]}): nothing can be computed again from them"
+            f"some samples that iteration {iteration} of run {ledger.run!r} trained on were redacted (decision "
+            f"{decisions[0]}), so nothing can be computed from them"
         )
 
 
@@ -278,7 +278,7 @@ def _require_scores(run: RecordedRun, algorithm: AlgorithmConfig, iteration: int
             continue
         if scored is None or name not in scored.column_names or scored[name].null_count:
             way = (
-                "; algorithm.use_rollout_logprobs=true takes the rollout engine's in their place"
+                "; algorithm.use_rollout_logprobs=true uses the rollout engine's instead"
                 if column == "old_log_probs"
                 else ": a fork with that option would score them"
             )

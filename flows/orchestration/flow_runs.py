@@ -298,7 +298,9 @@ def wait_for_cancel(flow_run: UUID, over: threading.Event) -> bool:
 
 def confirm_cancel(flow_run: UUID) -> None:
     """Mark a cancelled flow run as Cancelled after it has ended; its engine would mark it as crashed."""
-    state: State[None] = Cancelled(message="The driver has ended in order; `cairn resume` goes on from the last commit")
+    state: State[None] = Cancelled(
+        message="The driver shut down cleanly; `cairn resume` continues from the last commit"
+    )
     with suppress(Exception), get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run, state, force=True)
 
@@ -331,8 +333,10 @@ def crash_with_all_below(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 
 
 def _crash(client: SyncPrefectClient, stale: list[FlowRun], require_held: Callable[[], None]) -> None:
-    crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
-    cancelled: State[None] = Cancelled(message="The driver's process is gone; Retry goes on from the last commit.")
+    crashed: State[None] = Crashed(
+        message="The driver's process is gone; another driver continues from the last commit."
+    )
+    cancelled: State[None] = Cancelled(message="The driver's process is gone; Retry continues from the last commit.")
     unfinished = client.read_task_runs(
         flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run.id for flow_run in stale]}}),
         task_run_filter=TaskRunFilter.model_validate({"state": _LOOKS_ALIVE}),

@@ -133,7 +133,7 @@ class Server:
             httpx.get(f"{self.api_url}/health", timeout=timeout, trust_env=False).raise_for_status()
         except httpx.HTTPError as error:
             late = isinstance(error, httpx.TimeoutException)
-            why = f"did not answer within {timeout:.0f} s" if late else f"died while it started ({error})"
+            why = f"did not respond within {timeout:.0f} s" if late else f"died while it started ({error})"
             self.stop()
             raise ServerFailed(
                 f"the embedded Prefect server {why}. Its log is {self.log}; delete {self.home} if its database is "
@@ -236,7 +236,7 @@ def folder_for(home: Path) -> Path:
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ServerFailed(
-            f"{home} cannot be made ({why}), where Prefect's history and logs are kept: stand in another folder, or "
+            f"{home}, the folder for Prefect's history and logs, cannot be created ({why}): run in another folder, or "
             "make room for it"
         ) from error
     return home
@@ -251,8 +251,8 @@ def require_answer(api: str) -> None:
         said = "" if has_credentials(api) else str(error)  # the library repeats the address
         why = next(iter(said.splitlines()), type(error).__name__)
         raise ServerFailed(
-            f"Prefect's server at {shown(api)}, which PREFECT_API_URL or the Prefect profile names, does not answer as "
-            f"one ({why}): start it, correct the address (it ends in /api), or unset it"
+            f"Prefect's server at {shown(api)}, which PREFECT_API_URL or the Prefect profile names, does not respond "
+            f"like one ({why}): start it, correct the address (it ends in /api), or unset it"
         ) from (None if has_credentials(api) else error)
 
 
@@ -271,7 +271,9 @@ def prefect_api(home: Path) -> Iterator[str]:
     """
     configured = configured_api()
     if configured is not None:
-        with _naming_failures(f"Prefect's server at {shown(configured)}", "look after it, or unset PREFECT_API_URL"):
+        with _naming_failures(
+            f"Prefect's server at {shown(configured)}", "check that server, or unset PREFECT_API_URL"
+        ):
             yield configured
         return
     spare_loopback()

@@ -83,12 +83,14 @@ def refusal(method: str, headers: Collection[tuple[bytes, bytes]], names: Collec
         found.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
     hosts = found.get("host", [])
     if len(hosts) != 1 or not _is_ours(hosts[0], names):
-        return f"{', '.join(hosts) or 'no host'} is no name of this machine: add it to the environment variable {HOSTS}"
+        return (
+            f"{', '.join(hosts) or 'no host'} is not a name of this machine: add it to the environment variable {HOSTS}"
+        )
     for origin in found.get("origin", []):
         if origin.partition("://")[2].lower() != hosts[0].lower():
-            return "a page of another origin may not ask this server"
+            return "a page of another origin may not call this server"
     if not {*found.get("sec-fetch-site", [])} <= {"same-origin", "none"} and not _follows_a_link(method, found):
-        return "a page of another site may not ask this server"
+        return "a page of another site may not call this server"
     length = found.get("content-length", ["0"])
     has_body = "transfer-encoding" in found or length != ["0"]
     kinds = [kind.partition(";")[0].strip().lower() for kind in found.get("content-type", [])]
@@ -271,7 +273,7 @@ def _main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.flows.orchestration.server_process")
     parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
     parser.add_argument("parent", type=int, help="process id of the driver")
-    parser.add_argument("host", help="what it listens at")
+    parser.add_argument("host", help="address to listen on")
     arguments = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
         serve(socket.socket(fileno=arguments.listener), arguments.parent, arguments.host)

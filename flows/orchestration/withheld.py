@@ -36,7 +36,7 @@ REJECTED = "Rejected"
 REQUESTED = "cairn.approval.requested"
 """Name of the event."""
 
-GONE_ON = "A later driver has gone on with the run"
+GONE_ON = "A later driver has continued the run"
 
 
 @contextmanager

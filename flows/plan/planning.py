@@ -150,7 +150,7 @@ def plan_of(subject: Subject) -> Plan:
     cache = cache_plan(subject, engine) if engine is not None and config.samples_responses else None
     if cache is not None and cache.samples_longest < config.rollout.num_engines:
         problems.append(
-            f"the cache of a rollout engine has room for no sample of {subject.lengths.longest:,} tokens: raise "
+            f"the cache of a rollout engine cannot hold a sample of {subject.lengths.longest:,} tokens: raise "
             "rollout.num_gpus_per_engine or rollout.sglang.mem_fraction_static"
         )
     machines = machines_of(config)
@@ -206,7 +206,7 @@ def layout_problems(subject: Subject) -> Iterator[str]:
     context, lengths = context_length(model.config), subject.lengths
     if lengths.longest > context:
         yield (
-            f"the longest sample has {lengths.longest:,} tokens, and the model's context holds {context:,}: lower "
+            f"the longest sample has {lengths.longest:,} tokens, but the model's context has {context:,}: lower "
             "rollout.rollout_max_prompt_len or rollout.rollout_max_response_len"
         )
     if config.rollout.engine == "sglang" and config.needs_rollout_engines and not config.rollout.external_urls:

@@ -231,8 +231,8 @@ def planned_model(path: str) -> tuple[Model, str]:
         near = get_close_matches(folder.name, published_names(), 1)
         meant = f" (nearest: {near[0]})" if near else ""
         raise BadModel(
-            f"model.path is {path}, which has no config.json, and no published model that Cairn knows is called "
-            f"{folder.name!r}{meant}: give a folder in Hugging Face format, or name it as the model is published"
+            f"model.path is {path}, which has no config.json, and Cairn does not know a published model named "
+            f"{folder.name!r}{meant}: use a folder in Hugging Face format, or the name of a published model"
         )
     return model_of(config_of(stored)), f"the published config of {folder.name}"
 
@@ -285,7 +285,7 @@ def _lengths(
         longest = config.data.max_length
         if longest is None:
             longest = min(context, USUAL_SEQUENCE)
-            assumptions.append(f"the longest sequence has {longest:,} tokens: data.max_length does not say")
+            assumptions.append(f"the longest sequence has {longest:,} tokens: data.max_length is not set")
         mean = min(response or longest / 2, longest)
         assumptions.append(f"a sequence has {mean:,.0f} tokens on average, and all are trained on")
         return Lengths(0, longest, 0.0, mean)
@@ -293,7 +293,7 @@ def _lengths(
     first = rollout.rollout_max_prompt_len
     if first is None:
         first = max(1, min(max(USUAL_PROMPT, int(prompt or 0)), context - longest))
-        assumptions.append(f"the longest prompt has {first:,} tokens: rollout.rollout_max_prompt_len does not say")
+        assumptions.append(f"the longest prompt has {first:,} tokens: rollout.rollout_max_prompt_len is not set")
     prompts, responses = min(prompt or first / 2, first), min(response or longest / 2, longest)
     assumptions.append(f"a prompt has {prompts:,.0f} tokens and a response {responses:,.0f} on average")
     return Lengths(first, longest, prompts, responses)

@@ -52,7 +52,7 @@ def decide(
         standing = gates(so_far)
         chosen = _undecided(ledger, standing) if index is None else index
         if chosen >= config.rollout.num_rollout:
-            raise ValueError(f"run {ledger.run!r} has iterations 0 to {config.rollout.num_rollout - 1}, no {chosen}")
+            raise ValueError(f"run {ledger.run!r} has iterations 0 to {config.rollout.num_rollout - 1}, not {chosen}")
         if chosen not in standing and due(ledger, config, chosen) is None:
             raise ValueError(
                 f"run {ledger.run!r} does not wait before iteration {chosen}, and approval.before and approval.every "
@@ -61,7 +61,7 @@ def decide(
         held = chosen in standing and standing[chosen].state is not GateState.APPROVED
         begun = ledger.markers(chosen) or chosen < ledger.first_iteration
         if begun and not held:  # one that was asked for as its iteration began holds the next
-            raise ValueError(f"iteration {chosen} of run {ledger.run!r} has begun: its gate is behind it")
+            raise ValueError(f"iteration {chosen} of run {ledger.run!r} has begun: its gate has passed")
         return Verdict(iteration=chosen, approved=approved)
 
     return ledger.decisions.record(verdict, by=by, why=why)
@@ -89,7 +89,7 @@ def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
         newest = ledger.last_iteration()
         following = 0 if newest is None else newest + 1
         if following >= total:
-            raise ValueError(f"run {ledger.run!r} has begun all its {total} iterations: there is none left to hold")
+            raise ValueError(f"run {ledger.run!r} has begun all its {total} iterations: no gate is left")
         return following, why
 
     try:
@@ -108,7 +108,7 @@ class _Known(Exception):
 def _undecided(ledger: Ledger, standing: dict[int, GateStanding]) -> int:
     waiting = [i for i in sorted(standing) if standing[i].state is not GateState.APPROVED]
     if not waiting:
-        raise ValueError(f"run {ledger.run!r} waits for nobody; name the iteration to decide ahead")
+        raise ValueError(f"run {ledger.run!r} is not waiting; name an iteration to decide in advance")
     return waiting[0]
 
 

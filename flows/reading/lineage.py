@@ -233,7 +233,7 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
     tokens = len(row["response_ids"])
     if token is not None and not 0 <= token < tokens:
         raise LookupError(
-            f"the response has tokens 0 to {tokens - 1}, no {token}" if tokens else "the response is empty"
+            f"the response has tokens 0 to {tokens - 1}, not {token}" if tokens else "the response is empty"
         )
     graded = ledger.find(rollout.iteration, Step.REWARD, rollout.shard)
     grade = None if graded is None else _row(ledger, graded, key)

@@ -276,11 +276,11 @@ def _samples_facts(samples: Samples, with_tokens: int, cut: int | None) -> dict[
     if not all_shown:
         note += (
             f", {with_tokens:,} of them with their tokens: the best, the worst and the median ones by reward, and "
-            "others of all iterations alike, drawn at random"
+            "others drawn at random from all iterations"
         )
-    note += ". Keys: / searches, j and k (or the arrows in the table) go from one to the next."
+    note += ". Keys: / searches, j and k (or the arrows in the table) move between samples."
     if cut is not None:
-        note += f" Responses without tokens are cut at {cut:,} characters; `cairn show` has them whole."
+        note += f" Responses without tokens are cut at {cut:,} characters; `cairn show` shows them in full."
     facts = {"count": count, "note": note, "first": first, "last": last, "all_shown": all_shown}
     return {**facts, "notes": samples.notes}
 

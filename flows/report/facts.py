@@ -45,15 +45,13 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
     parts = [row(str(step.step), step.device_seconds, step.tokens) for step in costs.steps if step.device_seconds]
     parts += [row(said, getattr(costs, f"{name}_device_seconds"), None) for name, said in _PARTS.items()]
     parts.append(row("all reserved", costs.reserved_device_seconds, None))
-    tables = [{"caption": _caption(costs, unit), "heads": ["What it went into", *heads], "rows": parts, "sum": True}]
+    tables = [{"caption": _caption(costs, unit), "heads": ["Spent on", *heads], "rows": parts, "sum": True}]
     wasted = [
         [*row(f"{one.cause} ({one.count:,} {one.unit})", one.device_seconds, one.tokens), _due_to(one.after_fault)]
         for one in costs.wasted
     ]
     if wasted:
-        tables.append(
-            {"caption": "What taught nothing", "heads": ["Cause", *heads, "Due to"], "rows": wasted, "sum": False}
-        )
+        tables.append({"caption": "Wasted work", "heads": ["Cause", *heads, "Due to"], "rows": wasted, "sum": False})
     return tables
 
 
@@ -91,11 +89,11 @@ _FATES = {
     Disposition.DROP: "dropped",
 }
 _TROUBLE = {
-    RunState.FAILED: "The run's driver ended with an error. `cairn resume` goes on from the last commit.",
-    RunState.INTERRUPTED: "The run's driver was stopped or killed. `cairn resume` goes on from the last commit.",
-    RunState.PREEMPTED: "The run's driver was told to end. `cairn resume` goes on from the last commit.",
+    RunState.FAILED: "The run's driver ended with an error. `cairn resume` continues from the last commit.",
+    RunState.INTERRUPTED: "The run's driver was stopped or killed. `cairn resume` continues from the last commit.",
+    RunState.PREEMPTED: "The run's driver was asked to end. `cairn resume` continues from the last commit.",
     RunState.RUNNING: "The run is at work: this is what it had committed when the report was made.",
-    RunState.NEW: "No driver has owned this run yet. What stands here is what it shares with its parent.",
+    RunState.NEW: "No driver has owned this run yet. This report shows what it shares with its parent.",
 }
 
 

@@ -60,7 +60,7 @@ class Progress:
                 case RunStarted():
                     self._run, self._done, self._first = event.run, event.iteration, event.iteration
                     self._began = time.monotonic()
-                    verb = "going on" if event.epoch > 1 else "starting"
+                    verb = "continuing" if event.epoch > 1 else "starting"
                     self._print(f"run {event.run}: {verb} at iteration {event.iteration} of {event.iterations}")
                 case StepStarted():
                     self._working[event.step, event.shard] = time.monotonic()

@@ -83,7 +83,7 @@ class Watchers:
             end(post)
         for post in self._posts:
             if not post.join(deadline):
-                text = f"{post.name} has not come to its end within {seconds:.0f} s and is left as it is"
+                text = f"{post.name} did not finish within {seconds:.0f} s and is abandoned"
                 self._teller(Message(text, "warning"))
         self._posts = []
 
@@ -145,7 +145,7 @@ class _Post:
             with suppress(Exception, SystemExit):
                 self.watcher.stop()
             why = next(iter(str(error).splitlines()), type(error).__name__)
-            self._tell(Message(f"{self.name} is off for the rest of this driver: {why}. The run goes on", "warning"))
+            self._tell(Message(f"{self.name} is off for the rest of this driver: {why}. The run continues", "warning"))
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next job and return it; None when the thread must end."""

@@ -498,6 +498,7 @@ def _pair(
         )
     if not chosen or not rejected:
         raise BadData(
-            f"{where}: one of {format.chosen_key!r} and {format.rejected_key!r} is the beginning of the other: correct the row"
+            f"{where}: one of {format.chosen_key!r} and {format.rejected_key!r} is the beginning of the other: "
+            "correct the row"
         )
     return [(prompt, chosen), (prompt, rejected)]

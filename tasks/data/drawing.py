@@ -244,8 +244,8 @@ def _choose(
     # User code may raise any exception. Show it to the user.
     except Exception as error:
         raise BadData(
-            f"the curriculum {name!r} failed with {error!r}: let it return (prompts, state): the positions of prompts in "
-            "the data and a JSON value"
+            f"the curriculum {name!r} failed with {error!r}: let it return (prompts, state): the positions of "
+            "prompts in the data and a JSON value"
         ) from error
     if len(again) > wanted or not all(0 <= index < len(data) for index in again):
         raise BadData(

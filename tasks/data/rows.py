@@ -101,8 +101,8 @@ def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | N
             value = canonical.from_json(value)
         except ValueError as error:
             raise BadData(
-                f"{where}: {format.metadata_key!r} is a string, but not a JSON object ({error}): correct the row or set "
-                "metadata_key to null"
+                f"{where}: {format.metadata_key!r} is a string, but not a JSON object ({error}): correct the row or "
+                "set metadata_key to null"
             ) from None
     if value is not None and not isinstance(value, dict):
         raise BadData(f"{where}: {format.metadata_key!r} is not a mapping: correct the row or set metadata_key to null")

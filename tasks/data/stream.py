@@ -153,8 +153,8 @@ def draw(
             if shortest is None:
                 raise BadData(f"no row of {data.path} gives a prompt; the last one: {refusal}")
             raise BadData(
-                f"{data.path}: every prompt is longer than {max_prompt_len} tokens (the shortest has {shortest}): raise "
-                "rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"
+                f"{data.path}: every prompt is longer than {max_prompt_len} tokens (the shortest has {shortest}): "
+                "raise rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"
             )
     return Draw(rows, position, position - cursor - len(rows), None if refusal is None else str(refusal))
 

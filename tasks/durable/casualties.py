@@ -90,8 +90,8 @@ class Casualties:
         where = f"a fork (`cairn fork {place.run}@{before} NEW --set …`)" if before >= 0 else "a new run"
         return (
             f"{told}, each time with {given} of {data} unfinished (counted from 1): "
-            "if one of these prompts crashes the engine, remove its row from the data, or generate fewer samples at a time "
-            f"({fewer}), in {where}"
+            "if one of these prompts crashes the engine, remove its row from the data, or generate fewer samples at a "
+            f"time ({fewer}), in {where}"
         )
 
 

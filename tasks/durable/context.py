@@ -314,7 +314,8 @@ class RunContext(RecordedRun):
         found = self.committed(int(iteration), Step(step), shard or None)
         if found.digest != commit.inputs[name]:
             raise Damaged(
-                f"{commit.name} was made from {name} with digest {commit.inputs[name]}, but the ledger holds {found.digest}"
+                f"{commit.name} was made from {name} with digest {commit.inputs[name]}, but the ledger holds "
+                f"{found.digest}"
             )
         return found
 

@@ -333,7 +333,7 @@ class _Failures:
         ((error, count),) = self.errors.most_common(1)
         return (
             f"{self.errors.total()} of {self.samples} samples failed, {count} of them with: {error}; correct the "
-            "grader or the generate function, and fork the run or start another: a run cannot continue with changed code"
+            "grader or the generate function, and fork the run or start another: a run cannot change its code"
         )
 
 

@@ -202,8 +202,8 @@ class Stream:
             return True
         if newest.name != admission.name and admission_number(newest) == admission_number(admission):
             raise Damaged(
-                f"{newest.name} and {admission.name} follow the same admission: two drivers made them, with the same prompts; "
-                "start a new run from the weights of this one"
+                f"{newest.name} and {admission.name} follow the same admission: two drivers made them, with the same "
+                "prompts; start a new run from the weights of this one"
             )
         return admission_number(newest) < admission_number(admission)
 

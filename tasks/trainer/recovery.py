@@ -130,7 +130,8 @@ def require_unredacted(run: RunContext, committed: Commit) -> None:
     for name in committed.inputs:
         if name in redacted:
             raise Redacted(
-                f"{committed.name} cannot be repeated: decision {redacted[name]} has redacted samples of its input {name}"
+                f"{committed.name} cannot be repeated: decision {redacted[name]} has redacted samples of its input "
+                f"{name}"
             )
 
 
@@ -145,6 +146,6 @@ def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
 def _require_state(commit: Commit, found: str, expected: str | None) -> None:
     if found != expected:
         raise ReplayDiverged(
-            f"{commit.name}: expected state digest {expected}, found {found}. Equal weights need the machine type, thread "
-            "count and package versions of the commit's environment; see docs/recovery.md"
+            f"{commit.name}: expected state digest {expected}, found {found}. Equal weights need the machine type, "
+            "thread count and package versions of the commit's environment; see docs/recovery.md"
         )

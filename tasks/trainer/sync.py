@@ -55,8 +55,8 @@ def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
         if run.side_by_side:
             why = "is not published any more" if isinstance(error, PublicationGone) else f"was dropped ({error})"
             raise PublicationGone(
-                f"weight version {version} {why}, and the training engine is ahead of it: run `cairn resume` to publish "
-                "it again"
+                f"weight version {version} {why}, and the training engine is ahead of it: run `cairn resume` to "
+                "publish it again"
             ) from error
         with run.weights_lock:  # who waited for it finds what the other one published
             if version not in run.fleet.published():

@@ -59,7 +59,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Pat
     assert name == "tiny-from-000001"
     assert [message.text for message in told] == [
         str(error),
-        "Run tiny stays as it is; its fork tiny-from-000001 goes on from iteration 1",
+        "Run tiny is not changed; its fork tiny-from-000001 continues from iteration 1",
     ]
     store = open_store(str(tmp_path))
     parent = run_status(store, name).parent

@@ -238,7 +238,7 @@ def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> No
         (("ctx.now()", "ctx.now(); ctx.now()"), "diverged",
          r"call n1 \(now\) is not in the record: a replay makes no new calls"),
         (("return [", "first.loss_mask[0] = 0; return ["), "differs",
-         "segment 0 of trajectory 0 differs first at its token 0: the loss mask is 0, and 1 is committed"),
+         "segment 0 of trajectory 0 differs first at its token 0: the loss mask is 0, but 1 is committed"),
         (("return [", "return 1 / 0; ["), "failed", "generate: ZeroDivisionError: division by zero"),
     ],
 )  # fmt: skip
@@ -339,7 +339,7 @@ def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_pat
     assert output is not None
     assert read_recorded_table(ledger.store, "tiny", output).num_rows == 0, "a result that no other prompt has goes"
     refused = cairn("episode", "tiny", "0", "3", "--replay", "--store", str(tmp_path / "store"))
-    assert "has redacted samples of 000000/rollout.00-000: its record is not whole" in refused.output
+    assert "has redacted samples of 000000/rollout.00-000: its record is incomplete" in refused.output
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ async def _results(ctx: Context, calls: Sequence[ToolCall]) -> list[tuple[str, s
         texts = [await _result(ctx, call) for call in made]  # what has a state is asked in order
     else:
         texts = await asyncio.gather(*(_result(ctx, call) for call in made))
-    texts += [f"not called: a reply may contain at most {MOST_CALLS} calls"] * (len(calls) - len(made))
+    texts += [f"not called: an answer may ask for {MOST_CALLS} calls at most"] * (len(calls) - len(made))
     return [(call.name, text) for call, text in zip(calls, texts, strict=True)]
 
 

@@ -53,7 +53,7 @@ class _Bounded:
         if isinstance(value, int):
             if value.bit_length() > _MOST_BITS:
                 raise ToolFailed(
-                    f"{self._tool}: it returned a whole number of {value.bit_length():,} bits, more than "
+                    f"{self._tool}: it returned a whole number of {value.bit_length():,} bits, of at most "
                     f"{_MOST_BITS:,}",
                     Reason.SIZE,
                 )
@@ -61,7 +61,7 @@ class _Bounded:
             return int(value)
         if isinstance(value, float):
             if not math.isfinite(value):
-                raise ToolFailed(f"{self._tool}: it returned {value}, which is not a number in JSON", Reason.TYPE)
+                raise ToolFailed(f"{self._tool}: it returned {value}, which is no number in JSON", Reason.TYPE)
             self._take(8)
             return float(value)
         if isinstance(value, list | tuple):
@@ -81,7 +81,7 @@ class _Bounded:
     def _key(self, key: Any) -> str:
         if not isinstance(key, str):
             raise ToolFailed(
-                f"{self._tool}: it returned an object with a key of type {type(key).__name__}; keys have to be strings",
+                f"{self._tool}: it returned an object with a key of type {type(key).__name__}; keys are texts",
                 Reason.TYPE,
             )
         self._take(len(key) + 2)

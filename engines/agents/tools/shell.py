@@ -44,12 +44,12 @@ class Shell:
             command: as for sh -c
         """
         if "\0" in command:
-            raise ToolFailed("shell: a command cannot contain null characters", Reason.ARGUMENTS)
+            raise ToolFailed("shell: a command holds no null characters", Reason.ARGUMENTS)
         words = ["/bin/sh", "-c", _SCRIPT, "shell", "begun" if self._archive else "fresh"]
         ran = await self._programs.execute([*words, command], self._archive)
         if ran.flooded or ran.code == 2:
             raise ToolFailed(
-                f"shell: it printed or left more than {self._options.file_size:,} bytes; the directory is unchanged",
+                f"shell: it printed or left more than {self._options.file_size:,} bytes; the directory is as it was",
                 Reason.SIZE,
             )
         if ran.code:

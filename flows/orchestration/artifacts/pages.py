@@ -142,7 +142,7 @@ def iteration_page(facts: IterationFacts) -> str:
         table(["metric", "value", "unit"], [_metric(name, value) for name, value in sorted(facts.metrics.items())]),
         "## Snapshots",
         _files(facts),
-        "Look further:",
+        "More:",
         block(
             f"cairn show {facts.run} {facts.iteration} --store {facts.store}\n"
             f"cairn export {facts.run}@{facts.iteration} FOLDER --store {facts.store}",
@@ -177,7 +177,7 @@ def run_page(facts: RunFacts) -> str:
         parts += [
             "## Cost of this driver's iterations",
             table(["step", "commits", "seconds", "device-seconds", "tokens"], rows),
-            "The whole run's, with what was idle or wasted:",
+            "For the whole run, with idle and wasted time:",
             block(f"cairn costs {facts.run} --store {facts.store}", RESPONSE_CHARACTERS),
         ]
     return "\n\n".join(parts) + "\n"
@@ -185,7 +185,7 @@ def run_page(facts: RunFacts) -> str:
 
 def _samples(samples: Sequence[Picked] | None) -> list[str]:
     if samples is None:
-        return ["The run does not keep them any more."]
+        return ["The run no longer stores them."]
     if not samples:
         return ["None could be graded."]
     parts = []

@@ -399,7 +399,7 @@ class Pages:
         """Report once that pages are late."""
         if self._warned.acquire(blocking=False):
             why = str(error).partition("\n")[0] or type(error).__name__
-            text = f"The run's pages in Prefect are late: {why}. The run goes on, and they follow when they can"
+            text = f"The run's pages in Prefect are late: {why}. The run continues, and the pages follow later"
             self._run.emit(Message(text, "warning"))
 
 

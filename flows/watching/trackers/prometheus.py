@@ -21,19 +21,19 @@ from cairn.tasks.durable.events import StepCommitted, StepStarted
 
 _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cairn_iteration": ("The newest iteration that is complete.", ()),
-    "cairn_iterations": ("All that the run is to have.", ()),
+    "cairn_iterations": ("Iterations that the run has in total.", ()),
     "cairn_reward": ("Mean reward of all samples that the iteration generated.", ()),
     "cairn_metric": ("Every metric of docs/metrics.md, of the newest complete iteration.", ("name",)),
     "cairn_score": ("Newest score of a benchmark.", ("benchmark",)),
     "cairn_step_seconds": ("Seconds of the newest complete iteration in which a step was at work.", ("step",)),
     "cairn_working": ("Shards of a step that are at work now.", ("step",)),
-    "cairn_alarm": ("1 where an alarm is raised, 0 where its rule holds.", ("alarm",)),
+    "cairn_alarm": ("1 while the alarm is raised, else 0.", ("alarm",)),
     "cairn_last_commit_timestamp_seconds": ("When the newest commit was made, in Unix seconds.", ()),
 }
 _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cairn_commits": ("Commits that this driver made.", ("step",)),
-    "cairn_generated_tokens": ("Generated in training, under this driver.", ()),
-    "cairn_trained_tokens": ("Trained on under this driver.", ()),
+    "cairn_generated_tokens": ("Tokens generated in training, under this driver.", ()),
+    "cairn_trained_tokens": ("Tokens trained on, under this driver.", ()),
     "cairn_retries": ("New tries of steps, by the class of the error, under this driver.", ("error",)),
 }
 FAMILIES = frozenset({*_GAUGES, *(f"{name}_total" for name in _COUNTERS)})
@@ -61,7 +61,7 @@ class Prometheus:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
-                [f"tracking.prometheus_port is {port}, which cannot be listened on ({error}); choose another, or null"]
+                [f"tracking.prometheus_port is {port}, which is not usable ({error}); choose another, or null"]
             ) from None
         self.port: int = self._server.server_port
 

@@ -30,7 +30,7 @@ def board(folder: str, run: str) -> Callable[[], "EventFiles"]:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(files))
     except OSError as error:
         raise ConfigError(
-            [f"tracking.tensorboard_dir cannot be written ({error}); name another folder, or null for none"]
+            [f"tracking.tensorboard_dir cannot be written ({error}); set another folder, or null for none"]
         ) from None
     return lambda: EventFiles(files)
 

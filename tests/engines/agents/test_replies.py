@@ -109,9 +109,9 @@ def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
 @cases(
     ("template", "text", "name", "why"),
     [
-        (HERMES, "<tool_call>{'a': 1}</tool_call>", "", "the content of <tool_call> is not JSON: "),
-        (HERMES, f"<tool_call>{'[' * 50_000}</tool_call>", "", "the content of <tool_call> is not JSON: "),
-        (HERMES, "<tool_call>[]</tool_call>", "", "a call has to be an object with a name and arguments"),
+        (HERMES, "<tool_call>{'a': 1}</tool_call>", "", "what stands in <tool_call> is no JSON: "),
+        (HERMES, f"<tool_call>{'[' * 50_000}</tool_call>", "", "what stands in <tool_call> is no JSON: "),
+        (HERMES, "<tool_call>[]</tool_call>", "", "a call is an object with a name and arguments"),
         (
             HERMES,
             '<tool_call>{"name": "search", "arguments": null}</tool_call>',
@@ -134,10 +134,10 @@ def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
             "<arg_key>",
             "<tool_call>\n<arg_key>k</arg_key></tool_call>",
             "",
-            "the content of <tool_call> has to begin with",
+            "what stands in <tool_call> begins with",
         ),
-        ("[TOOL_CALLS]", f"[TOOL_CALLS] {AS_JSON}", "", "the text after [TOOL_CALLS] has to be a JSON list of calls"),
-        ("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": 1}]', "", "a call has to be an object with a name and arguments"),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS] {AS_JSON}", "", "what follows [TOOL_CALLS] is a JSON list of calls"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": 1}]', "", "a call is an object with a name and arguments"),
         ("<|python_tag|>", '{"name": "search", "parameters": 1}', "search", "the arguments of search have"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_tokenizer_that_says_how_replies_are_read_is_asked() -> None:
     assert read_reply("none", tokenizer, TOOLS) == Reply("none")
     broken = read_reply("CALL {1 END", tokenizer, TOOLS)
     assert broken.content == "CALL {1 END"
-    assert (broken.asked[0].unreadable or "").startswith("the reply cannot be parsed")
+    assert (broken.asked[0].unreadable or "").startswith("the answer cannot be read")
 
 
 @cases(

@@ -92,7 +92,7 @@ def test_rates_and_lengths_that_are_given_are_reckoned_with(recipe: Path) -> Non
     [
         (["nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--gpu", "h10"], "there is no GPU 'h10' among a100-40gb"),
-        (["--set", "model.path=models/Qwen9"], "no published model that Cairn knows is called 'Qwen9'"),
+        (["--set", "model.path=models/Qwen9"], "Cairn does not know a published model named 'Qwen9'"),
     ],
 )
 def test_bad_input_is_one_sentence_and_ends_with_2(arguments: list[str], sentence: str, recipe: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     grader.write_text(sound)
     resumed = run("resume", "short")
     assert resumed.returncode == 0, resumed.stderr
-    assert "run short: going on at iteration" in resumed.stdout
+    assert "run short: continuing at iteration" in resumed.stdout
     assert "[6/6] iteration 5  reward " in resumed.stdout
     assert re.search(r"^heldout: 0\.\d+ → 0\.\d+$", resumed.stdout, re.MULTILINE)
     assert "INFO" not in resumed.stderr, "Prefect's log of states stays off the terminal"
@@ -165,7 +165,7 @@ def test_a_run_that_learns_from_its_data_goes_on_where_it_was_interrupted(
     assert (status(learns)["state"], status(learns)["iterations"]) == ("interrupted", 1)
     resumed = run("resume", learns, PREFECT_API_URL=api_url)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"run {learns}: going on at iteration 1 of 3" in resumed.stdout
+    assert f"run {learns}: continuing at iteration 1 of 3" in resumed.stdout
     assert [index for index in range(3) if f"\n[{index + 1}/3] iteration {index}  " in resumed.stdout] == [1, 2]
     assert (status(learns)["state"], status(learns)["weight_version"]) == ("completed", 3)
     assert read("verify", learns).exit_code == 0

@@ -83,7 +83,7 @@ def test_the_schema_is_every_view_with_its_columns(store: str) -> None:
         (["DROP TABLE samples"], "only SELECT reads the ledger"),
         (["SELECT 1", "--run", "toi"], "there is no run 'toi'"),
         (["SELECT 1", "--json", "--csv"], "not both"),
-        ([], "give a query"),
+        ([], "pass a query"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(store: str, arguments: list[str], message: str) -> None:

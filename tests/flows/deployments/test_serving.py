@@ -72,5 +72,5 @@ def test_a_configured_server_that_does_not_answer_is_one_sentence(
 def test_a_folder_that_cannot_hold_the_history_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".cairn").touch()
-    with pytest.raises(ServerFailed, match="cannot be made"):
+    with pytest.raises(ServerFailed, match="cannot be created"):
         start(".", host="127.0.0.1", port=0, ray=False)

@@ -159,7 +159,7 @@ def test_cancel_in_the_drivers_own_prefect_ends_it_when_a_person_started_it(conf
             cancel(api, flow_run["id"])
             out, errors = driver.communicate(timeout=120)
         assert_says_so(driver, out, errors)
-        assert "Somebody cancels this run in Prefect" in out + errors
+        assert "This run was cancelled in Prefect" in out + errors
     assert_preempted(tmp_path)
     again = Server(tmp_path / PREFECT_HOME)
     try:

@@ -188,7 +188,7 @@ def test_another_model_in_the_place_of_the_first_is_refused(
     extra = tiny_assets / "model" / "added_tokens.json"
     extra.write_text("not what the run began with")
     try:
-        with pytest.raises(BadModel, match="is not the model that run whole began with"):
+        with pytest.raises(BadModel, match="is not the model that run whole started from"):
             export(opened(made, "whole"), tmp_path / "out")
     finally:
         extra.unlink()

@@ -194,8 +194,8 @@ def test_what_is_redacted_or_retired_is_passed_over_with_its_number(folder: Path
     assert retire(ledger, keep, everything=True)
     result = cairn("toy", store="kept")
     assert result.exit_code == 0, result.output
-    assert "6 samples are passed over: the run does not keep their tables any more\n" in result.stdout
-    assert "2 samples are passed over: they were redacted\n" in result.stdout
+    assert "6 samples are skipped: the run no longer stores their tables\n" in result.stdout
+    assert "2 samples are skipped: they were redacted\n" in result.stdout
 
 
 def test_code_that_a_ledger_names_runs_only_where_it_is_at_hand_or_the_user_names_it(
@@ -219,8 +219,8 @@ def test_code_that_a_ledger_names_runs_only_where_it_is_at_hand_or_the_user_name
         (["toy", "--set", "rollout.rollout_temperature=2"], "only options of the section reward can be changed here"),
         (["toy", "--set", "reward.rm_typ=math"], "reward.rm_typ is not an option; did you mean reward.rm_type?"),
         (["toy", "--set", "reward.rm_type=maths"], "there is no grader 'maths'"),
-        (["toy@3"], "'3' are no iterations of run 'toy'; it has 0 to 2"),
-        (["toy@2:1"], "'2:1' are no iterations of run 'toy'; it has 0 to 2"),
+        (["toy@3"], "'3' are not iterations of run 'toy'; it has 0 to 2"),
+        (["toy@2:1"], "'2:1' are not iterations of run 'toy'; it has 0 to 2"),
         (["toy@last"], "'last' is neither ITER nor A:B, such as 39 or 0:39"),
         (["nobody"], "there is no run 'nobody'"),
         (["toy", "--write", "graders.py"], "graders.py exists already: use another name"),

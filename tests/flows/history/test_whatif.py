@@ -115,11 +115,11 @@ def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(fo
         (["toy@0", "--set", "algorithm.eps_clip=0.1"], "advantages do not depend on algorithm.eps_clip"),
         (
             ["toy@0", "--set", "algorithm.loss_type=sft_loss"],
-            "the run learns from responses, and with these options it would learn from demonstrations",
+            "the run learns from responses, but with these options it would learn from demonstrations",
         ),
         (
             ["toy@0", "--set", "algorithm.advantage_estimator=dpo"],
-            "the run learns from responses, and with these options it would learn from preferences",
+            "the run learns from responses, but with these options it would learn from preferences",
         ),
         (["toy@0", "--set", "algorithm.gama=0.1"], "algorithm.gama is not an option; did you mean algorithm.gamma?"),
         (
@@ -133,7 +133,7 @@ def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(fo
         (
             ["toy@0", "--set", RLOO, "--set", "algorithm.kl_coef=0.1"],
             "algorithm.kl_coef needs old_log_probs, which iteration 0 of run 'toy' has not scored; "
-            "algorithm.use_rollout_logprobs=true takes",
+            "algorithm.use_rollout_logprobs=true uses",
         ),
         (["toy@0", "--set", RLOO, "--group", "9"], "iteration 0 of run toy did not train on group 9"),
         (["toy@0", "--write", "mine.py"], "mine.py exists already: use another name"),
@@ -158,7 +158,7 @@ def test_tables_that_are_not_there_any_more_are_named(folder: Path) -> None:
     ledger = written_runs.new_run("store", "gone")
     written_runs.write_run(ledger, 3)
     redact(ledger, 7)
-    assert "of the samples that iteration 2 of run 'gone' trained on, some were redacted (decision 1)" in refusal(
+    assert "some samples that iteration 2 of run 'gone' trained on were redacted (decision 1)" in refusal(
         "gone@2", "--set", RLOO
     )
     assert retire(ledger, config_of(ledger).checkpoint.model_copy(update={"retain_snapshots": 1}), everything=True)

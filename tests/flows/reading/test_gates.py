@@ -105,7 +105,7 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
     ledger = new_run(str(tmp_path), approval={"before": [1]})
     write_run(ledger, 1)
     store = ("--store", str(tmp_path))
-    assert "waits for nobody" in cairn("approve", "toy", *store).stderr
+    assert "is not waiting" in cairn("approve", "toy", *store).stderr
     ask(ledger, "an evaluation elsewhere fell", "watcher")
     status = json.loads(cairn("status", "toy", "--json", *store).stdout)
     assert (status["state"], status["gate"]["state"], status["gate"]["iteration"]) == ("waiting", "open", 1)

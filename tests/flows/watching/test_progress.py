@@ -54,7 +54,7 @@ def test_what_a_store_says_steers_no_terminal(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
-    assert "run toy: going on at iteration 2 of 3" in printed(new_run(str(tmp_path)), [RunStarted("toy", 2, 2, 3)])
+    assert "run toy: continuing at iteration 2 of 3" in printed(new_run(str(tmp_path)), [RunStarted("toy", 2, 2, 3)])
 
 
 def test_a_terminal_shows_the_step_at_work_the_share_of_time_and_what_is_left(tmp_path: Path) -> None:

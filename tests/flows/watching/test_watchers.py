@@ -91,7 +91,7 @@ def test_one_that_fails_is_told_once_and_hears_nothing_more(told: list[Event]) -
         tell(started(0))
     (warning,) = [event for event in told if isinstance(event, Message)]
     assert warning.level == "warning"
-    assert warning.text == "The board is off for the rest of this driver: no route to host. The run goes on"
+    assert warning.text == "The board is off for the rest of this driver: no route to host. The run continues"
     assert bad.seen == ["stopped"]
     assert good.seen == [STARTED, warning, started(0), "closed"]
 
@@ -108,7 +108,7 @@ def test_one_that_hangs_holds_up_neither_events_nor_the_end_for_long(
             tell(started(iteration))
     go_on.set()
     assert isinstance(told[-1], Message)
-    assert "The board has not come to its end" in told[-1].text
+    assert "The board did not finish" in told[-1].text
 
 
 def test_of_more_events_than_are_kept_the_newest_stay(told: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:

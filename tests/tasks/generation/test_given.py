@@ -81,7 +81,7 @@ def test_nothing_runs_that_is_not_needed(config: RunConfig, undisturbed: list[st
         assert costs.tokens_per_accepted_sample == trained / 18
         console = CliRunner().invoke(app, ["costs", "tiny", "--store", str(tmp_path)]).stdout
         assert "18 samples of demonstrations trained on; each took" in console
-        with pytest.raises(ConfigError, match="stand in its data and were not graded"):
+        with pytest.raises(ConfigError, match="come from its data and were not graded"):
             rescored_with(run.ledger, [naming("exact_match")])
     steps = [f"{index:06d}/{step}" for index in range(3) for step in ("rollout.00-000", "filter.00", "train")]
     assert sorted(events.executed()) == sorted([*steps, "000001/checkpoint", "000002/checkpoint"])

@@ -139,7 +139,8 @@ def test_rewards_of_trajectories_that_are_no_numbers_or_too_few_fail_the_sample(
     graded, own = with_own_rewards(Graded(1.0, {"trajectory_rewards": given}), 2)
     assert (graded.reward, own) == (None, None)
     assert graded.error == (
-        f"the grader returned {given!r} as trajectory_rewards of 2 trajectories: let it return a list with one number for each"
+        f"the grader returned {given!r} as trajectory_rewards of 2 trajectories: "
+        "let it return a list with one number for each"
     )
 
 

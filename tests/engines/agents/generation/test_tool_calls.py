@@ -183,11 +183,11 @@ def test_an_answer_that_did_not_end_its_message_has_it_ended():
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ("<tool_call>{'name': 1}</tool_call>", "error: the content of <tool_call> is not JSON"),
-        ("<tool_call>[1]</tool_call>", "error: a call has to be an object with a name and arguments"),
+        ("<tool_call>{'name': 1}</tool_call>", "error: what stands in <tool_call> is no JSON"),
+        ("<tool_call>[1]</tool_call>", "error: a call is an object with a name and arguments"),
         (
             "<tool_call>" + "[" * 50_000 + "</tool_call>",
-            "error: the content of <tool_call> is not JSON",
+            "error: what stands in <tool_call> is no JSON",
         ),
         ('<tool_call>{"name": "nothing"}</tool_call>', "there is no tool 'nothing': use one of multiply, fails"),
         ('<tool_call>{"name": "multiply", "arguments": {"a": 1}}', "error: multiply: b is missing (it takes a, b)"),
@@ -234,7 +234,7 @@ def test_a_model_that_never_stops_calling_is_cut_off_and_counts_as_truncated():
 def test_one_that_calls_a_thousand_tools_at_once_gets_a_few():
     ended = played([hermes(*[("multiply", {"a": n, "b": 1}) for n in range(1000)]), ANSWER], multiply)
     assert len(ended.calls) == MOST_CALLS
-    assert ended.texts[1][0].count(f"not called: a reply may contain at most {MOST_CALLS} calls") == 1000 - MOST_CALLS
+    assert ended.texts[1][0].count(f"not called: an answer may ask for {MOST_CALLS} calls at most") == 1000 - MOST_CALLS
 
 
 def test_the_budget_of_the_context_ends_an_episode():

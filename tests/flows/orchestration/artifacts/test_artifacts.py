@@ -134,7 +134,7 @@ def test_the_page_of_an_iteration_has_its_metrics_samples_and_files(ledger: Ledg
     for commit in facts.commits:
         for output in commit.outputs:
             assert f"{ledger.store.url}/runs/toy/{output.path}" in page
-    assert "The run does not keep them any more." in iteration_page(replace(facts, samples=None))
+    assert "The run no longer stores them." in iteration_page(replace(facts, samples=None))
 
 
 def test_the_page_of_a_run_has_rewards_scores_and_place(ledger: Ledger) -> None:

@@ -109,5 +109,5 @@ def test_every_metric_by_name_that_the_dashboard_asks_for_is_documented() -> Non
 def test_a_port_that_is_taken_is_one_clear_sentence(ledger: Ledger) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"tracking\.prometheus_port is {port}, which cannot be listened on"):
+        with pytest.raises(ConfigError, match=rf"tracking\.prometheus_port is {port}, which is not usable"):
             Prometheus(ledger, config_of(ledger), "127.0.0.1", port)

@@ -158,7 +158,7 @@ def test_null_writes_nothing(tmp_path: Path, board: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     ledger = new_run(str(tmp_path), tracking={"tensorboard_dir": str(tmp_path / "file")})
-    with pytest.raises(ConfigError, match=r"tracking\.tensorboard_dir cannot be written .* name another folder"):
+    with pytest.raises(ConfigError, match=r"tracking\.tensorboard_dir cannot be written .* set another folder"):
         drive(ledger, 0, 0)
 
 
