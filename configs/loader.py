@@ -229,12 +229,21 @@ def _leave_the_clip_range_to_the_loss(
         section |= AlgorithmConfig.usual_clip_range(section)
 
 
-def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
+def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], example: str) -> RunConfig:
     """Return a recorded configuration with options of one section changed by `section.option=value`.
 
     Only the rules of that section are checked, for computations apart from the run. Names of code in the section are
-    Unchecked.
+    Unchecked. Raises ConfigError for options of other sections; `example` shows one of this section.
     """
+    elsewhere = [override for override in overrides if not override.strip().startswith(f"{name}.")]
+    if elsewhere:
+        raise ConfigError(
+            [
+                f"--set {override}: only options of the section {name} can be changed here, such as {example}; "
+                "`cairn fork` changes others"
+                for override in elsewhere
+            ]
+        )
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
     after = _overridden(before, overrides)
 

@@ -58,7 +58,7 @@ def answer_lines(number: int, answer: AnswerView, began: float | None, reward: s
         yield _said(answer.text, answer.ids)
 
 
-def world_lines(world: WorldView, name: str = "world") -> Iterator[Text]:
+def world_lines(world: WorldView, name: str = "environment") -> Iterator[Text]:
     """Yield lines for tokens of the environment."""
     count = len(world.ids)
     yield _heading(name, f"{count} token{'' if count == 1 else 's'}")

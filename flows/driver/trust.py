@@ -9,7 +9,7 @@ option's type, by its `FromStore`; options without one are the user's alone. See
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -58,23 +58,38 @@ def require_model_trusted(config: RunConfig, ledger: Ledger) -> None:
         raise ConfigError(named)
 
 
-def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = None, *, of: str = "") -> RunConfig:
+def require_trusted(
+    config: RunConfig,
+    store: Store,
+    given: RunConfig | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    of: str = "",
+) -> RunConfig:
     """Return the configuration, released for the import of its user code.
 
-    Raises ConfigError where it sets what a store may not set and the recipe `given` does not contain. `of` names the
-    ledger in messages.
+    Args:
+        given: the recipe, where the user passed one: values that it contains too are trusted.
+        overrides: `a.b=value` of the user that the configuration contains, which are trusted too.
+        of: the ledger, for messages.
+
+    Raises:
+        ConfigError: the configuration contains what a store may not set.
     """
-    problems = _problems(config, store, given, of)
+    problems = _problems(config, store, given, of, overrides)
     if problems:
         raise ConfigError(problems)
     return released(config)
 
 
-def _problems(config: RunConfig, store: Store, given: RunConfig | None, of: str) -> list[str]:
+def _problems(
+    config: RunConfig, store: Store, given: RunConfig | None, of: str, overrides: Sequence[str] = ()
+) -> list[str]:
+    by_user = tuple(f"{override.partition('=')[0].strip()}." for override in overrides)
     of_user = {} if given is None else {option: value for option, value, _ in _set_options(given)}
     problems = []
     for option, value, rule in _set_options(config):
-        if option in of_user and of_user[option] == value:
+        if f"{option}.".startswith(by_user) or (option in of_user and of_user[option] == value):
             continue
         if rule is FromStore.ENGINE_OPTIONS:
             refused = _refused_engine_options(option, value)

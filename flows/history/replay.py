@@ -130,7 +130,7 @@ class Replaying:
                 why = f"decision {redacted[name]} has redacted samples of {name}"
                 return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
         if step.finds:
-            why = "its result depended on time and is recorded: later steps read the record"
+            why = "its samples were chosen when it ran and are recorded: later steps read the record"
             return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, inherit, released
+from cairn.configs.loader import from_manifest, with_section
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.files import folder_digest, special_tokens
@@ -166,7 +166,6 @@ def _passed_over(count: int, why: str) -> str:
     return f"{count} samples are skipped: {why}" if count > 1 else f"1 sample is skipped: {why}"
 
 
-_SECTION = "reward."
 _RANGE = re.compile(r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?")
 
 
@@ -226,35 +225,27 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
     Raises ConfigError for other options, and where the stored configuration contains what a store may not set;
     overrides are the user's own and trusted. Raises BadPlugin for a grader that would pay for nothing.
     """
-    problems = [
-        f"--set {override}: only options of the section reward can be changed here, such as reward.rm_type=math; "
-        "`cairn fork` changes others"
-        for override in overrides
-        if not override.strip().startswith(_SECTION)
-    ]
-    if not from_manifest(ledger.manifest.config).samples_responses:
-        problems = [
-            f"the responses of run {ledger.run!r} come from its data and were not graded, so they cannot be graded "
-            "again"
-        ]
-    if problems:
-        raise ConfigError(problems)
-    given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
-    if "rm_type" in given:  # for all samples, whatever their rows name
-        others = {"custom_rm_path", "rm_type_key"} - given
-        overrides = [*overrides, *(f"{_SECTION}{other}=null" for other in sorted(others))]
-    config = inherit(ledger.manifest.config, overrides)
-    if "rm_type" in given and config.reward.custom_rm_path is None:
+    recorded = from_manifest(ledger.manifest.config)
+    if not recorded.samples_responses:
+        raise ConfigError(
+            [
+                f"the responses of run {ledger.run!r} come from its data and were not graded, so they cannot be graded "
+                "again"
+            ]
+        )
+    given = {override.partition("=")[0].strip() for override in overrides}
+    if "reward.rm_type" in given:  # for all samples, whatever their rows name
+        others = {"reward.custom_rm_path", "reward.rm_type_key"} - given
+        overrides = [*overrides, *(f"{other}=null" for other in sorted(others))]
+    config = with_section(recorded, "reward", overrides, "reward.rm_type=math")
+    if "reward.rm_type" in given and config.reward.custom_rm_path is None:
         require_paying(config.reward.rm_type)
-    usual = RewardConfig().model_dump(include=given)
-    stored = config.model_copy(update={"reward": config.reward.model_copy(update=usual)})
-    require_trusted(stored, ledger.store, of=f" of {ledger.run}")
-    return released(config)
+    return require_trusted(config, ledger.store, overrides=overrides, of=f" of {ledger.run}")
 
 
 def naming(grader: str) -> str:
     """Return the override that selects a grader by its name, or by the import path or file of a custom one."""
-    return f"{_SECTION}{'custom_rm_path' if '.' in grader else 'rm_type'}={grader}"
+    return f"reward.{'custom_rm_path' if '.' in grader else 'rm_type'}={grader}"
 
 
 def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, released, with_section
+from cairn.configs.loader import from_manifest, with_section
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import reads_under
@@ -230,15 +230,7 @@ def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]
     Raises ConfigError for other options, where the advantage step reads none of them, and where the stored
     configuration contains what a store may not set; overrides are the user's own and trusted.
     """
-    problems = [
-        f"--set {override}: only options of the section algorithm can be changed here, such as "
-        "algorithm.advantage_estimator=rloo; `cairn fork` changes others"
-        for override in overrides
-        if not override.strip().startswith(_SECTION)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    config = with_section(recorded, "algorithm", overrides)
+    config = with_section(recorded, "algorithm", overrides, "algorithm.advantage_estimator=rloo")
     learned = [one.algorithm.learns_from for one in (recorded, config)]
     if learned[0] != learned[1]:
         raise ConfigError(
@@ -247,16 +239,11 @@ def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]
                 "does not have: only advantages of the samples that it trained on can be computed"
             ]
         )
-    given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
-    usual = {name: AlgorithmConfig.model_fields[name].default for name in given}
-    stored = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=usual)})
-    require_trusted(stored, ledger.store, of=f" of {ledger.run}")
-    config = released(config)
+    config = require_trusted(config, ledger.store, overrides=overrides, of=f" of {ledger.run}")
+    given = {override.partition("=")[0].strip() for override in overrides}
     reads = reads_under(config, advantage.reads)
-    if given and not any(f"{_SECTION}{name}" in reads for name in given):
-        raise ConfigError(
-            [f"advantages do not depend on {_SECTION}{name}: the loss reads it" for name in sorted(given)]
-        )
+    if given and given.isdisjoint(reads):
+        raise ConfigError([f"advantages do not depend on {name}: the loss reads it" for name in sorted(given)])
     return config
 
 

@@ -211,7 +211,7 @@ def _pieces(episode: EpisodeView) -> Iterator[dict[str, Any]]:
 
 def _turn(number: int, turn: TurnView, began: float | None) -> Iterator[dict[str, Any]]:
     if turn.world is not None:
-        yield {"name": "world", "facts": f"{len(turn.world.ids)} tokens", "text": _text(turn.world.text)}
+        yield {"name": "environment", "facts": f"{len(turn.world.ids)} tokens", "text": _text(turn.world.text)}
     if (answer := turn.answer) is not None:
         facts = [f"call {answer.call}", f"{len(answer.ids)} tokens after {answer.given_tokens}"]
         facts += [f"{answer.cached_tokens} cached"] if answer.cached_tokens else []

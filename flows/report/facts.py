@@ -84,7 +84,7 @@ Facts = dict[str, Any]
 UNDECIDED = "not decided"
 _FATES = {
     Disposition.TRAIN: "trained on",
-    Disposition.BUFFER: "kept for later",
+    Disposition.BUFFER: "stored for later",
     Disposition.CONTINUE: "to be continued",
     Disposition.DROP: "dropped",
 }

@@ -110,7 +110,7 @@ PANELS = (
         "Calls of the policy", "a sample", (("rollout/policy_calls/mean", "mean"), ("rollout/policy_calls/max", "most"))
     ),
     Panel("Tool calls", "calls", (("rollout/tool_calls", "made"), ("rollout/tool_failures", "failed"))),
-    Panel("Given by the world", "fraction", (("rollout/world_tokens_ratio", "of response tokens"),)),
+    Panel("From the environment", "fraction", (("rollout/world_tokens_ratio", "of response tokens"),)),
     Panel("Age of trained tokens", "publications", (("age/mean", "mean"), ("age/max", "oldest"))),
     Panel("Throughput", "tokens/s", (("perf/tokens_per_gpu_per_sec", "generated, of one engine or GPU"),)),
 )

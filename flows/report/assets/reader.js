@@ -57,7 +57,7 @@ class Reader {
       ["end", value("status") === "completed" ? value("finish_reason") : `${value("status")}, ${value("finish_reason")}`],
       ["expected answer", value("label")],
       ["error", value("error")],
-      ["given by the world", value("masked_tokens") > 0 ? plural(value("masked_tokens"), "token") : null],
+      ["from the environment", value("masked_tokens") > 0 ? plural(value("masked_tokens"), "token") : null],
       ["age", age > 0 ? plural(age, "publication") : null],
       ["generated in", Number.isNaN(value("seconds")) ? null : `${number(value("seconds"), 2)} s`],
       ["chosen as", why || null],

@@ -1,6 +1,6 @@
 // The table of all samples: search, filters, order, and which one is read.
 
-const FATES = { train: "trained", buffer: "kept for later", continue: "to be continued", drop: "dropped" }
+const FATES = { train: "trained", buffer: "stored for later", continue: "to be continued", drop: "dropped" }
 const WHY = ["", "", "one of the best", "one of the worst", "in the middle", "drawn at random"]
 
 async function showSamples() {
@@ -87,7 +87,7 @@ class SampleTable {
     })
     this.table.on("tableBuilt", () => {
       this.filter()
-      find("#sample-table .tabulator-tableholder").setAttribute("aria-label", "Samples; arrow keys go from one to the next")
+      find("#sample-table .tabulator-tableholder").setAttribute("aria-label", "Samples; arrow keys move between them")
     })
     this.table.on("rowClick", (_, row) => this.choose(row))
     this.offerFilters()

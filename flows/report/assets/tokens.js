@@ -41,7 +41,7 @@ class Tokens {
     const kept = this.samples.kept.get(place)
     const head = this.samples.head.get(place)
     const length = this.samples.length.get(place)
-    const box = make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens of the response; arrow keys go from one to the next", dir: "auto" })
+    const box = make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens of the response; arrow keys move between them", dir: "auto" })
     for (let i = 0; i < kept; i++) {
       if (i === head && length > kept) box.append(make("span", { class: "gap" }, ` … ${plural(length - kept, "token")} left out … `))
       const text = this.text(begin + i)

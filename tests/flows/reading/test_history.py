@@ -179,7 +179,13 @@ def test_a_fork_counts_the_updates_of_its_actor_as_its_parent_did(tmp_path: Path
         (1, "x", ("algorithm.advantage_estimator=ppo",), CannotFork, "trained with grpo, without a critic: keep grpo"),
         (1, "x", ("training.lora.r=4",), CannotFork, "training.lora differs from that of a"),
         (1, "x", ("training.engine=megatron",), CannotFork, r"training.engine differs from that of a \(torch\)"),
-        (1, "x", ("training.freeze_params_name_list=[norm]",), CannotFork, r"freeze_\S+ differs from that of a \(none\)"),
+        (
+            1,
+            "x",
+            ("training.freeze_params_name_list=[norm]",),
+            CannotFork,
+            r"freeze_\S+ differs from that of a \(none\)",
+        ),
         (1, "x", ("training.moe_router_bias_update_rate=1e-3",), CannotFork, r"_rate differs from that of a \(0\)"),
         (
             1,
