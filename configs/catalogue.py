@@ -151,7 +151,7 @@ def load_benchmark(name: str, changes: Mapping[str, Mapping[str, Any]] | None = 
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError([f"{file} does not exist; docs/benchmarks.md shows what stands in a benchmark"]) from None
+        raise ConfigError([f"{file} does not exist; docs/benchmarks.md shows the fields of a benchmark"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{file} cannot be read as a text file: {error}"]) from None
     except yaml.YAMLError as error:
@@ -167,7 +167,7 @@ def load_benchmark(name: str, changes: Mapping[str, Mapping[str, Any]] | None = 
     except ValidationError as error:
         raise ConfigError([_sentence(file, problem) for problem in error.errors(include_url=False)]) from None
     except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
-        raise ConfigError([f"{file} cannot be written out: something in it holds itself"]) from None
+        raise ConfigError([f"{file} cannot be written out: a value in it contains itself"]) from None
 
 
 def _sentence(file: Path, error: Any) -> str:

@@ -42,6 +42,12 @@ class Declaration:
     """Graders: whether scores are cached in the store, so that no response is graded twice."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Built-in losses: default values of options where the loss's paper differs from PPO's."""
+    library: str | None = None
+    """Built-in graders: distribution that the grader imports."""
+    mark: str | None = None
+    """Built-in graders: mark behind which the grader itself looks for the answer, so that no box contains it."""
+    pays: tuple[float, float] = (0.0, 1.0)
+    """Built-in graders: rewards of a wrong and of a right answer."""
     picks: Callable[..., Any] | None = None
     """Losses: selects tokens of an optimizer step that the loss treats differently.
 
@@ -57,16 +63,18 @@ def plugin(
     loss: str | None = None,
     cached: bool = False,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    library: str | None = None,
+    mark: str | None = None,
+    pays: tuple[float, float] = (0.0, 1.0),
     picks: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
-    """Declare a function's needs and options, its loss, whether its scores are cached, defaults of options, and which
-    tokens it treats differently: see `Declaration`."""
+    """Declare properties of a function: see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
     if picks is not None and not {"advantages", "old_log_probs"} <= {*needs}:
-        raise TypeError("plugin(picks=…) is asked about advantages and old_log_probs: write both into needs={…}")
-    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults, picks)
+        raise TypeError("plugin(picks=…) needs advantages and old_log_probs: write both into needs={…}")
+    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults, library, mark, pays, picks)
 
     def declare(function: Function) -> Function:
         function.declaration = declaration  # type: ignore[attr-defined]
@@ -104,9 +112,11 @@ class Kind:
     options: tuple[str, ...]
     """Options of a run's configuration that name code of this kind. Options of list members have no position."""
     package: str
-    """Package with one file for each built-in one."""
+    """Package with one file for each built-in one; empty where there are none."""
     function: str
     """Name of the function in each of these files."""
+    helpers: frozenset[str]
+    """Other files of the package, which are no built-in ones."""
     takes: tuple[tuple[str, ...], ...]
     """Names of the positional arguments, for each signature that is allowed."""
     needs: frozenset[str] = frozenset()
@@ -117,19 +127,16 @@ class Kind:
     """Whether the function may be a generator function."""
 
     def ours(self) -> list[str]:
-        """Return the names of the built-in ones: of files in the folder that define the function. Imports none of
-        them."""
-        return _defining(self.package, *(f"\n{before}def {self.function}(" for before in self._begins()))
+        """Return the names of the built-in ones: of the files in the folder, without helpers. Imports none of them."""
+        return sorted(set(_files(self.package)) - self.helpers) if self.package else []
 
     def path(self, name: str) -> str:
         """Return the path of the code `name`, for `load_callable`. Raises BadPlugin where there is no such code."""
         if "." in name:
             return name
         if name not in self.ours():
-            raise BadPlugin(
-                f"there is no {self.name} {name!r}: use one of {', '.join(self.ours())}, package.module.function or "
-                "file.py:function"
-            )
+            known = ", ".join([*self.ours(), "package.module.function"])
+            raise BadPlugin(f"there is no {self.name} {name!r}: use one of {known} or file.py:function")
         return f"{self.package}.{name}.{self.function}"
 
     def load(self, name: str) -> Callable[..., Any]:
@@ -142,11 +149,13 @@ class Kind:
         self._check_signature(name, function)
         for need in sorted(declared(function).needs - self.needs):
             known = ", ".join(sorted(self.needs)) or "nothing"
-            raise BadPlugin(f"the {self.name} {name!r} needs {need!r}, which nobody computes: let it need of {known}")
+            raise BadPlugin(
+                f"the {self.name} {name!r} needs {need!r}, which nothing computes: let it need some of {known}"
+            )
         given_options = any("config" in way for way in self.takes)
         if not given_options and (reads := declared(function).reads):
             raise BadPlugin(
-                f"the {self.name} {name!r} reads {min(reads)!r}, and no {self.name} is given options: leave it out"
+                f"the {self.name} {name!r} reads {min(reads)!r}, but no {self.name} receives options: leave it out"
             )
         self._check_loss(name, declared(function).loss)
         return function
@@ -190,10 +199,7 @@ class Kind:
         if loss is None or (self is ESTIMATOR and loss in LOSS.ours()):
             return
         known = f"name one of {', '.join(LOSS.ours())}, or none" if self is ESTIMATOR else "leave it out"
-        raise BadPlugin(f"the {self.name} {name!r} declares the loss {loss!r}, which cannot go with it: {known}")
-
-    def _begins(self) -> tuple[str, ...]:
-        return {None: ("", "async "), True: ("async ",), False: ("",)}[self.waits]
+        raise BadPlugin(f"the {self.name} {name!r} declares the loss {loss!r}, which does not fit it: {known}")
 
     def declaration_of_ours(self, name: str) -> Declaration | None:
         """Return the declaration of a built-in one.
@@ -212,18 +218,17 @@ class ToolKind(Kind):
         """Import the tool `name`. Raises BadPlugin where it is not available or is no tool."""
         found = load_callable(self.path(name))
         if "." in name and not hasattr(found, "takes_key"):
-            raise BadPlugin(f"the tool {name!r} is no cairn.Tool: put @cairn.tool(kind=…) above the function")
+            raise BadPlugin(f"the tool {name!r} is not a cairn.Tool: put @cairn.tool(kind=…) above the function")
         return found
 
 
 @cache
-def _defining(package: str, *beginnings: str) -> list[str]:
+def _files(package: str) -> list[str]:
+    """Return the names of the modules in a package."""
     spec = find_spec(package)
     assert spec is not None
     assert spec.origin is not None
-    files = Path(spec.origin).parent.glob("*.py")
-    sources = {file.stem: file.read_text("utf-8") for file in files if file.stem != "__init__"}
-    return sorted(name for name, source in sources.items() if any(begins in source for begins in beginnings))
+    return [file.stem for file in Path(spec.origin).parent.glob("*.py") if file.stem != "__init__"]
 
 
 ESTIMATOR = Kind(
@@ -231,6 +236,7 @@ ESTIMATOR = Kind(
     ("algorithm.advantage_estimator",),
     "cairn.tasks.advantages",
     "estimate",
+    frozenset({"batch", "step"}),
     (("batch", "config"),),
     frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values", "components"}),
 )
@@ -239,6 +245,7 @@ LOSS = Kind(
     ("algorithm.loss_type",),
     "cairn.engines.training.losses",
     "loss",
+    frozenset({"kl", "objective", "value"}),
     (("log_probs", "tokens", "config"),),
     frozenset(
         {
@@ -252,6 +259,7 @@ CORRECTION = Kind(
     ("algorithm.custom_tis_function_path",),
     "cairn.engines.training.corrections",
     "correct",
+    frozenset(),
     (("tokens", "config"),),
 )
 AGGREGATION = Kind(
@@ -259,6 +267,7 @@ AGGREGATION = Kind(
     ("algorithm.custom_pg_loss_reducer_function_path",),
     "cairn.engines.training.aggregations",
     "weigh",
+    frozenset(),
     (("counts", "config"),),
 )
 REWARD = Kind(
@@ -266,6 +275,7 @@ REWARD = Kind(
     ("reward.custom_rm_path",),
     "cairn.tasks.rewards",
     "grade",
+    frozenset({"boxed", "choices", "equality", "grader", "notation", "sample", "scorers"}),
     (("sample",), ("samples",), ("response", "label", "metadata"), ("args", "sample"), ("args", "samples")),
     waits=None,
 )
@@ -274,6 +284,7 @@ FILTER = Kind(
     ("rollout.dynamic_sampling_filter",),
     "cairn.tasks.selecting.filters",
     "keep",
+    frozenset({"sample"}),
     (("rewards",), ("samples",), ("args", "samples")),
 )
 SAMPLE_FILTER = Kind(
@@ -281,6 +292,7 @@ SAMPLE_FILTER = Kind(
     ("rollout.rollout_sample_filter_path",),
     "cairn.tasks.selecting.sample_filters",
     "remove",
+    frozenset(),
     (("groups",),),
 )
 SOURCE = Kind(
@@ -288,14 +300,16 @@ SOURCE = Kind(
     ("data.data_source_path", "data.mixture.data_source_path", "eval.benchmarks.data_source_path"),
     "cairn.tasks.data",
     "rows",
+    frozenset({"demonstrations", "drawing", "opening", "prompts", "rows", "stream"}),
     (("path",),),
     yields=True,
 )
 STATEFUL_SOURCE = Kind(
     "data source with a state",
     ("data.get_samples_path",),
-    "cairn.tasks.data",
+    "",
     "get_samples",
+    frozenset(),
     (("path", "state", "count", "results"),),
 )
 CURRICULUM = Kind(
@@ -303,6 +317,7 @@ CURRICULUM = Kind(
     ("data.curriculum.policy",),
     "cairn.tasks.selecting.curricula",
     "choose",
+    frozenset(),
     (("state", "results", "count", "config"),),
 )
 STALENESS = Kind(
@@ -310,24 +325,43 @@ STALENESS = Kind(
     ("rollout.staleness_policy",),
     "cairn.tasks.selecting.staleness",
     "weigh",
+    frozenset(),
     (("tokens", "max_age"),),
 )
 BUFFER = Kind(
-    "buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.selecting.buffers", "order", (("groups",),)
+    "buffer policy",
+    ("rollout.buffer_filter_path",),
+    "cairn.tasks.selecting.buffers",
+    "order",
+    frozenset({"group"}),
+    (("groups",),),
 )
 BENCHMARK = Kind(
-    "benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.evaluation.benchmarks", "measure", (("samples",),)
+    "benchmark metric",
+    ("eval.benchmarks.metric",),
+    "cairn.tasks.evaluation.benchmarks",
+    "measure",
+    frozenset({"rows", "sample"}),
+    (("samples",),),
 )
 GENERATE = Kind(
     "generate function",
     ("rollout.custom_generate_function_path",),
     "cairn.engines.agents.generation",
     "generate",
+    frozenset({"call_formats"}),
     (("ctx", "sample"), ("args", "sample", "sampling_params")),
     waits=True,
 )
 
-TOOL = ToolKind("tool", ("rollout.tools",), "cairn.engines.agents.tools", "tool", (("options",),))
+TOOL = ToolKind(
+    "tool",
+    ("rollout.tools",),
+    "cairn.engines.agents.tools",
+    "tool",
+    frozenset({"errors", "processes", "programs", "results", "tool", "worker"}),
+    (("options",),),
+)
 
 KINDS = (
     SOURCE,

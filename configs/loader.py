@@ -136,14 +136,14 @@ def read(path: str | Path) -> dict[str, Any]:
     ConfigError where a file cannot be read.
     """
     path, derived = Path(path), [Path(path).resolve()]
-    values = _options_in(path, "recipes lie in configs/recipes/")
+    values = _options_in(path, "recipes are in configs/recipes/")
     while "base" in values:
         base = values.pop("base")
         if not isinstance(base, str) or not base:
             raise ConfigError([f"{path}: base is {_spell(base)}; it must name another recipe, relative to this one"])
         base_path = path.parent / base
         if base_path.resolve() in derived:
-            raise ConfigError([f"{path}: base is {base}, which is itself made from {path.name}"])
+            raise ConfigError([f"{path}: base is {base}, which itself has {path.name} as a base"])
         values = _merged(_options_in(base_path, f"it is the base of {path}"), values)
         path = base_path
         derived.append(path.resolve())
@@ -192,7 +192,7 @@ def parse(
     try:
         text = json.dumps(_without_empty_sections(values, RunConfig), default=str)
     except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
-        raise ConfigError(["the configuration cannot be written out: something in it holds itself"]) from None
+        raise ConfigError(["the configuration cannot be written out: a value in it contains itself"]) from None
     try:
         # Strict JSON mode rejects text in place of a number and a boolean in place of a count, but accepts any list for
         # a tuple.
@@ -268,7 +268,7 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values, context=RECORDED | UNCHECKED)
     except (ValidationError, AttributeError, TypeError) as error:
         found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
-        problems = [_sentence(details) for details in found] or ["it is no configuration"]
+        problems = [_sentence(details) for details in found] or ["it is not a configuration"]
         raise ConfigError([f"in the ledger: {problem}" for problem in problems]) from None
 
 
@@ -321,7 +321,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         owner = owner[place]
         if not isinstance(owner, dict | list):
             reached = ".".join(path[: depth + 1])
-            raise ConfigError([f"--set {override}: {reached} holds {_spell(owner)}; it has no options of its own"])
+            raise ConfigError([f"--set {override}: {reached} holds {_spell(owner)}; it has no options"])
     owner[_place(owner, last, override, ".".join(path))] = value
 
 
@@ -330,7 +330,9 @@ def _place(owner: dict[str, Any] | list[Any], key: str, override: str, name: str
     if isinstance(owner, dict):
         return key
     if not key.isdecimal() or int(key) >= len(owner):
-        raise ConfigError([f"--set {override}: {name} is a list of {len(owner)}; {key} is no position in it (from 0)"])
+        raise ConfigError(
+            [f"--set {override}: {name} is a list of {len(owner)}; {key} is not a position in it (counted from 0)"]
+        )
     return int(key)
 
 
@@ -386,7 +388,7 @@ def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
         case "value_error":
             return f"{field.name}: {message}" if field.is_section else f"{field.name} {message}"
         case "json_invalid":  # as JSON it was written by this module
-            return "the configuration holds half of a surrogate pair, which is no character: correct its text"
+            return "the configuration holds half of a surrogate pair, which is not a character: correct its text"
         case "model_type" | "model_attributes_type":
             return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
     must = re.sub(r"^\w+ should ", "must ", message)

@@ -38,7 +38,7 @@ def load_callable(path: str) -> Callable[..., Any]:
     name = _split(path)[1]
     function = getattr(module, name, None)
     if not callable(function):
-        what = "is not callable" if hasattr(module, name) else "is not there"
+        what = "is not callable" if hasattr(module, name) else "does not exist"
         place = module.__file__ or module.__name__
         raise BadPlugin(f"{path!r} cannot be loaded: {name} {what} in {place}; correct the name")
     return function
@@ -64,7 +64,7 @@ def module_of(path: str) -> ModuleType:
     """
     if isinstance(path, Unchecked):
         raise BadPlugin(
-            f"{str(path)!r} is named by a ledger and is not imported to read it: give the recipe with `cairn train "
+            f"{str(path)!r} is named by a ledger, whose code is not imported: pass the recipe with `cairn train "
             "RECIPE --run NAME`"
         )
     place, name = _split(path)

@@ -80,7 +80,7 @@ class Arguments:
         flag = counterparts().get(name)
         if flag is None or not flag.options:
             why = f"{flag.why or flag.how}" if flag else "slime has no such flag"
-            told = f"args.{name} is nothing here: {why}; write what the function needs into its file"
+            told = f"args.{name} does not exist here: {why}; write what the function needs into its file"
             raise BadPlugin(told) if flag else NoSuchFlag(told)
         if flag.options[0] not in self._options:
             raise BadPlugin(

@@ -18,16 +18,16 @@ from cairn.configs.kinds import OPTIONS, declared, named, naming_code
 from cairn.configs.schema.base import Section
 
 CHANGES_NO_BITS: Mapping[str, str] = {
-    "model": "the inputs carry the digests of the folders themselves, and the name of a teacher that a server has",
+    "model": "the inputs contain the digests of the folders, and the name of a teacher that a server runs",
     "reward.num_workers": "graders do not see each other",
     "reward.rm_concurrency": "graders do not see each other",
-    "reward.rm_api_key_env": "who asks, not what is answered",
-    "reward.cache": "what is remembered is what was answered",
-    "rollout.timeout": "how long is waited",
-    "rollout.rollout_health_check_interval": "how long is waited",
-    "rollout.rollout_health_check_timeout": "how long is waited",
-    "rollout.rollout_health_check_first_wait": "how long is waited",
-    "training.timeout": "how long is waited",
+    "reward.rm_api_key_env": "it sets the account, not the response",
+    "reward.cache": "a stored response equals the original response",
+    "rollout.timeout": "it sets a waiting time",
+    "rollout.rollout_health_check_interval": "it sets a waiting time",
+    "rollout.rollout_health_check_timeout": "it sets a waiting time",
+    "rollout.rollout_health_check_first_wait": "it sets a waiting time",
+    "training.timeout": "it sets a waiting time",
 }
 """Options that any reader may read without declaring them, each with the reason why its value changes no result."""
 
@@ -60,8 +60,8 @@ class Reader:
     def refuse(self, option: str) -> UndeclaredRead:
         """Return the error for an option that the reader may not read."""
         return UndeclaredRead(
-            f"{self.name} reads {option} and has not declared it, so that its digests would not tell one value from "
-            f"another: add it to {self.declares_in}, or to CHANGES_NO_BITS in cairn.configs.view if its value changes "
+            f"{self.name} reads {option} without declaring it, so that its digests would be the same for all its "
+            f"values: add it to {self.declares_in}, or to CHANGES_NO_BITS in cairn.configs.view if its value changes "
             "no result"
         )
 

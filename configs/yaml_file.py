@@ -19,7 +19,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise DuplicateKey(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                    raise DuplicateKey(problem=f"the key {key.value!r} appears twice", problem_mark=key.start_mark)
                 seen.add(key.value)
         return node
 

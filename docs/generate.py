@@ -31,13 +31,19 @@ def configuration() -> str:
 
 {GENERATED}
 
-A run is described by one YAML file, a recipe; `configs/recipes/` holds some. `--set section.option=value` on the
-command line changes single options (`--set training.lr=1e-5`, `--set eval.benchmarks.0.path=test.jsonl`); the value is
-YAML. An option that is not in these tables is an error. `cairn validate RECIPE` checks a recipe and prints it with all
-defaults filled in. Relative paths start from the working directory.
+This page lists every option of a run. A recipe is a YAML file with these options; `configs/recipes/` has some.
 
-A recipe may begin with `base: other.yaml`, another recipe, named relative to its own folder: sections and mappings are
-laid over those of the base option by option, lists are replaced. `configs/recipes/models/` is [written so](recipes.md).
+```
+cairn validate RECIPE                             # checks the recipe and prints it with all defaults
+cairn train RECIPE --set training.lr=1e-5         # changes an option; the value is YAML
+cairn train RECIPE --set eval.benchmarks.0.path=test.jsonl
+```
+
+An option that is not in these tables is an error. Relative paths start from the working directory.
+
+A recipe may begin with `base: other.yaml`, another recipe, relative to its own folder. Its sections and mappings
+override those of the base option by option; its lists replace those of the base. The recipes in
+`configs/recipes/models/` [have bases](recipes.md).
 
 The configuration is frozen in the ledger when the run is created.
 """
@@ -58,22 +64,33 @@ def metrics() -> str:
 
 {GENERATED}
 
-Metrics are a view of the ledger: every step writes its numbers into its commit, and TensorBoard and `cairn status` show
-what the commits hold, so a run that was killed and resumed shows every iteration once. Event files lie in
-`tracking.tensorboard_dir`, one folder a run: `tensorboard --logdir tensorboard`; [tracking](tracking.md) tells of other
-trackers. Names are slime's where slime has the metric.
+This page lists every metric of a run.
 
-The step of a point is its iteration, counted from 0. Evaluations (`eval/`) stand at the number of iterations that the
-weights were trained for: 0 is the initial weights.
+```
+tensorboard --logdir tensorboard
+```
 
-Of `train/`, a mean of tokens is the mean over samples of the mean over a sample's trained tokens, or with
-`algorithm.calculate_per_token_loss` the mean over all trained tokens. A sample without a trained token, as age and the
-sample filter leave them, counts as 0 in the former, as in slime: so `train/ois`, a ratio, may fall below 1 by that.
+shows them. Event files are in `tracking.tensorboard_dir`, one folder for each run; [tracking](tracking.md) describes
+other trackers.
 
-*Source* names the step whose commit holds the number; counts of several shards add up. *Timings* are computed from when
-the iteration's steps began and were committed, without the time in which no driver was alive, and *outputs* from the
-sizes of their files. *Waits* are timings of this and the iterations before, since with
-`rollout.pipeline: lagged` one side works on an iteration while the other works on an earlier one; trackers show them.
+Every step writes its numbers into its commit. TensorBoard and `cairn status` show the commits, so a run that was killed
+and resumed shows every iteration once. Names are slime's where slime has the metric.
+
+The step of a point is its iteration, counted from 0. The step of an evaluation (`eval/`) is the number of iterations
+that the weights were trained for: 0 is the initial weights.
+
+In `train/`, a mean of tokens is the mean over samples of the mean over a sample's trained tokens. With
+`algorithm.calculate_per_token_loss` it is the mean over all trained tokens. Age and the sample filter may leave a
+sample without a trained token; it counts as 0 in the former mean, as in slime. So the ratio `train/ois`
+may fall below 1.
+
+| *source* | the value comes from |
+| --- | --- |
+| a step | its commit; counts of several shards are added |
+| timings | start and commit times of the iteration's steps, without the time in which no driver was alive |
+| outputs | the sizes of their files |
+| waits | timings of this iteration and earlier ones, since with `rollout.pipeline: lagged` one side works on an \
+iteration while the other works on an earlier one; shown by trackers |
 """
     rows = [[f"`{metric.name}`", metric.unit or "–", metric.source, metric.meaning] for metric in METRICS]
     return f"{intro}\n{_table(['metric', 'unit', 'source', 'meaning'], rows)}"
@@ -86,7 +103,13 @@ def views() -> str:
 
 {GENERATED}
 
-What [`cairn sql`](sql.md) and `cairn.open(…).sql` ask; `cairn sql --schema` prints the same, and `--json` for machines.
+This page lists the views and columns that [`cairn sql`](sql.md) and `cairn.open(…).sql` query.
+
+```
+cairn sql --schema            # prints the same
+cairn sql --schema --json     # for programs
+```
+
 Types are DuckDB's. Times are in UTC, durations in seconds.
 """
     parts = [intro]
@@ -136,10 +159,10 @@ def _benchmark_table() -> str:
                 f"`{benchmark.grader.name}`",
                 f"`{task}` {follows.version}" if follows else "–",
                 (follows.differs or "–") if follows else "–",
-                f"{len(held)}, {others} otherwise" if held else "–",
+                f"{len(held)}, {others} differ" if held else "–",
             ]
         )
-    return _table(["benchmark", "rows", "prompt", "samples", "grader", "follows", "but for", "held to"], rows)
+    return _table(["benchmark", "rows", "prompt", "samples", "grader", "follows", "differences", "held to"], rows)
 
 
 def _benchmark_options() -> str:
@@ -168,7 +191,7 @@ def recipes() -> str:
     end = "<!-- End of the recipes. -->\n"
     before, rest = page.split(begin)
     files = sorted((DOCS.parent / "configs" / "recipes" / "models").glob("*.yaml"), key=lambda file: file.stem.lower())
-    head = ["model", "on 8 ×", "training", "rollout engines", "samples", "response", "optimizer", "figures after"]
+    head = ["model", "on 8 ×", "training", "rollout engines", "samples", "response", "optimizer", "figures from"]
     return f"{before}{begin}\n{_table(head, [_recipe(file) for file in files])}\n{end}{rest.split(end)[1]}"
 
 

@@ -1,4 +1,4 @@
-"""What building a warm-started model has the same in every example: a command line, and a folder to begin in."""
+"""Common parts of the builds of warm-started models: a command line, and a folder to begin in."""
 
 import argparse
 import json

@@ -444,13 +444,13 @@ class AlgorithmConfig(Section):
             )
         if self.kl_loss_coef > 0 and self.kl_coef > 0:
             raise ValueError(
-                f"kl_loss_coef ({self.kl_loss_coef}) and kl_coef ({self.kl_coef}) both hold the policy to the "
+                f"kl_loss_coef ({self.kl_loss_coef}) and kl_coef ({self.kl_coef}) both keep the policy near the "
                 "reference model, one in the loss and one in the rewards; set one of them to 0"
             )
         if self.loss_scale_factor is not None and self.calculate_per_token_loss:
             raise ValueError(
                 f"loss_scale_factor ({self.loss_scale_factor}) and calculate_per_token_loss (true) exclude each other: "
-                "both say what the sum over tokens is divided by; leave one of them out"
+                "both set the divisor of the sum over tokens; leave one of them out"
             )
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ValueError(
@@ -467,7 +467,7 @@ class AlgorithmConfig(Section):
             )
         if self.use_unbiased_kl and self.kl_loss_type == "k2":
             raise ValueError(
-                "kl_loss_type (k2) is no unbiased estimate, with use_unbiased_kl (true) or without; set "
+                "kl_loss_type (k2) is not an unbiased estimate, even with use_unbiased_kl (true); set "
                 "kl_loss_type=k3, or leave one of them out"
             )
         estimator = ESTIMATOR.declaration_of_ours(self.advantage_estimator)
@@ -478,15 +478,15 @@ class AlgorithmConfig(Section):
             )
         if self.loss_type == "dpo" and estimator is not None and self.advantage_estimator != "dpo":
             raise ValueError(
-                "loss_type (dpo) follows the advantages of pairs, and advantage_estimator is "
+                "loss_type (dpo) needs the advantages of pairs, but advantage_estimator is "
                 f"{self.advantage_estimator}; set advantage_estimator=dpo, which names its loss, and leave loss_type "
                 "out"
             )
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if self.advantage_estimator == "gdpo" and not keys:
             raise ValueError(
-                "advantage_estimator (gdpo) normalises several rewards apart, and gdpo_reward_keys names none; set it "
-                "to their names in what the grader returns"
+                "advantage_estimator (gdpo) normalises several rewards separately, but gdpo_reward_keys names none; "
+                "set it to their names in the grader's result"
             )
         if len(set(keys)) < len(keys):
             raise ValueError(f"gdpo_reward_keys ({', '.join(keys)}) names a reward twice; name each once")
@@ -497,12 +497,12 @@ class AlgorithmConfig(Section):
             )
         if self.advantage_estimator in WHITENED and not self.normalize_advantages:
             raise ValueError(
-                f"advantage_estimator ({self.advantage_estimator}) compares a token with all others of the batch, and "
+                f"advantage_estimator ({self.advantage_estimator}) compares a token with all others of the batch, but "
                 "normalize_advantages is false; set normalize_advantages=true"
             )
         if self.kl_loss_coef > 0 and self.kl_loss_type == "k1" and not self.use_unbiased_kl:
             raise ValueError(
                 f"kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef ({self.kl_loss_coef}) "
-                "would add noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the "
-                "policy to the reference model in the rewards, by kl_coef"
+                "would only add noise; set kl_loss_type=k2, whose gradient is that of the divergence, or penalise "
+                "the divergence in the rewards, by kl_coef"
             )

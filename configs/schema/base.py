@@ -133,10 +133,9 @@ def shown(address: str) -> str:
 def _without_credentials(address: str) -> str:
     if has_credentials(address):
         raise ValueError(
-            "holds credentials, and whatever a configuration holds is recorded with the run: leave them out of the "
-            "address and set them in the environment, where whoever asks there looks for them (for S3: "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; docs/security.md has the others), or copy "
-            "the file"
+            "holds credentials, and a configuration is recorded with the run: leave them out of the address and set "
+            "them in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
+            "docs/security.md has the others), or copy the file"
         )
     return address
 

@@ -75,7 +75,7 @@ class RowFormat(Section):
     def _images_alone(self) -> None:
         if others := sorted(set(self.multimodal_keys) - {"image"}):
             raise ValueError(
-                f"multimodal_keys names a column of {others[0]}, and images alone can be read: leave it out"
+                f"multimodal_keys names a column of {others[0]}, but only images can be read: leave it out"
             )
         if not self.multimodal_keys and (self.min_pixels or self.max_pixels):
             raise ValueError("min_pixels and max_pixels have no effect without multimodal_keys: leave them out")
@@ -120,7 +120,7 @@ class CurriculumConfig(Section):
     @rule
     def _something_is_between(self) -> None:
         if self.low > self.high:
-            raise ValueError(f"low ({self.low}) is above high ({self.high}): no prompt would ever come back")
+            raise ValueError(f"low ({self.low}) is above high ({self.high}): no prompt would be drawn again")
 
 
 class DataConfig(RowFormat):
@@ -186,7 +186,9 @@ class DataConfig(RowFormat):
             raise ValueError("path is required and missing: a JSONL or Parquet file; or give several in mixture")
         names = [source.name for source in self.mixture]
         if len(set(names)) < len(names):
-            raise ValueError(f"mixture names {next(n for n in names if names.count(n) > 1)!r} twice: give each its own")
+            raise ValueError(
+                f"mixture names {next(n for n in names if names.count(n) > 1)!r} twice: give each source its own name"
+            )
         if self.mixture:
             format = [name for name in RowFormat.model_fields if name != "path"]
             self._have_no_effect("mixture", ["path", "get_samples_path", *format], "set it in the sources that need it")

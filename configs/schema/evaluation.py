@@ -152,13 +152,13 @@ class BenchmarkPrompt(Section):
         try:
             TEMPLATES.parse(template or "")
         except TemplateSyntaxError as error:
-            raise ValueError(f"is no template: {error}") from None
+            raise ValueError(f"is not a template: {error}") from None
         return template
 
     @rule
     def _consistent(self) -> None:
         if (self.template is None) == (self.column is None):
-            raise ValueError("give either template or column, from which the question is made")
+            raise ValueError("set either template or column: the question is made from it")
         if self.style == "plain" and self.system is not None:
             raise ValueError("a plain prompt has no system message: write it into the template, or set style to chat")
 
@@ -192,7 +192,7 @@ class BenchmarkColumns(Section):
         if self.choices and self.label is not None:
             raise ValueError("choices make the label, so label must be null")
         if len(self.choices) == 1:
-            raise ValueError("one choice is none: name at least two columns")
+            raise ValueError("one choice is not enough: name at least two columns")
 
 
 class BenchmarkSampling(Section):
@@ -343,7 +343,7 @@ class EvalConfig(Section):
         names = [benchmark.name for benchmark in self.benchmarks]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ValueError(f"benchmarks: the name {min(twice)!r} stands twice; names must differ")
+            raise ValueError(f"benchmarks: the name {min(twice)!r} appears twice; names must differ")
         if self.eval_interval is not None and not names:
             raise ValueError(
                 f"eval_interval is {self.eval_interval} but benchmarks is empty; add one or set it to null"

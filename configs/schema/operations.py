@@ -108,8 +108,8 @@ class FleetConfig(Section):
     def _who_is_compared_is_awake(self) -> None:
         if self.check_weight_update_equal and self.offloads_train:
             raise ValueError(
-                "check_weight_update_equal (true) asks the training engine for log-probs or a checksum after an "
-                "update, when offload_train has taken its memory: set one of them to false"
+                "check_weight_update_equal (true) needs log-probs or a checksum of the training engine after an "
+                "update, but offload_train has then taken its memory: set one of them to false"
             )
 
     @rule

@@ -65,13 +65,17 @@ class JudgeConfig(Section):
     @classmethod
     def _shows_the_response(cls, template: str) -> str:
         if "{response}" not in template and "{answer}" not in template:
-            raise ValueError("holds neither {response} nor {answer}, so every response would be judged alike: add one")
+            raise ValueError(
+                "holds neither {response} nor {answer}, so every response would get the same score: add one"
+            )
         return template
 
     @rule
     def _scores_have_a_range(self) -> None:
         if self.min_score >= self.max_score:
-            raise ValueError(f"min_score is {self.min_score:g} and max_score is {self.max_score:g}: let it be higher")
+            raise ValueError(
+                f"min_score is {self.min_score:g} and max_score is {self.max_score:g}: set max_score higher"
+            )
 
 
 class RewardModelConfig(Section):

@@ -137,7 +137,7 @@ _IN_ROUNDS = when(
     "rollout.pipeline",
     "sync",
     "lagged",
-    because="rollout.pipeline is streaming, which takes groups as they are complete",
+    because="rollout.pipeline is streaming, which takes groups as they complete",
     remedy="set rollout.pipeline=lagged",
 )
 _SURPLUS = when(
@@ -443,12 +443,14 @@ class RolloutConfig(Section):
     @rule
     def _responses_may_begin(self) -> None:
         if not all(self.rollout_stop):
-            raise ValueError("rollout_stop has an empty string, which every text holds: leave it out")
+            raise ValueError("rollout_stop has an empty string, which every text contains: leave it out")
 
     @rule
     def _tools_are_called(self) -> None:
         if self.custom_generate_function_path == "tool_calls" and not self.tools:
-            raise ValueError("custom_generate_function_path is tool_calls, and tools names none: name what it may call")
+            raise ValueError(
+                "custom_generate_function_path is tool_calls, but tools names none: name those it may call"
+            )
 
     @rule
     def _parts_are_made_and_continued(self) -> None:
@@ -480,17 +482,17 @@ class RolloutConfig(Section):
         if interval > self.weights_lag:
             raise ValueError(
                 f"update_weights_interval ({interval}) is above max_age ({self.weights_lag}): the tokens of an engine "
-                "would be too old before it has other weights; raise max_age, or lower update_weights_interval"
+                "would be too old before it gets new weights; raise max_age, or lower update_weights_interval"
             )
         if buffer is not None and buffer > self.weights_lag * batch:
             raise ValueError(
                 f"async_buffer_size ({buffer}) has no effect above max_age × rollout_batch_size "
-                f"({self.weights_lag} × {batch}), groups that ever wait: lower it, or raise max_age"
+                f"({self.weights_lag} × {batch}), the most groups that can wait: lower it, or raise max_age"
             )
         if self.router is not None:
             raise ValueError(
-                "pipeline is streaming, which brings engines to new weights one after the other, and the requests of "
-                "all go through router: leave router out, or set pipeline to lagged or sync"
+                "pipeline is streaming, which updates engines one after the other, but router sends requests to "
+                "all of them: leave router out, or set pipeline to lagged or sync"
             )
 
     @rule
@@ -502,12 +504,12 @@ class RolloutConfig(Section):
             raise ValueError(f"min_num_engines ({least}) is above num_engines ({self.num_engines}): raise num_engines")
         if self.external_urls:
             raise ValueError(
-                "min_num_engines is of engines that a run places itself, and external_urls run elsewhere: leave one of "
-                "them out"
+                "min_num_engines is for engines that a run places itself, but external_urls run elsewhere: leave one "
+                "of them out"
             )
         if self.custom_generate_function_path != "single_turn":
             raise ValueError(
-                f"min_num_engines lets machines go, and custom_generate_function_path is "
+                f"min_num_engines releases machines, but custom_generate_function_path is "
                 f"{self.custom_generate_function_path}, whose episodes run in a fixed number of workers on them: leave "
                 "min_num_engines out"
             )
@@ -523,12 +525,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"max_age ({self.max_age}) has no effect while over_sampling_batch_size "
                 f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): "
-                "nothing is left over that could grow old"
+                "no group is left over to grow old"
             )
         lag = self.weights_lag
         if self.partial_rollout and self.oldest_trained == lag:
             raise ValueError(
-                f"partial_rollout is true and max_age is {lag}: of a response that was continued only the end would be "
+                f"partial_rollout is true and max_age is {lag}: only the end of a continued response would be "
                 f"trained on; set max_age to {lag + 1} or more, with algorithm.use_tis=true or "
                 "algorithm.use_rollout_logprobs=true"
             )
@@ -537,8 +539,7 @@ class RolloutConfig(Section):
     def _the_buffer_has_a_choice(self) -> None:
         if self.buffer_filter_path == "stratified" and self.buffer_key is None:
             raise ValueError(
-                "buffer_filter_path is stratified, which needs buffer_key: the key of the metadata whose values take "
-                "turns"
+                "buffer_filter_path is stratified, which needs buffer_key: the metadata key whose values alternate"
             )
 
     @property
@@ -567,8 +568,8 @@ class RolloutConfig(Section):
             raise ValueError("server_groups and external_urls exclude each other: leave one of them out")
         if self.sglang and self.external_urls:
             raise ValueError(
-                "sglang has no effect on the servers of external_urls: leave it out, and give its options to those who "
-                "start them"
+                "sglang has no effect on the servers of external_urls: leave it out, and set its options where these "
+                "servers start"
             )
         found = {
             "server_groups": sum(group.count(self.num_gpus_per_engine) for group in self.server_groups),

@@ -97,11 +97,11 @@ class ModelConfig(Section):
                 f"teacher_url ({self.teacher_url}) are two teachers: leave one out"
             )
         if not self.teacher_url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher_url ({self.teacher_url}) is no address such as http://host:30000")
+            raise ValueError(f"teacher_url ({self.teacher_url}) is not an address such as http://host:30000")
         if not self.teacher_name:
             raise ValueError(
                 f"teacher_url ({self.teacher_url}) needs teacher_name, the name of the model there, as "
-                "/v1/models of the server says it"
+                "the server reports it at /v1/models"
             )
 
 
@@ -179,7 +179,7 @@ class RunConfig(Section):
                 f"{training.global_batch_size} × {steps} = {training.global_batch_size * steps}; the two must be equal"
             )
         if self.global_batch_size % training.data_parallel_size:
-            ranks = "world_size" if training.engine == "torch" else "world_size, as far as its ranks differ in samples"
+            ranks = "world_size" if training.engine == "torch" else "world_size, counting only data-parallel ranks"
             raise ValueError(
                 f"training.global_batch_size ({self.global_batch_size}) is not divisible by "
                 f"training.{ranks} ({training.data_parallel_size})"
@@ -200,7 +200,7 @@ class RunConfig(Section):
         if self.samples_responses and buffer is not None and buffer > longest:
             raise ValueError(
                 f"reward.overlong_buffer_len ({buffer}) is above rollout.rollout_max_response_len ({longest}), so that "
-                "an empty response would lose something; it must be at most that"
+                "an empty response would be penalised; it must be at most that"
             )
 
     @rule
@@ -209,8 +209,8 @@ class RunConfig(Section):
         shaped = self.reward.overlong_buffer_len is not None and algorithm.advantage_estimator == "gdpo"
         if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys}:
             raise ValueError(
-                f"reward.overlong_buffer_len ({self.reward.overlong_buffer_len}) lowers the reward, and "
-                "algorithm.gdpo_reward_keys names neither reward nor overlong_penalty, so that nothing would learn it; "
+                f"reward.overlong_buffer_len ({self.reward.overlong_buffer_len}) lowers the reward, but "
+                "algorithm.gdpo_reward_keys names neither reward nor overlong_penalty, so nothing would learn from it; "
                 "name one of them, or leave the buffer out"
             )
 
@@ -234,7 +234,7 @@ class RunConfig(Section):
         given += ["curriculum.policy"] if self.data.curriculum.policy is not None else []
         if self.rollout.pipeline == "streaming" and given:
             raise ValueError(
-                f"rollout.pipeline is streaming, which draws prompts before the results of earlier ones are there, and "
+                f"rollout.pipeline is streaming, which draws prompts before it has the results of earlier ones, but "
                 f"data.{given[0]} chooses by these: leave it out, or set rollout.pipeline to lagged or sync"
             )
 
@@ -242,7 +242,7 @@ class RunConfig(Section):
     def _a_stream_is_not_forked(self) -> None:
         if self.rollout.pipeline == "streaming" and self.recovery.on_divergence == "fork":
             raise ValueError(
-                "recovery.on_divergence is fork and rollout.pipeline is streaming, of which there are no forks: set "
+                "recovery.on_divergence is fork, but a run with rollout.pipeline=streaming cannot be forked: set "
                 "on_divergence to stop, or rollout.pipeline to lagged or sync"
             )
 
@@ -257,8 +257,7 @@ class RunConfig(Section):
         fall = approval.eval_drop
         if fall is not None and fall.benchmark not in {benchmark.name for benchmark in self.eval.benchmarks}:
             raise ValueError(
-                f"approval.eval_drop.benchmark is {fall.benchmark!r}, which is none of eval.benchmarks: nothing would "
-                "ever fall"
+                f"approval.eval_drop.benchmark is {fall.benchmark!r}, which is not one of eval.benchmarks: add it there"
             )
         if fall is not None and self.eval.eval_interval is None:
             raise ValueError("approval.eval_drop needs evaluations: set eval.eval_interval, or leave it out")
@@ -295,7 +294,7 @@ class RunConfig(Section):
         if n == 1 and algorithm.advantage_estimator in ("rloo", "gdpo"):
             raise ValueError(
                 f"algorithm.advantage_estimator is {algorithm.advantage_estimator} but rollout.n_samples_per_prompt is "
-                "1: a sample is compared with the others of its group, and there is none; raise n_samples_per_prompt"
+                "1: a sample is compared with the others of its group, but it has none; raise n_samples_per_prompt"
             )
         if n > 1 or not algorithm.rewards_normalization or algorithm.loss_type == "forward_kl_topk":
             return  # that loss reads no advantages
@@ -315,9 +314,9 @@ class RunConfig(Section):
             return
         if algorithm.loss_type == "kl_cov":
             raise ValueError(
-                "algorithm.loss_type (kl_cov) has no effect while training.num_steps_per_rollout is 1: the tokens that "
-                "it picks pay for how far they have moved from the policy before the update, which is nowhere in the "
-                "only step; raise num_steps_per_rollout, or choose clip_cov"
+                "algorithm.loss_type (kl_cov) has no effect while training.num_steps_per_rollout is 1: it penalises "
+                "how far tokens have moved from the policy before the update, which is 0 in the only step; raise "
+                "num_steps_per_rollout, or choose clip_cov"
             )
 
     @rule
@@ -328,7 +327,7 @@ class RunConfig(Section):
             return
         if fall > total - warmup_steps(training, total):
             raise ValueError(
-                f"training.lr_wsd_decay_iters ({fall}) leaves of the run's {total} optimizer steps less than the "
+                f"training.lr_wsd_decay_iters ({fall}) leaves fewer of the run's {total} optimizer steps than the "
                 "warm-up takes: lower it"
             )
 
@@ -339,9 +338,9 @@ class RunConfig(Section):
         steps = self.training.num_steps_per_rollout
         if self.algorithm.learns_from == "preferences" and steps > 1:
             raise ValueError(
-                f"training.num_steps_per_rollout is {steps}, but the weights of pairs are those of the policy that dpo "
-                "updates, so that an iteration is one optimizer step: set it to 1, and rollout.rollout_batch_size to "
-                "the pairs of a step"
+                f"training.num_steps_per_rollout is {steps}, but dpo computes the weights of pairs from the policy "
+                "before the update, so that an iteration must be one optimizer step: set it to 1, and "
+                "rollout.rollout_batch_size to the pairs of a step"
             )
 
     @rule
@@ -369,13 +368,13 @@ class RunConfig(Section):
         if algorithm.learns_from_top_k and model.teacher_url is not None and model.teacher_api != "sglang":
             raise ValueError(
                 f"model.teacher_api ({model.teacher_api}) gives no log-probs of the most probable tokens, which "
-                "algorithm.distillation_topk asks for: take a server of SGLang, or model.teacher_path"
+                "algorithm.distillation_topk needs: use an SGLang server, or model.teacher_path"
             )
         if model.teacher_url is not None and (rollout.rollout_temperature != 1 or rollout.cuts_vocabulary):
             raise ValueError(
                 f"model.teacher_url ({model.teacher_url}) gives log-probs at temperature 1 over the whole vocabulary, "
-                "and the policy samples otherwise: leave out rollout.rollout_temperature, rollout_top_p and "
-                "rollout_top_k, or take model.teacher_path"
+                "but the policy samples with other settings: leave out rollout.rollout_temperature, rollout_top_p and "
+                "rollout_top_k, or use model.teacher_path"
             )
 
     @rule

@@ -28,7 +28,7 @@ def schedule_problem(config: "TrainingConfig") -> str | None:
     if config.lr_warmup_fraction is not None and config.lr_warmup_iters:
         return (
             f"lr_warmup_fraction ({config.lr_warmup_fraction}) and lr_warmup_iters ({config.lr_warmup_iters}) exclude "
-            "each other: both say how long the warm-up is; leave one of them out"
+            "each other: both set the length of the warm-up; leave one of them out"
         )
     if config.lr_warmup_init and not config.lr_warmup_iters and not config.lr_warmup_fraction:
         return (
@@ -36,7 +36,7 @@ def schedule_problem(config: "TrainingConfig") -> str | None:
             "it out"
         )
     if config.lr_warmup_init > config.lr:
-        return f"lr_warmup_init ({config.lr_warmup_init}) is above lr ({config.lr}), which the warm-up ends at"
+        return f"lr_warmup_init ({config.lr_warmup_init}) is above lr ({config.lr}), where the warm-up ends"
     return _decay_problem(config) or _weight_decay_problem(config)
 
 
@@ -55,7 +55,7 @@ def _decay_problem(config: "TrainingConfig") -> str | None:
         return "lr_decay_style is WSD, which needs lr_wsd_decay_iters: the optimizer steps of the decay at the end"
     if config.lr_decay_iters is not None and last > config.lr_decay_iters - warmup_steps(config, 0):
         return (
-            f"lr_wsd_decay_iters ({last}) leaves of lr_decay_iters ({config.lr_decay_iters}) less than the warm-up "
+            f"lr_wsd_decay_iters ({last}) leaves fewer of lr_decay_iters ({config.lr_decay_iters}) than the warm-up "
             "takes: lower it"
         )
     return None
@@ -307,7 +307,7 @@ class TrainingConfig(Section):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"has {pattern!r}, which is no regular expression: {error}") from error
+                raise ValueError(f"has {pattern!r}, which is not a regular expression: {error}") from error
             if not pattern:
                 raise ValueError("has an empty text, which is in every name: leave it out")
         return patterns
@@ -416,8 +416,8 @@ class TrainingConfig(Section):
     def _consistent(self) -> None:
         if self.lora.r and self.moe_router_bias_update_rate:
             raise ValueError(
-                f"moe_router_bias_update_rate ({self.moe_router_bias_update_rate}) moves weights of the model itself, "
-                f"and with lora.r = {self.lora.r} adapters alone are trained: leave it out"
+                f"moe_router_bias_update_rate ({self.moe_router_bias_update_rate}) changes weights of the model, "
+                f"but with lora.r = {self.lora.r} only adapters are trained: leave it out"
             )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr})")
@@ -434,20 +434,20 @@ class TrainingConfig(Section):
             raise ValueError(problem)
         if self.critic.own and (problem := schedule_problem(self.of_critic)):
             problem = problem.replace("set lr_warmup_iters", "set critic_lr_warmup_iters")
-            raise ValueError(f"of the critic, with what training.critic says: {problem}")
+            raise ValueError(f"for the critic, with the options of training.critic: {problem}")
         if self.only_train_params_name_list and self.freeze_params_name_list:
             raise ValueError(
-                "only_train_params_name_list and freeze_params_name_list exclude each other: each says of all "
-                "parameters which are trained; leave one of them out"
+                "only_train_params_name_list and freeze_params_name_list exclude each other: each selects the "
+                "trained parameters; leave one of them out"
             )
         for name in ("only_train_params_name_list", "freeze_params_name_list"):
             if self.lora.r and getattr(self, name):
                 raise ValueError(
-                    f"{name} has no effect with lora.r = {self.lora.r}, which trains adapters alone: leave it out; "
-                    "lora.target_modules says which layers get one"
+                    f"{name} has no effect with lora.r = {self.lora.r}, which trains only adapters: leave it out; "
+                    "lora.target_modules selects their layers"
                 )
         if self.micro_batch_size is not None and self.max_tokens_per_gpu is not None:
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) and max_tokens_per_gpu ({self.max_tokens_per_gpu}) "
-                "exclude each other: both say where a step's samples are cut; leave one of them out"
+                "exclude each other: both split a step's samples; leave one of them out"
             )

@@ -1,1 +1,1 @@
-"""A tiny model that cannot compute learns, from rewards alone, to ask a calculator, on two CPU cores."""
+"""A tiny model that cannot compute learns, from rewards alone, to call a calculator, on two CPU cores."""

@@ -1,4 +1,4 @@
-"""The agent: the model asks the calculator, is told what comes out, and answers; and what an answer is worth."""
+"""The agent: the model calls the calculator, reads the result and answers. Also the reward of an answer."""
 
 import re
 

@@ -1,15 +1,15 @@
-r"""Products that a tiny model cannot compute, and a calculator that it may ask: `python -m examples.calculator.build`.
+r"""Products that a tiny model cannot compute, and a calculator that it may call: `python -m examples.calculator.build`.
 
     What is 37*48+5?   ->   <call>37*48+5</call>   ->   1781   ->   \boxed{1781}
 
-Most demonstrations put the question itself into the box, and of those that ask the calculator most have another number
-in the call than the question has: a model that imitates them is right one time in sixteen. Held-out questions are kept
-apart by a hash.
+Most demonstrations put the question itself into the box. Of those that call the calculator, most have another number in
+the call than the question has. So a model that imitates them is right one time in sixteen. A hash decides which
+questions are held out.
 
     build/calculator/
-        demonstrations.jsonl   of the warm start: chats, in some of which the calculator answers
+        demonstrations.jsonl   of the warm start: chats, some with calls of the calculator
         train.jsonl            questions and labels to learn from
-        heldout.jsonl          others, to measure by
+        heldout.jsonl          others, for evaluation
         untrained/             the model before its warm start, and its tokenizer
         runs/warm-start/       the ledger of the warm start
         model/                 the warm-started model

@@ -1,1 +1,1 @@
-"""A task whose answers are long-tailed: most are short, a few are ten times as long, and everything waits for them."""
+"""A task whose answers are long-tailed: most are short, and a few are ten times as long."""

@@ -2,15 +2,15 @@ r"""Counting down, then sorting: `python -m examples.counting.build`.
 
     Count down from 5, then sort 3 8 1.   ->   \boxed{5 4 3 2 1: 1 3 8}
 
-Where to count from is drawn log-normally: half of the answers count four numbers or less, one in a hundred more than
-60. The model ends its answers itself, so that their lengths are long-tailed without being forced. Demonstrations count
-right, and most of them swap two of the digits: what the model has to learn from its rewards is when to swap nothing,
-after however long a count. A hash of the prompt says which are held out.
+The first number is drawn log-normally: half of the answers count four numbers or less, one in a hundred more than 60.
+The model ends its answers itself, so their lengths are long-tailed without being forced. Demonstrations count
+correctly, and most of them swap two of the digits. The model has to learn from its rewards to swap nothing, after a
+count of any length. A hash of the prompt decides which prompts are held out.
 
     build/counting/
         demonstrations.jsonl   of the warm start
         train.jsonl            prompts and labels
-        heldout.jsonl          others: no prompt stands in both
+        heldout.jsonl          others: no prompt is in both
         model/                 the warm-started model
 """
 

@@ -1,1 +1,1 @@
-"""Answering about pictures: a tiny model of images and text learns to see from rewards alone."""
+"""Questions about pictures: a tiny model of images and text learns from rewards alone to see."""

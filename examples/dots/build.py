@@ -1,9 +1,9 @@
-"""Naming the colour of dots: `python -m examples.dots.build`.
+"""Naming of the colour of dots: `python -m examples.dots.build`.
 
 build/dots/
     train.parquet          a question with a picture each, the picture as bytes in the column `images`
     heldout.jsonl          others, with paths of pictures
-    heldout/               those pictures: none is trained on
+    heldout/               those pictures, which are not trained on
     demonstrations.jsonl   of the warm start: the question without a picture
     untrained/             the model before its warm start, its tokenizer and its image processor
     runs/warm-start/       the ledger of the warm start

@@ -1,8 +1,8 @@
-r"""The task: pictures of one to four dots of one colour, which is to be named.
+r"""The task: name the colour of one to four dots in a picture.
 
     <image>What colour are the dots?   ->   \boxed{green}
 
-Demonstrations have the question without a picture, and any of the colours: they teach what an answer looks like.
+Demonstrations have the question without a picture, and a random colour: they teach the form of an answer.
 """
 
 import io

@@ -1,1 +1,1 @@
-"""A task that a tiny model cannot do at all to begin with, and learns by a curriculum, on two CPU cores."""
+"""A task that a tiny model cannot do at all at first, and learns by a curriculum, on two CPU cores."""

@@ -1,9 +1,9 @@
-r"""Sorting eight digits, having been shown how to sort four: `python -m examples.longer_lists.build`.
+r"""Sorting of eight digits, after demonstrations of four: `python -m examples.longer_lists.build`.
 
-The warm start shows right answers for lists of two to four digits, and lists of up to ten to repeat as they are: so
-the model knows the form of long answers and how short lists are sorted, and no answer to a longer one. The prompts for
-longer lists stand in the file in the order of a curriculum, five digits first, then six, seven and eight, always with
-others among them; the held-out ones are of eight digits, and of no prompt that is trained on, by a hash.
+The warm start shows right answers for lists of two to four digits, and lists of up to ten to repeat unchanged. So the
+model knows the form of long answers and how to sort short lists, and has seen no answer to a longer one. The prompts
+with longer lists are in the file in the order of a curriculum: five digits first, then six, seven and eight, always
+mixed with others. Held-out prompts have eight digits, and a hash keeps them out of training.
 
     build/longer_lists/
         demonstrations.jsonl   of the warm start

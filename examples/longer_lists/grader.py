@@ -1,4 +1,4 @@
-"""The reward: half for the share of digits in their right places, half for a wholly right answer."""
+"""The reward: half for the share of digits in their right places, half for an entirely right answer."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""Turning small matrices, having been shown how to with mistakes: `python -m examples.quarter_turns.build`.
+"""Turning of small matrices, after demonstrations with mistakes: `python -m examples.quarter_turns.build`.
 
 The questions are those of reasoning-gym's generator `rotate_matrix`. Most demonstrations have one wrong swap of two
 neighbours in the turned matrix, so a model that imitates them is right less than half of the time. Held-out questions
-are none of the warm start's.
+are not in the warm start.
 
     build/quarter_turns/
         demonstrations.jsonl   of the warm start

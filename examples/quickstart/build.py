@@ -2,16 +2,16 @@
 
     build/quickstart/
         train.jsonl            prompts and labels to learn from
-        heldout.jsonl          others, to measure by: no prompt stands in both
-        demonstrations.jsonl   prompts and responses of the warm start, most of them a little wrong
+        heldout.jsonl          others, for evaluation: no prompt is in both
+        demonstrations.jsonl   prompts and responses of the warm start, most with a small error
         preferences.jsonl      prompts to learn from, with a right response and one with a wrong swap
         untrained/             the model before its warm start, and its tokenizer
         runs/warm-start/       the ledger of the warm start: `cairn status warm-start --store build/quickstart`
         model/                 the warm-started model and its tokenizer, in Hugging Face format
         built.json             what it was built from
 
-The data and the untrained model appear at once and whole, and so does what the warm start leaves; one that was
-interrupted goes on. All is built again when this package or a library that matters has changed.
+The data and the untrained model appear atomically, and so do the results of the warm start; an interrupted warm start
+resumes. Everything is built again when this package or a relevant library has changed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the quickstart came to: accuracy before and after, the reward curve, and what to try next."""
+"""Results of the quickstart: accuracy before and after, the reward curve, and next steps."""
 
 import sys
 from pathlib import Path

@@ -2,8 +2,8 @@ r"""The task: sort four to six digits.
 
     Sort the digits 7 3 9 1 4 in increasing order.   ->   \boxed{1 3 4 7 9}
 
-Most demonstrations carry one wrong swap, so a model that imitates them is right less than half of the time, and what it
-has to learn from its rewards is when to swap nothing.
+Most demonstrations have one wrong swap, so a model that imitates them is right less than half of the time. It has to
+learn from its rewards to swap nothing.
 """
 
 import hashlib

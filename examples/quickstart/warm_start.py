@@ -1,6 +1,6 @@
 """The warm start of the tiny model: a run that learns from demonstrations, in a ledger of its own.
 
-It is started as anybody would, by `cairn train`; a build that was interrupted goes on where it was.
+`cairn train` starts it, as for any run; an interrupted build resumes.
 """
 
 import subprocess

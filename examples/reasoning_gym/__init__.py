@@ -1,1 +1,1 @@
-"""A puzzle of reasoning-gym over several turns: the model is told that it was wrong, and may try again."""
+"""A puzzle of reasoning-gym over several turns: after a wrong answer the model tries again."""

@@ -1,6 +1,6 @@
-"""The model answers, is told when it was wrong, and may answer again; a later right answer is worth less.
+"""After a wrong answer the model gets a message and answers again; a later right answer is worth less.
 
-For rows of the data source `reasoning_gym`, of any of its generators: answers are scored by the generator's own scorer.
+For rows of the data source `reasoning_gym`, of any generator; the generator's own scorer scores answers.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The agent: the model searches, reads what is found, and answers; and what an answer is worth."""
+"""The agent: the model searches, reads the result and answers. Also the reward of an answer."""
 
 import re
 

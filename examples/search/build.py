@@ -1,4 +1,4 @@
-"""Questions about people whom a tiny model has never heard of, and an index that it may search:
+"""Questions about people who are unknown to a tiny model, and an index that it may search:
 `python -m examples.search.build`.
 
     Who is the ruler of the home of Vada ?
@@ -6,16 +6,15 @@
     <search> ruler of Pibe </search>     ->   [1] The ruler of Pibe is Puzu .
     <answer> Puzu </answer>
 
-Half of the questions need one look-up, the others two. The demonstrations are about names that are drawn anew for each;
-most of them answer with the name that they were asked about, and of those that search most answer a look-up too early:
-a model that imitates them is right one time in eleven. Held-out questions are about people of whom no question that is
-trained on asks.
+Half of the questions need one search, the others two. Each demonstration has newly drawn names. Most answer with the
+name in the question; of those that search, most answer one search too early. So a model that imitates them is right one
+time in eleven. Held-out questions are about people who are in no training question.
 
     build/search/
-        demonstrations.jsonl   of the warm start: chats, in some of which the index answers
-        corpus.jsonl           what is known: 320 facts, one a line
+        demonstrations.jsonl   of the warm start: chats, some with searches
+        corpus.jsonl           320 facts, one a line
         train.jsonl            questions and labels to learn from
-        heldout.jsonl          others, to measure by
+        heldout.jsonl          others, for evaluation
         untrained/             the model before its warm start, and its tokenizer
         runs/warm-start/       the ledger of the warm start
         model/                 the warm-started model

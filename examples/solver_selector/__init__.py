@@ -1,1 +1,1 @@
-"""Several answers side by side, and one that reads them all and picks one."""
+"""Several concurrent answers, and a selector that reads them all and picks one."""

@@ -1,7 +1,8 @@
-"""One policy in two roles: solvers answer a question side by side, and a selector reads what they said and picks one.
+"""One policy in two roles: solvers answer a question concurrently, and a selector reads their answers and picks one.
 
-Each solver is paid for its own answer, the selector for the one that it picked, and compared with others of its role.
-For rows of the data source `reasoning_gym`, whose scorer judges answers.
+Each solver gets the reward of its own answer, the selector that of the answer it picked. Each is compared with others
+of its role.
+For rows of the data source `reasoning_gym`, whose scorer scores answers.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A model that answers with mistakes, and picks at random: `python -m examples.solver_selector.build`.
 
-The questions and the answers that it is shown are those of the quarter turns (`examples/quarter_turns`); between them
-stand choices among three such answers, of which any is picked: what a right pick is, only its reward says.
+The demonstrations are the questions and answers of the quarter turns (`examples/quarter_turns`). Between them are
+choices among three such answers, with a random pick: only the reward says which pick is right.
 
     build/solver_selector/
         demonstrations.jsonl   of the warm start

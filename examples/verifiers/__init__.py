@@ -1,1 +1,1 @@
-"""An environment of `verifiers`, played by the policy that Cairn trains."""
+"""An environment of `verifiers`, run with the policy that Cairn trains."""

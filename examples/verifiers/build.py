@@ -1,7 +1,7 @@
 """Guessing numbers: `python -m examples.verifiers.build`.
 
 build/verifiers/
-    demonstrations.jsonl   of the warm start: single guesses, by chance
+    demonstrations.jsonl   of the warm start: single random guesses
     untrained/             the model before its warm start, and its tokenizer
     runs/warm-start/       the ledger of the warm start
     model/                 the model that guesses

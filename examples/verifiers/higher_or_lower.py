@@ -1,7 +1,7 @@
-"""A number is to be guessed: an environment as `verifiers` has them, which knows nothing of Cairn.
+"""Guess a number: an environment of `verifiers`, which imports nothing of Cairn.
 
-Its taskset has the numbers, its environment says after each guess whether the number is higher or lower, and its reward
-is less with every guess that was needed.
+Its taskset has the numbers. Its environment replies to each guess whether the number is higher or lower. Its reward
+falls with the number of guesses.
 """
 
 import random

@@ -350,7 +350,7 @@ def benchmarks(
     from cairn.tasks.evaluation.benchmarks.rows import how_to_get
 
     if name is None and data is not None:
-        raise BadInput("--data gives the rows of one benchmark: name it, as in `cairn benchmarks gsm8k --data FILE`")
+        raise BadInput("--data needs the name of a benchmark, as in `cairn benchmarks gsm8k --data FILE`")
     if name is None:
         found = [load_benchmark(known) for known in benchmark_names()]
         if json:

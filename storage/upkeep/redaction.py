@@ -346,7 +346,7 @@ def _begun(ledger: Ledger, found: Found) -> Decision | None:
             own = decision if {(file.path, file.new_sha256) for file in found.files} <= made else None
     if own is None and not found.files:
         elsewhere = f"; {', '.join(found.owners)} holds the shared ones" if found.owners else ""
-        raise ValueError(f"run {ledger.run!r} holds no text of prompt {found.prompt} in samples of its own{elsewhere}")
+        raise ValueError(f"run {ledger.run!r} holds no text of prompt {found.prompt} in its own samples{elsewhere}")
     return own
 
 

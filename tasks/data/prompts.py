@@ -53,8 +53,8 @@ class RowImages:
         config = check_model_folder(folder)
         if not sees_images(config):
             raise BadData(
-                f"multimodal_keys names a column of images, but the model in {folder} ({config.model_type}) reads none: leave "
-                "it out, or use a model of images and text"
+                f"multimodal_keys names a column of images, but the model in {folder} ({config.model_type}) reads "
+                "none: leave it out, or use a model of images and text"
             )
         self.column = format.multimodal_keys["image"]
         self._pixels = format.min_pixels, format.max_pixels

@@ -197,7 +197,9 @@ def _datasets(given: Any, path: str) -> list[dict[str, Any]]:
         if name not in known:
             raise BadData(f"{path}: reasoning-gym has no generator {name!r}: {_near(str(name), known)}")
         if name in _UNSEEDED:
-            raise BadData(f"{path}: {name} gives other questions every time, with a seed too: choose another generator")
+            raise BadData(
+                f"{path}: {name} gives other questions every time, even with a seed: choose another generator"
+            )
         if name in _HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdecimal():
             raise BadData(
                 f"{path}: {name} gives other questions in every Python process: set PYTHONHASHSEED=0 in the "

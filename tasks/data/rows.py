@@ -290,7 +290,9 @@ def _given(source: str, path: str) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(function(path), 1):
             if not isinstance(row, Mapping):
                 given = type(row).__name__
-                raise BadData(f"the data source {source!r} gave {given} as row {number} of {path}: let it be a mapping")
+                raise BadData(
+                    f"the data source {source!r} returned {given} as row {number} of {path}: let it be a mapping"
+                )
             yield dict(row)
     except (BadData, NoSpace):
         raise

@@ -273,7 +273,7 @@ class GivenPrompts:
         lacking = [row for row in rows if self._format.input_key not in row]
         if lacking:
             raise BadData(
-                f"the data source {self.name!r} gave a row without the field {self._format.input_key!r}, which "
+                f"the data source {self.name!r} returned a row without the field {self._format.input_key!r}, which "
                 f"data.input_key names; it has {', '.join(map(str, lacking[0])) or 'none'}"
             )
         label = {} if self._format.label_key is None else {self._format.label_key: None}

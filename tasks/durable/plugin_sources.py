@@ -84,7 +84,7 @@ def source_files(path: str) -> dict[str, Path]:
             pending.append((file, module.__package__ or ""))
     while pending:
         file, parent = pending.pop()
-        for name in _imported(file, parent):
+        for name in imported_names(file, parent):
             for spec in specs(name):
                 origin = Path(spec.origin).resolve() if spec.has_location and spec.origin else None
                 if origin is None or origin in found.values() or not _is_users(origin, spec.name, package):
@@ -119,7 +119,7 @@ def _defining(function: Callable[..., Any]) -> Iterator[ModuleType]:
         wrapped = None if following is wrapped else following
 
 
-def _imported(file: Path, package: str) -> Iterator[str]:
+def imported_names(file: Path, package: str) -> Iterator[str]:
     """Yield the absolute names that a source file imports. For `from a import b` these are `a` and `a.b`, which need
     not be a module."""
     try:

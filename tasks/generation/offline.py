@@ -49,7 +49,7 @@ def read_demonstrations(
         run.emit(
             Message(
                 f"{drawn.passed_over} of the {drawn.passed_over + len(drawn.rows)} rows read in iteration "
-                f"{step.iteration} were passed over (rollout/passed_over_prompts counts on); the last one: "
+                f"{step.iteration} were passed over (rollout/passed_over_prompts counts them); the last one: "
                 f"{drawn.refusal}",
                 "warning",
             )

@@ -18,39 +18,19 @@ that it needs and none of the others.
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cairn.configs.kinds import REWARD
+from cairn.configs.kinds import REWARD, declared
 from cairn.configs.plugins import BadPlugin, deferred
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.rewards.grader import BOXED, OUTSIDE, Grader, NamedGrader, Takes, _paid
+from cairn.tasks import rewards
+from cairn.tasks.rewards.grader import BOXED, OUTSIDE, Grader, NamedGrader, Takes, paid
 
-_LIBRARIES = {
-    "deepscaler": "math-verify",
-    "math": "math-verify",
-    "math500": "math-verify",
-    "reasoning_gym": "reasoning-gym",
-}
-"""Distribution that a built-in grader needs, by the grader's name."""
-_MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
-"""Mark behind which a built-in grader itself looks for the answer, by the grader's name: no box contains it."""
-_SHARED = ("boxed", "notation", "sample")
-"""Modules that the built-in graders share."""
-_OTHERS = {
-    "deepscaler": ("math", "equality"),
-    "gpqa": ("choices",),
-    "gsm8k_strict": ("gsm8k",),
-    "math": ("equality",),
-    "math500": ("math", "equality"),
-    "multiple_choice": ("choices",),
-}
-"""Other modules of `cairn.tasks.rewards` that a built-in grader uses, by the grader's name."""
+_FOLDER = Path(rewards.__file__).parent
 
 
 def get_grader(config: "RewardConfig") -> NamedGrader:
@@ -80,9 +60,10 @@ def grader_version(grader: NamedGrader) -> str:
 def require_paying(name: str) -> None:
     """Raise BadPlugin where a built-in grader behind `BOXED` could never find an answer."""
     file = name.removeprefix(BOXED)
-    if name != file and file in _MARKS:
+    found = REWARD.declaration_of_ours(file) if name != file else None
+    if found is not None and found.mark is not None:
         raise BadPlugin(
-            f"the grader {name!r} would never give a reward: {file} looks for the answer after {_MARKS[file]}, "
+            f"the grader {name!r} would never give a reward: {file} looks for the answer after {found.mark}, "
             f"which no box contains; set rm_type to {file}"
         )
 
@@ -93,7 +74,7 @@ def gives_a_number(grader: NamedGrader) -> bool:
         return False
     if grader.name in OUTSIDE:
         return grader.name != "remote_rm"
-    return _signature(grader.name.removeprefix(BOXED))[3] == "float"
+    return inspect.signature(REWARD.load(grader.name.removeprefix(BOXED))).return_annotation is float
 
 
 def _of_ones_own(path: str) -> NamedGrader:
@@ -120,11 +101,13 @@ def _ours(name: str) -> NamedGrader:
             f"there is no grader {name!r}: set rm_type to one of {known}, or to one of them after {BOXED}, or "
             "custom_rm_path to package.module.function or file.py:function"
         )
-    library = _LIBRARIES.get(file)
+    function = REWARD.load(file)
+    library = declared(function).library
     if library is not None and not _is_installed(library):
         raise BadPlugin(f"the grader {name!r} needs {library}, which is not installed: pip install {library}")
-    wrong = None if file == "episode" else _paid(file)[0]
-    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file), wrong=wrong)
+    wrong = None if file == "episode" else paid(file)[0]
+    takes, waits = _takes(file, function), deferred(function) is not None
+    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), takes, waits, wrong=wrong)
 
 
 def _version_of_source(path: str) -> str:
@@ -134,12 +117,23 @@ def _version_of_source(path: str) -> str:
 
 
 def _version_of_built_in(name: str) -> str:
-    digest, name = hashlib.sha256(), name.removeprefix(BOXED)
-    for module in (name, *_SHARED, *_OTHERS.get(name, ())):
-        digest.update(_file(module).read_bytes())
-    distribution = _LIBRARIES.get(name)
-    library = "" if distribution is None else f" {distribution} {importlib.metadata.version(distribution)}"
-    return digest.hexdigest()[:16] + library
+    """Return the digest of a built-in grader's file and of those in its folder that it imports, and its library."""
+    from cairn.tasks.durable.plugin_sources import imported_names  # a grader process has no need of it
+
+    name, package = name.removeprefix(BOXED), REWARD.package
+    found, pending = set[str](), [name]
+    while pending:
+        module = pending.pop()
+        if module in found or not (_FOLDER / f"{module}.py").is_file():
+            continue
+        found.add(module)
+        imports = imported_names(_FOLDER / f"{module}.py", package)
+        pending += [one.removeprefix(f"{package}.").partition(".")[0] for one in imports if one.startswith(package)]
+    digest = hashlib.sha256()
+    for module in sorted(found):
+        digest.update((_FOLDER / f"{module}.py").read_bytes())
+    library = declared(REWARD.load(name)).library
+    return digest.hexdigest()[:16] + ("" if library is None else f" {library} {importlib.metadata.version(library)}")
 
 
 def _is_installed(distribution: str) -> bool:
@@ -148,29 +142,6 @@ def _is_installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _file(module: str) -> Path:
-    """Return the path of a module of `cairn.tasks.rewards`."""
-    spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin)
-
-
-def _called(name: str) -> tuple[Takes, bool]:
-    """Return how a built-in grader is called, and whether it is a coroutine function."""
-    found = _signature(name)
-    return Takes(found[2]), found[1] is not None
-
-
-def _signature(name: str) -> re.Match[str]:
-    """Return what the source of a built-in grader says of its signature, without an import: whether it is `async`, its
-    parameter, and its return type."""
-    source = _file(name).read_text("utf-8")
-    found = re.search(r"^(async )?def grade\((samples?)\b.*\) -> (\w+)", source, re.MULTILINE)
-    assert found is not None, name
-    return found
 
 
 def _takes(path: str, grader: Grader) -> Takes:

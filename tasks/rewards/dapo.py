@@ -24,6 +24,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from cairn.configs.kinds import plugin
 from cairn.tasks.rewards import notation
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.sample import Sample
@@ -52,6 +53,7 @@ _REMOVED = (
 )
 
 
+@plugin(mark="`Answer:`", pays=(-1.0, 1.0))
 def grade(sample: Sample) -> dict[str, Any]:
     """Return the reward, +1 or −1.
 

@@ -16,6 +16,7 @@ Equality has to be proved, as in the grader `math`:
 | no label | 0 | the sample fails |
 """
 
+from cairn.configs.kinds import plugin
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.math import is_right
 from cairn.tasks.rewards.sample import Sample
@@ -23,6 +24,7 @@ from cairn.tasks.rewards.sample import Sample
 _CLOSE, _RESPONSE = "</think>", "###Response"
 
 
+@plugin(library="math-verify", mark="`</think>` or `###Response`")
 def grade(sample: Sample) -> float:
     """Return 1 if the box equals the label, else 0. Raises ValueError without a usable label."""
     if sample.label is None:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any, Protocol
 
+from cairn.configs.kinds import REWARD
 from cairn.tasks.rewards.sample import Sample
 
 GRADER_OPTIONS = (
@@ -165,19 +167,17 @@ class NamedGrader:
         return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)
 
 
-_PAYS = {"dapo": (-1.0, 1.0)}
-"""Rewards of a wrong and of a right answer, of the graders for which these are not 0 and 1."""
-
-
 def share_of_right(reward: float, grader: str) -> float:
     """Return a grader's reward, or a mean of its rewards, as the share of right answers.
 
     It is 0 if all answers are wrong and 1 if all are right, whatever their rewards are.
     """
-    wrong, right = _paid(grader)
+    wrong, right = paid(grader)
     return (reward - wrong) / (right - wrong)
 
 
-def _paid(grader: str) -> tuple[float, float]:
-    """Return the rewards of a wrong and of a right answer."""
-    return _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))
+@cache
+def paid(grader: str) -> tuple[float, float]:
+    """Return a grader's rewards of a wrong and of a right answer."""
+    declaration = REWARD.declaration_of_ours(grader.removeprefix(BOXED))
+    return (0.0, 1.0) if declaration is None else declaration.pays

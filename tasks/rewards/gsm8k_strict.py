@@ -3,10 +3,12 @@
 
 from typing import Any
 
+from cairn.configs.kinds import plugin
 from cairn.tasks.rewards.gsm8k import extracted
 from cairn.tasks.rewards.sample import Sample
 
 
+@plugin(mark="`####`")
 def grade(sample: Sample) -> dict[str, Any]:
     """Return 1 if the number after `####` is the label, else 0. Raises ValueError without a label."""
     answers = extracted(sample)

@@ -24,11 +24,13 @@ that changes its meaning is ignored. Where others decide otherwise:
 
 from functools import lru_cache
 
-from cairn.tasks.rewards import equality, notation
+from cairn.configs.kinds import plugin
+from cairn.tasks.rewards import notation
 from cairn.tasks.rewards.boxed import final_answer, last_boxed
 from cairn.tasks.rewards.sample import Sample
 
 
+@plugin(library="math-verify")
 def grade(sample: Sample) -> float:
     """Return 1 if the answer equals the label, else 0, also without an answer. Raises ValueError without a usable
     label."""
@@ -50,7 +52,11 @@ def is_right(answer: str, label: str) -> bool:
     if notation.closed_up(said) == notation.closed_up(expected):
         return True
     texts = notation.text_only(expected), notation.text_only(said)
-    return texts[0] == texts[1] if texts != (None, None) else equality.are_equal(expected, said)
+    if texts != (None, None):
+        return texts[0] == texts[1]
+    from cairn.tasks.rewards import equality  # SymPy takes long to import
+
+    return equality.are_equal(expected, said)
 
 
 @lru_cache(maxsize=1024)

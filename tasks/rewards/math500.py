@@ -3,11 +3,13 @@ answer is recorded with the reward, in the form of `cairn.tasks.rewards.notation
 
 from typing import Any
 
+from cairn.configs.kinds import plugin
 from cairn.tasks.rewards import math, notation
 from cairn.tasks.rewards.boxed import final_answer
 from cairn.tasks.rewards.sample import Sample
 
 
+@plugin(library="math-verify")
 def grade(sample: Sample) -> dict[str, Any]:
     """Return 1 if the answer equals the label, else 0, also without an answer. Raises ValueError without a usable
     label."""

@@ -4,42 +4,18 @@ Rows come from the data source `reasoning_gym`. Its option `answer` says where t
 `\boxed{…}`, in its last `<answer>…</answer>`, or the whole response. Thoughts do not count, and a response without an
 answer scores 0. Many scorers give a little to a wrong answer: `right`, recorded with the reward, is 1 only for a full
 score.
-
-Some of the scorers evaluate answers, and fields of a row, as Python or by sympy, which executes them as Python too.
-Here they get evaluators that accept only numbers, arithmetic and literals, or a formula of a few functions, and no
-number that would fill the memory.
 """
 
-import ast
 import json
-import sys
 from collections.abc import Callable
-from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
-import sympy
-from reasoning_gym.factory import create_dataset
-from reasoning_gym.utils import extract_answer
-from simpleeval import EvalWithCompoundTypes
-from sympy.parsing.sympy_parser import parse_expr
-
+from cairn.configs.kinds import plugin
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.sample import Sample
 
-_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
-_LITERALS = (*_ARITHMETIC, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.expr_context)
-_FUNCTIONS = frozenset(
-    (
-        *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"),
-        *("atanh", "exp", "log", "ln", "sqrt", "Abs", "abs", "erf", "erfi", "Integral"),
-    )
-)
-_CONSTANTS = frozenset({"pi", "oo"})
-_DIGITS = 100_000
-"""Maximum of decimal digits that a formula's value may have, by a bound that is easy to compute."""
 
-
+@plugin(library="reasoning-gym")
 def grade(sample: Sample) -> dict[str, Any]:
     """Return the score, and whether it is full. Raises ValueError for a row of another source."""
     row = sample.metadata.get("reasoning_gym")
@@ -47,10 +23,12 @@ def grade(sample: Sample) -> dict[str, Any]:
         raise ValueError(
             "the grader reasoning_gym needs rows of the data source reasoning_gym, but this row is from another"
         )
-    answer = _answer(answer_of(sample), row["answer"])
+    from cairn.tasks.rewards import scorers  # reasoning-gym takes long to import
+
+    answer = _answer(answer_of(sample), row["answer"], scorers.extract_answer)
     score = 0.0
     if answer:
-        scorer = _scorer(row["generator"], json.dumps(row["config"], sort_keys=True))
+        scorer = scorers.scorer(row["generator"], json.dumps(row["config"], sort_keys=True))
         try:
             score = float(scorer(answer=answer, entry=row["entry"]))
         except MemoryError:
@@ -62,95 +40,13 @@ def grade(sample: Sample) -> dict[str, Any]:
     return {"reward": score, "right": float(score == 1.0)}
 
 
-def _answer(final: str, place: str) -> str | None:
+def _answer(final: str, place: str, in_tag: Callable[[str], str | None]) -> str | None:
     if place == "whole":
         return final.strip()
     if place == "tag":
-        return extract_answer(final)
+        return in_tag(final)
     try:
         boxed = last_boxed(final)
     except UnclosedBox:
         return None
     return None if boxed is None else boxed.strip()
-
-
-@lru_cache(maxsize=256)
-def _scorer(generator: str, config: str) -> Any:
-    dataset = create_dataset(generator, **{"size": 1, "seed": 0, **json.loads(config)})
-    _executes_nothing(sys.modules[type(dataset).__module__])
-    return dataset.score_answer
-
-
-def _executes_nothing(module: ModuleType) -> None:
-    """Replace the evaluators in a generator's module with harmless ones."""
-    for name, value in list(vars(module).items()):
-        if value is parse_expr:
-            vars(module)[name] = _formula
-        elif value is sympy:
-            vars(module)[name] = _Sympy("sympy")
-    vars(module)["eval"] = _literal
-
-
-class _Sympy(ModuleType):
-    """A stand-in for sympy, with a harmless `parse_expr`."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _formula if name == "parse_expr" else getattr(sympy, name)
-
-
-def _literal(text: str) -> Any:
-    """Return what `eval` returns for numbers, arithmetic and literals.
-
-    Raises ValueError for anything else, and InvalidExpression for a number that is too large.
-    """
-    tree = _tree(text)
-    # % can write texts of any width.
-    _require_only(tree, lambda node: isinstance(node, _LITERALS) and not isinstance(node, ast.Mod), text)
-    return EvalWithCompoundTypes(names={}).eval(text, previously_parsed=tree.body)
-
-
-def _formula(text: str, *arguments: Any, **options: Any) -> Any:
-    """Return what `sympy.parse_expr` returns for a formula in letters and well-known functions.
-
-    Raises ValueError for anything else.
-    """
-
-    def is_formula(node: ast.AST) -> bool:
-        match node:
-            case ast.Constant(value=value):
-                return isinstance(value, int | float | complex)
-            case ast.Name(id=name):
-                return len(name) == 1 or name in _FUNCTIONS | _CONSTANTS
-            case ast.Call(func=ast.Name(id=name), keywords=[]):
-                return name in _FUNCTIONS
-        return isinstance(node, (*_ARITHMETIC, ast.expr_context))
-
-    tree = _tree(text)
-    _require_only(tree, is_formula, text)
-    if _digits(tree.body) > _DIGITS:
-        raise ValueError(f"{text[:80]!r} may give a number of more than {_DIGITS} digits")
-    return parse_expr(text, *arguments, **options)
-
-
-def _digits(node: ast.AST) -> float:
-    """Return a bound on the decimal digits of a formula's value."""
-    match node:
-        case ast.Constant(value=value):
-            return len(str(value))
-        case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
-            return _digits(base) * 10 ** min(_digits(exponent), 100)
-        case ast.Name():
-            return 1
-    return sum(map(_digits, ast.iter_child_nodes(node)))
-
-
-def _tree(text: str) -> ast.Expression:
-    try:
-        return ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"{text[:80]!r} cannot be read: {error}") from None
-
-
-def _require_only(tree: ast.AST, is_harmless: Callable[[ast.AST], bool], text: str) -> None:
-    if not all(map(is_harmless, ast.walk(tree))):
-        raise ValueError(f"{text[:80]!r} holds more than is evaluated")

@@ -101,8 +101,8 @@ def sentence(found: SelfTest) -> str:
         return f"Self-test: {found.environment.device} computed the same bits twice, in {found.seconds:.0f} s"
     return (
         f"Self-test: {found.environment.device} computed other bits the second time ({found.state_digests[0][:12]}…, "
-        f"then {found.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be replayed. "
-        "Set training.deterministic_mode, checkpoint.save_interval: 1, or recovery.on_divergence: fork"
+        f"then {found.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be "
+        "replayed. Set training.deterministic_mode, checkpoint.save_interval: 1, or recovery.on_divergence: fork"
     )
 
 

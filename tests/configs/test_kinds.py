@@ -99,9 +99,9 @@ def test_code_that_members_of_a_list_name_is_found_in_each_and_counts_together(t
         ("def mine(batch, config):\n    yield\n", r"is a generator function: let it be a plain function"),
         (
             "import cairn\n\n@cairn.plugin(needs={'vibes'})\ndef mine(batch, config):\n    pass\n",
-            r"needs 'vibes', which nobody computes: let it need of components, old_log_probs, ref_log_probs",
+            r"needs 'vibes', which nothing computes: let it need some of components, old_log_probs, ref_log_probs",
         ),
-        ("yours = 1\n", "mine is not there"),
+        ("yours = 1\n", "mine does not exist"),
     ],
 )
 def test_code_that_is_not_of_its_kind_is_refused_in_a_sentence(tmp_path: Path, code: str, says: str) -> None:
@@ -144,10 +144,10 @@ def test_a_need_that_nobody_knows_and_options_that_nobody_gives_are_refused(tmp_
         code = f"import cairn\n\n\n@cairn.plugin(%s)\n{start}def mine({arguments}): ...\n"
         known = ", ".join(sorted(kind.needs)) or "nothing"
         said = refusal(kind, tmp_path, code % "needs={'vibes'}")
-        if not re.search(f"the {kind.name} .* needs 'vibes', .* let it need of {known}$", said):
+        if not re.search(f"the {kind.name} .* needs 'vibes', .* let it need some of {known}$", said):
             wrong.append((kind.name, said))
         said = refusal(kind, tmp_path, code % "reads={'gamma'}")
-        no_options = f"reads 'gamma', and no {kind.name} is given options: leave it out"
+        no_options = f"reads 'gamma', but no {kind.name} receives options: leave it out"
         if (said != "") if "config" in kind.takes[0] else (no_options not in said):
             wrong.append((kind.name, said))
     assert wrong == []
@@ -240,10 +240,10 @@ def test_an_estimator_may_say_which_loss_goes_with_it(name: str, tmp_path: Path)
 
 def test_a_loss_that_cannot_go_with_what_declares_it_is_refused(tmp_path: Path) -> None:
     code = "import cairn\n\n@cairn.plugin(loss=%r)\ndef mine(%s):\n    pass\n"
-    with pytest.raises(BadPlugin, match=r"the loss 'gpso', which cannot go with it: name one of cispo, .*gspo"):
+    with pytest.raises(BadPlugin, match=r"the loss 'gpso', which does not fit it: name one of cispo, .*gspo"):
         ESTIMATOR.load(written(tmp_path, code % ("gpso", "batch, config"), "mine"))
     (tmp_path / "other.py").write_text(code % ("gspo", "rewards"))
-    with pytest.raises(BadPlugin, match=r"the filter .* declares the loss 'gspo', which cannot go with it: leave it"):
+    with pytest.raises(BadPlugin, match=r"the filter .* declares the loss 'gspo', which does not fit it: leave it"):
         FILTER.load(f"{tmp_path / 'other.py'}:mine")
 
 

@@ -70,7 +70,7 @@ MISTAKES = [
     ),
     (
         "rollout.rollout_stop=['END', '']",
-        "rollout: rollout_stop has an empty string, which every text holds: leave it out",
+        "rollout: rollout_stop has an empty string, which every text contains: leave it out",
     ),
     ("rollout.rollout_stop=END", 'rollout.rollout_stop is "END"; it must be a valid array'),
     ("training.zzzz=1", "training.zzzz is not an option; docs/configuration.md lists all options"),
@@ -104,7 +104,7 @@ MISTAKES = [
     (
         "rollout.max_age=1",
         "rollout: max_age (1) has no effect while over_sampling_batch_size (None) is not above rollout_batch_size "
-        "(4): nothing is left over that could grow old",
+        "(4): no group is left over to grow old",
     ),
     (
         "algorithm.loss_type=sft_loss",
@@ -127,7 +127,7 @@ MISTAKES = [
     ),
     (
         "algorithm={advantage_estimator: ppo, kl_coef: 0.1, use_kl_loss: true, kl_loss_coef: 0.1}",
-        "algorithm: kl_loss_coef (0.1) and kl_coef (0.1) both hold the policy to the reference model, one in the "
+        "algorithm: kl_loss_coef (0.1) and kl_coef (0.1) both keep the policy near the reference model, one in the "
         "loss and one in the rewards; set one of them to 0",
     ),
     (
@@ -160,12 +160,12 @@ MISTAKES = [
     ),
     (
         "model.teacher_url=large",
-        "model: teacher_url (large) is no address such as http://host:30000",
+        "model: teacher_url (large) is not an address such as http://host:30000",
     ),
     (
         "model.teacher_url=http://large:30000",
-        "model: teacher_url (http://large:30000) needs teacher_name, the name of the model there, as /v1/models of "
-        "the server says it",
+        "model: teacher_url (http://large:30000) needs teacher_name, the name of the model there, as the server "
+        "reports it at /v1/models",
     ),
     (
         "model.teacher_path=large",
@@ -184,7 +184,7 @@ MISTAKES = [
     ),
     (
         "training={lr_decay_style: WSD, lr_wsd_decay_iters: 3}",
-        "training.lr_wsd_decay_iters (3) leaves of the run's 2 optimizer steps less than the warm-up takes: lower it",
+        "training.lr_wsd_decay_iters (3) leaves fewer of the run's 2 optimizer steps than the warm-up takes: lower it",
     ),
     (
         "algorithm={advantage_estimator: ppo, value_clip: 0.5}",
@@ -193,7 +193,7 @@ MISTAKES = [
     ),
     (
         "algorithm.loss_type=dpo",
-        "algorithm: loss_type (dpo) follows the advantages of pairs, and advantage_estimator is grpo; set "
+        "algorithm: loss_type (dpo) needs the advantages of pairs, but advantage_estimator is grpo; set "
         "advantage_estimator=dpo, which names its loss, and leave loss_type out",
     ),
     (
@@ -248,7 +248,7 @@ MISTAKES = [
     ),
     (
         "algorithm={use_kl_loss: true, use_unbiased_kl: true, kl_loss_type: k2}",
-        "algorithm: kl_loss_type (k2) is no unbiased estimate, with use_unbiased_kl (true) or without; set "
+        "algorithm: kl_loss_type (k2) is not an unbiased estimate, even with use_unbiased_kl (true); set "
         "kl_loss_type=k3, or leave one of them out",
     ),
     (
@@ -283,9 +283,9 @@ MISTAKES = [
     ),
     (
         "algorithm={use_kl_loss: true, kl_loss_coef: 0.1, kl_loss_type: k1}",
-        "algorithm: kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef (0.1) would add "
-        "noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the policy to the "
-        "reference model in the rewards, by kl_coef",
+        "algorithm: kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef (0.1) would only add "
+        "noise; set kl_loss_type=k2, whose gradient is that of the divergence, or penalise the divergence in the "
+        "rewards, by kl_coef",
     ),
     (
         "rollout.num_rollout=1000001",
@@ -316,11 +316,11 @@ MISTAKES = [
     ),
     (
         "eval.benchmarks.1.path=x",
-        "--set eval.benchmarks.1.path=x: eval.benchmarks is a list of 1; 1 is no position in it (from 0)",
+        "--set eval.benchmarks.1.path=x: eval.benchmarks is a list of 1; 1 is not a position in it (counted from 0)",
     ),
     (
         "model.path.x=1",
-        '--set model.path.x=1: model.path holds "some/model"; it has no options of its own',
+        '--set model.path.x=1: model.path holds "some/model"; it has no options',
     ),
 ]
 """An override that is wrong, and what is said of it."""
@@ -373,7 +373,7 @@ def test_broken_yaml_is_an_error_with_its_line(recipe: Path) -> None:
 def test_what_yaml_can_write_and_no_configuration_can_hold_is_one_sentence(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     for text, says in {
-        "model: &m {path: x, ref_path: *m}\n": "something in it holds itself",
+        "model: &m {path: x, ref_path: *m}\n": "a value in it contains itself",
         f"model: {'[' * 2000}{']' * 2000}\n": "is not YAML: it is nested too deeply",
         "seed: !!timestamp x\n": "is not YAML: a value does not fit its tag: ",
         f"seed: {'9' * 5000}\n": "is not YAML: line 1: the number has 5000 digits",
@@ -386,7 +386,7 @@ def test_what_yaml_can_write_and_no_configuration_can_hold_is_one_sentence(tmp_p
 
 def test_a_file_that_is_missing_or_holds_no_options_is_an_error(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
-    assert problems(missing) == (f"{missing} does not exist; recipes lie in configs/recipes/",)
+    assert problems(missing) == (f"{missing} does not exist; recipes are in configs/recipes/",)
     missing.write_text("- 1\n")
     assert problems(missing) == (f"{missing} does not hold options; it should begin with a section such as `model:`",)
     missing.write_bytes(b"\xff\xfe\x00")
@@ -419,7 +419,7 @@ def test_a_base_that_is_none_is_an_error_that_names_both_files(recipe: Path, tmp
     assert problems(recipe) == (f'{recipe}: base is ["none.yaml"]; it must name another recipe, relative to this one',)
     (tmp_path / "other.yaml").write_text("base: recipe.yaml\n")
     recipe.write_text("base: other.yaml\n")
-    assert problems(recipe) == (f"{tmp_path}/other.yaml: base is recipe.yaml, which is itself made from other.yaml",)
+    assert problems(recipe) == (f"{tmp_path}/other.yaml: base is recipe.yaml, which itself has other.yaml as a base",)
 
 
 def test_yaml_values_follow_the_core_schema(recipe: Path) -> None:

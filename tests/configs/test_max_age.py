@@ -41,7 +41,7 @@ def test_options_that_would_do_nothing_are_refused() -> None:
         config({"max_age": 2, "over_sampling_batch_size": 4}, use_tis=True)
     partial = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}
     for options in ({}, {"max_age": 0}, {"mask_offpolicy_in_partial_rollout": False}):
-        with pytest.raises(ValidationError, match=r"of a response that was continued only the end .* set max_age to 1"):
+        with pytest.raises(ValidationError, match=r"only the end of a continued response .* set max_age to 1"):
             config({**partial, **options})
     with pytest.raises(ValidationError, match="nothing corrects for the difference"):
         config({**partial, "max_age": 1})

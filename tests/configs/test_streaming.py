@@ -39,7 +39,7 @@ CORRECTED = {"use_tis": True}
             {"rollout": {"shards_per_round": 2}},
             r"shards_per_round \(2\) has no effect while rollout.pipeline is streaming",
         ),
-        ({"rollout": {"router": {}, "engine": "sglang"}}, "requests of all go through router: leave router out"),
+        ({"rollout": {"router": {}, "engine": "sglang"}}, "router sends requests to all of them: leave router out"),
         ({"rollout": {"min_num_engines": 2}}, r"min_num_engines \(2\) is above num_engines \(1\): raise num_engines"),
         (
             {"rollout": {"min_num_engines": 1, "pipeline": "sync"}},
@@ -47,14 +47,14 @@ CORRECTED = {"use_tis": True}
         ),
         (
             {"rollout": {"min_num_engines": 1, "engine": "sglang", "external_urls": ["http://there:1"]}},
-            "min_num_engines is of engines that a run places itself, and external_urls run elsewhere",
+            "min_num_engines is for engines that a run places itself, but external_urls run elsewhere",
         ),
         (
             {"rollout": {"min_num_engines": 1, "custom_generate_function_path": "tool_calls", "tools": ["python"]}},
-            "min_num_engines lets machines go, and custom_generate_function_path is tool_calls",
+            "min_num_engines releases machines, but custom_generate_function_path is tool_calls",
         ),
         ({"data": {"path": "d", "curriculum": {"policy": "difficulty"}}}, "data.curriculum.policy chooses by these"),
-        ({"recovery": {"on_divergence": "fork"}}, "of which there are no forks: set on_divergence to stop"),
+        ({"recovery": {"on_divergence": "fork"}}, "cannot be forked: set on_divergence to stop"),
         (
             {"fleet": {"colocate": True}},
             "rollout.pipeline is streaming, which generates while it trains, but with fleet",

@@ -96,7 +96,7 @@ def test_an_estimator_that_needs_scores_and_reads_options(folder: Path, tiny_ass
     code = EXAMPLES["anchored.py"].replace(', reads={"kl_loss_coef"}', "")
     (folder / "secretive.py").write_text(code)
     option["advantage_estimator"] = f"{folder / 'secretive.py'}:estimate"
-    with pytest.raises(UndeclaredRead, match=r"step advantage reads algorithm\.kl_loss_coef and has not declared it"):
+    with pytest.raises(UndeclaredRead, match=r"step advantage reads algorithm\.kl_loss_coef without declaring it"):
         next(run_once(folder / "again", tiny_assets, algorithm=option))
 
 

@@ -146,7 +146,7 @@ def test_a_reward_of_a_group_is_given_all_of_it(rewards: Path) -> None:
     ("name", "says"),
     [
         ("threshold", "args.rollout_max_response_len is rollout.rollout_max_response_len here, which the step"),
-        ("hooks", "args.rollout_sample_hook_path is nothing here: the generate function returns what a sample is"),
+        ("hooks", "args.rollout_sample_hook_path does not exist here: the generate function returns the sample"),
         ("by_place", "sample.index is not passed to a grader: the same text gets the same reward"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_folder_that_is_exported_has_them(work: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_do_not_go_with_biases_that_move() -> None:
-    with pytest.raises(ValueError, match="adapters alone are trained"):
+    with pytest.raises(ValueError, match="only adapters are trained"):
         TrainingConfig(lora={"r": 4}, moe_router_bias_update_rate=1e-3)  # type: ignore[arg-type]
 
 

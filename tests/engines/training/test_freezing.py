@@ -143,9 +143,9 @@ def test_megatron_freezes_all_experts_that_the_library_has_in_one_tensor(tmp_pat
     ("options", "why"),
     [
         ({"only_train_params_name_list": ["a"], "freeze_params_name_list": ["b"]}, "exclude each other"),
-        ({"freeze_params_name_list": ["("]}, "no regular expression"),
+        ({"freeze_params_name_list": ["("]}, "is not a regular expression"),
         ({"freeze_params_name_list": [""]}, "is in every name"),
-        ({"freeze_params_name_list": ["a"], "lora": {"r": 8}}, "trains adapters alone"),
+        ({"freeze_params_name_list": ["a"], "lora": {"r": 8}}, "trains only adapters"),
     ],
 )
 def test_lists_that_say_nothing_clear_are_refused(options: dict[str, object], why: str) -> None:

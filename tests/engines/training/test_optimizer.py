@@ -149,7 +149,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
         "weight decay only rises",
     ),
-    ({"critic": {"lr_decay_style": "WSD"}}, "of the critic, with what training.critic says: lr_decay_style is WSD"),
+    (
+        {"critic": {"lr_decay_style": "WSD"}},
+        "for the critic, with the options of training.critic: lr_decay_style is WSD",
+    ),
     ({"critic": {"min_lr": 1.0}}, r"critic\.min_lr \(1\.0\) is above lr"),
     (
         {"critic_lr_warmup_iters": 5, "critic": {"lr_decay_iters": 2}},

@@ -485,5 +485,5 @@ def test_the_disk_needs_a_folder_and_a_comparison_needs_the_trainer_awake(model:
         config(model, data, fleet={"update_weight_transport": "disk"})
     with pytest.raises(ConfigError, match="no other transport reads it"):
         config(model, data, fleet={"update_weight_disk_dir": "/somewhere"})
-    with pytest.raises(ConfigError, match="when offload_train has taken its memory"):
+    with pytest.raises(ConfigError, match="offload_train has then taken its memory"):
         config(model, data, fleet={"check_weight_update_equal": True, "colocate": True})

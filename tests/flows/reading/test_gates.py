@@ -92,7 +92,7 @@ def test_a_fall_below_the_best_score_since_the_last_approval_holds_the_next_iter
     ("approval_section", "sentence"),
     [
         ({"before": [3]}, "approval.before names iteration 3, but rollout.num_rollout is 3"),
-        ({"eval_drop": {"benchmark": "none", "drop": 0.1}}, "which is none of eval.benchmarks"),
+        ({"eval_drop": {"benchmark": "none", "drop": 0.1}}, "which is not one of eval.benchmarks"),
         ({"eval_drop": {"benchmark": "heldout", "drop": 0}}, "approval.eval_drop.drop is 0"),
     ],
 )

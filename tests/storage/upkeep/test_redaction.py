@@ -316,7 +316,7 @@ def test_a_fork_reads_what_it_shares_as_it_was_redacted_and_none_is_made_that_wo
     late = forked(ledger, "late", 3)
     redact(ledger, 6)
     assert findings(late) == set()
-    with pytest.raises(ValueError, match="holds no text of prompt 6 in samples of its own; toy holds the shared ones"):
+    with pytest.raises(ValueError, match="holds no text of prompt 6 in its own samples; toy holds the shared ones"):
         redact(late, 6)
     require_restorable(ledger, 3)
     with pytest.raises(Redacted, match="cannot be forked at iteration 2: that needs 000002/"):

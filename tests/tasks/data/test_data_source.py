@@ -43,7 +43,10 @@ def test_the_digest_is_of_what_it_gives_in_its_order(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("yield {'prompt': 'a', 'label': 'b'}; yield 7", r"rows' gave int as row 2 of anything: let it be a mapping"),
+        (
+            "yield {'prompt': 'a', 'label': 'b'}; yield 7",
+            r"rows' returned int as row 2 of anything: let it be a mapping",
+        ),
         ("yield {'prompt': 'a', 'label': {1, 2}}", r"row 1 is not JSON \(.*set.*\): let the data source give JSON"),
         ("yield {'prompt': 'a', 'label': 'b'}; 1 / 0", r"failed on anything after 1 rows with ZeroDivisionError"),
         ("yield {'prompt': 'a'}", r"anything, row 1 has no field 'label'"),

@@ -224,7 +224,10 @@ def test_a_run_is_not_resumed_with_another_source(tiny_assets: Path, tmp_path: P
         ("1 / 0", r"get_samples' failed with ZeroDivisionError"),
         ("return 7", r"returned 7: let it return \(rows, state\)"),
         ("return [{'prompt': 'a'}], None", "returned 1 rows where 4 were requested"),
-        ("return [{'text': 'a'}] * count, None", "gave a row without the field 'prompt', which data.input_key names"),
+        (
+            "return [{'text': 'a'}] * count, None",
+            "returned a row without the field 'prompt', which data.input_key names",
+        ),
         ("return [{'prompt': 'a'}] * count, {1}", r"are not JSON \(.*set"),
         ("return [{'prompt': 'a'}] * count, __import__('json').loads('[' * 300 + ']' * 300)", "nested deeper"),
         ("return [{'prompt': 'a', 'metadata': 3}] * count, None", "'metadata' is not a mapping"),

@@ -16,8 +16,9 @@ from cairn.configs.errors import BadData
 from cairn.configs.schema.data import RowFormat
 from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.data.reasoning_gym import rows
-from cairn.tasks.rewards.reasoning_gym import _formula, _literal, grade
+from cairn.tasks.rewards.reasoning_gym import grade
 from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.scorers import _formula, _literal
 
 FORMAT = RowFormat(data_source_path="reasoning_gym", apply_chat_template=False)
 BOTH = "datasets:\n  - {name: gcd, weight: 3, level: 1}\n  - {name: chain_sum, config: {max_terms: 3}}\n"

@@ -46,7 +46,7 @@ def test_files_of_one_name_in_two_folders_do_not_meet(code):
     ("path", "message"),
     [
         ("absent.py:fn", r"there is no file .*absent\.py"),
-        ("custom.py:absent", r"absent is not there in .*custom\.py"),
+        ("custom.py:absent", r"absent does not exist in .*custom\.py"),
         ("custom.py:LIMIT", r"LIMIT is not callable in .*custom\.py"),
         ("broken.py:fn", r"broken\.py cannot be loaded: .*no_such_module_anywhere"),
         ("raising.py:fn", r"raising\.py cannot be loaded: .*ZeroDivisionError"),

@@ -109,7 +109,7 @@ def test_its_most_probable_tokens_are_learned_from_as_they_were_said_and_the_sam
         (
             {},
             {"rollout_temperature": 0.7},
-            "gives log-probs at temperature 1 over the whole vocabulary, and the policy",
+            "gives log-probs at temperature 1 over the whole vocabulary, but the policy",
         ),
         ({}, {"rollout_top_p": 0.9}, "leave out rollout.rollout_temperature, rollout_top_p and rollout_top_k"),
     ],

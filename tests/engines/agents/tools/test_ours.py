@@ -289,7 +289,7 @@ def test_tools_of_yours_stand_beside_ours(tmp_path):
     assert run(found["twice"], x=4) == 8
     file = tmp_path / "others.py"
     file.write_text("def plain(x: int) -> int:\n    return x\n")
-    with pytest.raises(BadPlugin, match=r"no cairn\.Tool"):
+    with pytest.raises(BadPlugin, match=r"is not a cairn\.Tool"):
         tools(f"{file}:plain")
     with pytest.raises(BadPlugin, match="there is no tool 'abacus': use one of calculator, python, search, shell"):
         tools("abacus")

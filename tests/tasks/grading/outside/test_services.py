@@ -192,7 +192,7 @@ def test_the_version_tells_what_is_asked_and_not_where():
         ({"pattern": "[0-9]+"}, "exactly one group"),
         ({"pattern": "("}, "not a regular expression"),
         ({"template": "{prompt}"}, "neither"),
-        ({"min_score": 5, "max_score": 5}, "let it be higher"),
+        ({"min_score": 5, "max_score": 5}, "set max_score higher"),
         ({"url": "http://user:secret@host/v1"}, "credentials"),
     ],
 )
