@@ -102,7 +102,8 @@ def _problems(
                 continue
         if limit is not None:
             shown = "set" if isinstance(value, Mapping) else repr(value)
-            problems.append(f"{option} is {shown} in the ledger{of}, and {limit}: {_RECIPE}")
+            colon = "" if limit.endswith("or") else ":"
+            problems.append(f"{option} is {shown} in the ledger{of}, and {limit}{colon} {_RECIPE}")
     return problems
 
 
