@@ -66,7 +66,7 @@ _PLACES = {
     "ToolLost": "cairn.engines.agents.tools.tool",
     "ToolUnavailable": "cairn.engines.agents.tools.tool",
     "Trajectory": "cairn.engines.types.trajectories",
-    "TryAgain": "cairn.tasks.rewards",
+    "TryAgain": "cairn.tasks.rewards.grader",
     "capture": "cairn.engines.agents.capture.server",
     "file_rows": "cairn.tasks.data.files:rows",
     "mcp": "cairn.engines.agents.environments.mcp",

@@ -6,27 +6,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from cairn.engines.training.weight_group import SendingGroup, flatten
 from cairn.engines.types.errors import EngineError, WrongVersion
 from cairn.engines.weights.layout import Layout
 from cairn.storage.store.errors import naming_full
 
 if TYPE_CHECKING:
+    import torch
+
     from cairn.engines.training.base import Sharing, TrainingEngine
+    from cairn.engines.training.weight_group import SendingGroup
     from cairn.engines.weights.buckets import Bucket
     from cairn.engines.weights.fp8 import Fp8Weights
-
-
-# The sender's end of a process group with the servers that receive the weights. The sender is rank 0.
 
 
 class WeightSource:
     """The part of a training rank (`cairn.engines.training.rank`) that serves weights to rollout engines.
 
     Rank 0 exports the weights. The other ranks take part in gathering them: for each export they call `end_export` at
-    the same time.
+    the same time. PyTorch is imported by the methods that need it: a rank's process is prepared before.
     """
 
     _address: str
@@ -82,6 +79,7 @@ class WeightSource:
 
     def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
         """On rank 0: open the address at which an engine, the target, meets this rank. Return its host and port."""
+        from cairn.engines.training.weight_group import SendingGroup
 
         self.leave_group(target)
         group = SendingGroup(name, self._address, timeout)
@@ -99,6 +97,7 @@ class WeightSource:
 
     def stage_bucket(self, backend: str) -> Layout | None:
         """On rank 0: prepare the next bucket for the broadcast. Return its layout, or None if there is no bucket."""
+        from cairn.engines.training.weight_group import flatten
 
         named_tensors = next(self._export, None)
         if named_tensors is None:
@@ -113,6 +112,7 @@ class WeightSource:
 
     def stage_copy(self, bucket: "Bucket", backend: str) -> Layout:
         """On rank 0: prepare a bucket that was exported before for the broadcast. Return its layout."""
+        from cairn.engines.training.weight_group import flatten
 
         layout, flat = flatten(bucket)
         self._copy = flat.cuda() if backend == "nccl" else flat

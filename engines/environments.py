@@ -1,1 +1,0 @@
-"""Environments of the field: what episodes reach by protocols that others have made."""

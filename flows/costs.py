@@ -1,1 +1,0 @@
-"""Cost of a run: device-seconds, tokens and money by step, and the wasted part."""

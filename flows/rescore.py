@@ -1,1 +1,0 @@
-"""Grading of committed samples with another grader."""
