@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.megatron.options import PERMITTED
+from cairn.engines.training.megatron.permitted import PERMITTED
 
 
 def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:

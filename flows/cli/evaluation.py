@@ -9,23 +9,14 @@ import typer
 
 from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption
 from cairn.flows.cli.evaluation_logs import require_exportable, write_log
-from cairn.flows.cli.evaluation_tables import print_results, print_standings
 from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.evaluation.comparing import Standing
-from cairn.flows.evaluation.evaluating import Found
 
 if TYPE_CHECKING:
     from cairn.configs.schema.evaluation import Benchmark
-    from cairn.flows.evaluation.evaluating import Watcher
+    from cairn.flows.evaluation.comparing import Standing
+    from cairn.flows.evaluation.evaluating import Found, Watcher
     from cairn.flows.evaluation.models import Evaluable
     from cairn.storage.store.store import Store
-
-
-# Tables of results, for people.
-
-
-# `--export inspect PATH` of evaluations: logs for the viewer of Inspect.
-
 
 EngineOption = Annotated[
     str | None, typer.Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
@@ -120,6 +111,7 @@ def evaluate(
     - `cairn eval quickstart my_benchmark.yaml --export inspect logs`
     - `cairn eval quickstart gsm8k --data gsm8k/test.jsonl --baseline quickstart@initial --gate-on-regression`
     """
+    from cairn.flows.cli.evaluation_tables import print_results
     from cairn.flows.cli.reading import answering_store
 
     asked = names if model is not None else names[1:]
@@ -189,6 +181,7 @@ def leaderboard(
     - `cairn leaderboard --benchmark gsm8k --baseline quickstart@initial`
     - `cairn leaderboard --baseline models/qwen3 --margin 0.01 --fail-on-regression` exits with 1
     """
+    from cairn.flows.cli.evaluation_tables import print_standings
     from cairn.flows.cli.reading import answering_store
 
     require_baseline(baseline, gate_on_regression)

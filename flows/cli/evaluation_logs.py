@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.flows.cli.app import BadInput
-from cairn.flows.evaluation.evaluating import Found
 
 if TYPE_CHECKING:
+    from cairn.flows.evaluation.evaluating import Found
     from cairn.storage.store.store import Store
 
 

@@ -28,14 +28,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cairn.configs.kinds import TOOL
 from cairn.configs.plugins import BadPlugin, deferred, path_of
-from cairn.configs.schema.rollout import ToolOptions
 from cairn.engines.agents.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.agents.tools.processes import in_a_thread, processes
 from cairn.engines.agents.tools.results import json_value, shortened
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.rollout import ToolOptions
 
 # Parameters of a tool: read from the function's signature and docstring, published to models as JSON schema, and
 # used to validate their arguments.
@@ -454,7 +456,7 @@ def tool(
 # The tools of a run, by their names in `rollout.tools`.
 
 
-def load_tools(names: Sequence[str], options: ToolOptions) -> dict[str, Tool]:
+def load_tools(names: Sequence[str], options: "ToolOptions") -> dict[str, Tool]:
     """Load tools; return them in order, by the names that models use. Raises BadPlugin."""
     found: dict[str, Tool] = {}
     for name in names:

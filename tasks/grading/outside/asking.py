@@ -23,8 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-import httpx
-
 from cairn.configs.schema.operations import GraderRetries
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.storage.store.canonical import from_json
@@ -232,7 +230,8 @@ class Service:
         self._key_env = key_env
         self._timeout = timeout
         self._at_once = at_once
-        self._client: httpx.AsyncClient | None = None
+        self._client: Any = None
+        """An `httpx.AsyncClient`, from the first request on."""
 
     async def post(self, question: Any) -> Any:
         """Return the JSON value of the response.
@@ -242,6 +241,8 @@ class Service:
             GraderFailed: the service refuses any request, or its key is missing.
             ValueError: the service refuses this request, or the response is no JSON.
         """
+        import httpx  # takes long, and only a grader's process makes requests
+
         if self._client is None:
             limits = httpx.Limits(max_connections=self._at_once, max_keepalive_connections=self._at_once)
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=limits)

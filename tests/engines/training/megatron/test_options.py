@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.megatron.options import PERMITTED, option_names, problems
+from cairn.engines.training.megatron.options import option_names, problems
+from cairn.engines.training.megatron.permitted import PERMITTED
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
 
