@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -60,7 +61,7 @@ def drive_while_machines_come_and_go(
         tiny_context(store, config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
     ):
         staying, coming = fleet.rollout
-        asked_again = watch_what_is_asked(fleet.rollout)
+        asked_again, ended_by = watch_what_is_asked(fleet.rollout)
         pids: list[int] = []
 
         def join() -> None:
@@ -69,7 +70,8 @@ def drive_while_machines_come_and_go(
             wait_for(lambda: fleet.membership.members == [staying, coming], 240)
 
         def stop() -> None:
-            """It is to be at work when its machine goes."""
+            """It has work of the iteration before, and is to be at work when its machine goes."""
+            wait_for(lambda: ended_by[coming.name], 240)
             pids.append(coming.health()["pid"])
             os.kill(pids[0], signal.SIGSTOP)
 
@@ -79,7 +81,7 @@ def drive_while_machines_come_and_go(
             wait_for(lambda: stream._engines[1]._groups, 240)
             parent.send("go")
 
-        drive(run, Between(run, {(1, Step.ROLLOUT): join, (3, Step.ADMIT): stop, (3, Step.ROLLOUT): leave}))
+        drive(run, Between(run, {(1, Step.ROLLOUT): join, (4, Step.ADMIT): stop, (4, Step.ROLLOUT): leave}))
         assert fleet.membership.members == [staying]
         with suppress(ProcessLookupError):  # Ray may have ended it
             os.kill(pids[0], signal.SIGKILL)
@@ -89,9 +91,9 @@ def drive_while_machines_come_and_go(
     parent.send("done")
 
 
-def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> list[SampleKey]:
-    """Samples that are asked for when they have ended, from now on."""
-    ended, again = set[SampleKey](), list[SampleKey]()
+def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> tuple[list[SampleKey], Counter[str]]:
+    """Samples that are asked for when they have ended, and how many each engine ended, from now on."""
+    ended, again, ended_by = set[SampleKey](), list[SampleKey](), Counter[str]()
 
     def watch(engine: RolloutHandle) -> None:
         generate, join = engine.generate_samples, engine.join
@@ -99,7 +101,9 @@ def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> list[SampleKey]:
         def generating(samples: Sequence[SampleRequest], *args: Any) -> Iterator[Any]:
             again.extend(sample.key for sample in samples if sample.key in ended)
             for told in generate(samples, *args):
-                ended.update(sample.key for sample in told if sample.finish_reason != FinishReason.ABORT)
+                keys = [sample.key for sample in told if sample.finish_reason != FinishReason.ABORT]
+                ended.update(keys)
+                ended_by[engine.name] += len(keys)
                 yield told
 
         def joining(samples: Sequence[SampleRequest]) -> bool:
@@ -110,7 +114,7 @@ def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> list[SampleKey]:
 
     for engine in engines:
         watch(engine)
-    return again
+    return again, ended_by
 
 
 def test_an_engine_gets_work_when_its_machine_comes_and_leaves_it_to_others_when_it_goes(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
@@ -24,6 +25,7 @@ from tests.background import in_background
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import tiny_config
+from tests.waiting import wait_for
 
 CAIRN = Path(sys.executable).with_name("cairn")
 
@@ -168,7 +170,9 @@ def test_a_notice_that_comes_before_there_is_a_run_ends_a_driver_as_preempted_to
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     os.mkfifo(recipe)
-    with in_background(CAIRN, "train", recipe, cwd=tmp_path) as driver, recipe.open("w"):  # it waits for the text
+    with in_background(CAIRN, "train", recipe, cwd=tmp_path) as driver, recipe.open("w"):
+        # A signal between Python's last look for one and the blocking read would be seen only once the read ends.
+        wait_for(lambda: psutil.Process(driver.pid).status() == psutil.STATUS_SLEEPING)
         driver.send_signal(signum)
         _, errors = driver.communicate(timeout=60)
     assert (driver.returncode, errors) == (EXIT_CODE, "preempted before the run was opened; run the command again\n")
