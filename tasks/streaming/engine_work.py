@@ -113,7 +113,7 @@ class EngineWork:
                 if state.closed:
                     return
                 samples, weights = state.samples_of(self._number), state.weights
-                rows = {sample.group_id: state.open[sample.group_id].group.drawn.row.index for sample in samples}
+                rows = {sample.group_id: state.open[sample.group_id].group.prompt.index for sample in samples}
                 samples = run.response_lengths.longest_first(samples, rows)
                 self._interrupted.clear()
                 self._begin(samples)
