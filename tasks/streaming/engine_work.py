@@ -240,7 +240,7 @@ class EngineWork:
         """Have the engine continue with newer weights. What it had decoded until then is logged, and is durable
         soon."""
         run, state = self._run, self._state
-        if not run.fleet.updates_in_flight():
+        if not run.fleet.weights.updates_in_flight():
             with self._changed:
                 self._interrupted.set()
             return
