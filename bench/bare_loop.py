@@ -235,7 +235,7 @@ class BareLoop:
                 [
                     GenerateRequest(
                         (row.group_id, i),
-                        row.row.prompt_ids,
+                        row.prompt_ids,
                         sample_seed(config.seed, index, row.group_id, i),
                         params,
                     )
@@ -245,7 +245,7 @@ class BareLoop:
                 for part in range(len(self.engines))
             ]
             samples = self._generate(parts)
-        rows = {row.group_id: row.row for row in drawn.rows}
+        rows = {row.group_id: row for row in drawn.rows}
         with _timed(seconds, "reward"):
             rewards = self._grade(self.grader, [(c, rows[c.request_id[0]].label) for c in samples])
         lengths = [len(c.response_ids) for c in samples]

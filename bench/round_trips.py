@@ -26,8 +26,9 @@ from rich.table import Table
 
 from bench.command import SMALL_RUN, parse, say
 from cairn.configs.loader import load
+from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.fencing import Callee
-from cairn.engines.fleet.handles import EngineHandle
+from cairn.engines.fleet.handles import Call
 from cairn.flows.events import Event
 from cairn.flows.train import start
 from cairn.storage.ledger.commits import Step
@@ -62,7 +63,7 @@ class Calls:
     def counted(self) -> Iterator[None]:
         """Intercept every call of this process while the block runs."""
         asked, asked_async = httpx.Client.send, httpx.AsyncClient.send
-        submit, wait = Callee.call, EngineHandle._result
+        submit, wait = Callee.call, Call.result
         calls = self
 
         def send(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -77,24 +78,24 @@ class Calls:
             calls.add("Prefect", _of(request), began)
             return response
 
-        def call(callee: Callee, method: str, *args: Any, **options: Any) -> Any:
-            began, ref = time.perf_counter(), submit(callee, method, *args, **options)
+        def call(callee: Callee, method: Any, *args: Any, **kwargs: Any) -> Any:
+            began, ref = time.perf_counter(), submit(callee, method, *args, **kwargs)
             for one in ref if isinstance(ref, list) else [ref]:
                 if isinstance(one, ray.ObjectRef):  # a stream is no one call
                     calls._begun[one.hex()] = began
             return ref
 
-        def result(handle: EngineHandle, ref: Any, deadline: Any, actor: Any, method: str) -> Any:
-            began = calls._begun.pop(ref.hex(), time.perf_counter())
-            found = wait(handle, ref, deadline, actor, method)
-            calls.add("Ray", f"{handle.name} {method}", began)
+        def result(sent: "Call[Any]", deadline: Deadline | None = None) -> Any:
+            began = calls._begun.pop(sent.ref.hex(), time.perf_counter())
+            found = wait(sent, deadline)
+            calls.add("Ray", f"{sent.engine.name} {sent.method}", began)
             return found
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(httpx.Client, "send", send))
             stack.enter_context(patch.object(httpx.AsyncClient, "send", send_async))
             stack.enter_context(patch.object(Callee, "call", call))
-            stack.enter_context(patch.object(EngineHandle, "_result", result))
+            stack.enter_context(patch.object(Call, "result", result))
             for name in STORE:
                 stack.enter_context(patch.object(LocalStore, name, self._timed(name, getattr(LocalStore, name))))
             yield

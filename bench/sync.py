@@ -25,8 +25,10 @@ from bench.rollout import build_model
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.serving import verify_log_probs
+from cairn.engines.fleet.handles import UPDATING
+from cairn.engines.fleet.weights.exchange import verify_log_probs
 from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.rollout.base import RolloutEngine
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 START_TIMEOUT = 600.0
@@ -67,9 +69,9 @@ def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[st
         for name in TRANSPORTS if turn % 2 else reversed(TRANSPORTS):
             began = time.perf_counter()
             laid = transports[name].lay(0)
-            engine.call("begin_weight_update", 0)
+            engine.call(UPDATING, RolloutEngine.begin_weight_update, 0).result()
             transports[name].send(0, laid, engine)
-            engine.call("end_weight_update")
+            engine.call(UPDATING, RolloutEngine.end_weight_update).result()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
     verify_log_probs(fleet.training, engine, config)

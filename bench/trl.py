@@ -100,16 +100,14 @@ class OneProcess:
         )
         n = rollout.n_samples_per_prompt
         requests = [
-            GenerateRequest(
-                (row.group_id, i), row.row.prompt_ids, sample_seed(config.seed, index, row.group_id, i), params
-            )
+            GenerateRequest((row.group_id, i), row.prompt_ids, sample_seed(config.seed, index, row.group_id, i), params)
             for row in drawn.rows
             for i in range(n)
         ]
         samples = [sample for part in self.engine.generate(requests) for sample in part]
         samples.sort(key=lambda sample: sample.request_id)
         meter.mark("generation")
-        rows = {row.group_id: row.row for row in drawn.rows}
+        rows = {row.group_id: row for row in drawn.rows}
         responses = [sample.response_ids.tolist() for sample in samples]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         rewards = np.array(

@@ -102,7 +102,7 @@ class TrlProcess:
         ours, theirs = Pipe()
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRL_EXPERIMENTAL_SILENCE": "1"}
         self._connection = ours
-        self._prompt_ids = iter([list(row.row.prompt_ids) for row in drawn.rows])
+        self._prompt_ids = iter([list(row.prompt_ids) for row in drawn.rows])
         self._process = subprocess.Popen(
             [ENVIRONMENT / "bin" / "python", "-m", "bench.trl_worker", str(theirs.fileno())],
             cwd=ROOT,
@@ -114,8 +114,8 @@ class TrlProcess:
         ours.send(
             {
                 "model": str(Path(config.model.path).resolve()),
-                "prompts": [row.row.prompt_text for row in drawn.rows],
-                "labels": [row.row.label for row in drawn.rows],
+                "prompts": [row.prompt_text for row in drawn.rows],
+                "labels": [row.label for row in drawn.rows],
                 "grader": get_grader(config.reward).path,
                 "threads": threads,
                 "options": trl_settings(config, steps) | {"output_dir": str(folder)},

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.data import files
     from cairn.tasks.data.stream import GroupResult as GroupResult
-    from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample as EvaluatedSample
+    from cairn.tasks.grading.graded import GradedSample as GradedSample
     from cairn.tasks.rewards.grader import TryAgain as TryAgain
     from cairn.tasks.rewards.sample import ResponseSegment as ResponseSegment
     from cairn.tasks.rewards.sample import Sample as Sample
     from cairn.tasks.selecting.buffers.group import JudgedGroup as JudgedGroup
     from cairn.tasks.selecting.filters.sample import FilterDecision as FilterDecision
-    from cairn.tasks.selecting.filters.sample import GradedSample as GradedSample
 
+    EvaluatedSample = GradedSample
     file_rows = files.rows
     open = opened
     openenv = OpenEnv
@@ -47,10 +47,10 @@ _PLACES = {
     "BadQuery": "cairn.storage.store.errors",
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
     "Context": "cairn.engines.agents.episodes.context",
-    "EvaluatedSample": "cairn.tasks.evaluation.benchmarks.sample",
+    "EvaluatedSample": "cairn.tasks.grading.graded:GradedSample",
     "FilterDecision": "cairn.tasks.selecting.filters.sample",
     "GroupResult": "cairn.tasks.data.stream",
-    "GradedSample": "cairn.tasks.selecting.filters.sample",
+    "GradedSample": "cairn.tasks.grading.graded",
     "Intent": "cairn.engines.agents.tools.tool",
     "JudgeFailed": "cairn.engines.agents.tools.errors",
     "JudgedGroup": "cairn.tasks.selecting.buffers.group",

@@ -341,7 +341,7 @@ BENCHMARK = Kind(
     ("eval.benchmarks.metric",),
     "cairn.tasks.evaluation.benchmarks",
     "measure",
-    frozenset({"rows", "sample"}),
+    frozenset({"rows"}),
     (("samples",),),
 )
 GENERATE = Kind(

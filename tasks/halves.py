@@ -69,7 +69,7 @@ def publish_for_open_halves(run: RunContext) -> None:
     needed = needed_weights(run)
     for iteration in range(min(needed), max(needed) + 1) if needed else ():
         weights = weights_after(run, iteration)
-        if version_of(weights) not in run.fleet.published():
+        if version_of(weights) not in run.fleet.weights.published():
             publish(run, weights)
 
 

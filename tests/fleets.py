@@ -3,26 +3,27 @@
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.calls import at_the_same_time
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.fleet.serving import verify_log_probs
+from cairn.engines.fleet.handles import UPDATING
+from cairn.engines.fleet.weights.exchange import verify_log_probs
 from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.rollout.base import RolloutEngine
 
 
 def versions(fleet: Fleet) -> list[int | None]:
     """The weight version that each rollout engine reports."""
-    return at_the_same_time(fleet.rollout, RolloutHandle.weight_version)
+    return at_the_same_time(fleet.rollout, lambda engine: engine.ask(RolloutEngine.get_weight_version))
 
 
 def serve_all(fleet: Fleet, version: int) -> list[int | None]:
     """Have every rollout engine serve a published version; returns what they report then."""
-    at_the_same_time(fleet.rollout, lambda engine: fleet.serve(engine, version))
+    at_the_same_time(fleet.rollout, lambda engine: fleet.weights.serve(engine, version))
     return versions(fleet)
 
 
 def sync(fleet: Fleet) -> list[int | None]:
     """Publish what the trainer holds, and have every rollout engine serve it."""
     version = fleet.training.position().weight_version
-    fleet.publish(version, keep=2)
+    fleet.weights.publish(version, keep=2)
     return serve_all(fleet, version)
 
 
@@ -34,9 +35,9 @@ def send(fleet: Fleet, version: int, options: FleetConfig, lag: int = 0) -> None
     transport.keep({version})
     for engine in fleet.rollout:
         with engine.alone():
-            engine.call("begin_weight_update", version)
+            engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
             transport.send(version, laid, engine)
-            engine.call("end_weight_update")
+            engine.call(UPDATING, RolloutEngine.end_weight_update).result()
 
 
 def verify(fleet: Fleet) -> None:

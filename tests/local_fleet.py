@@ -13,7 +13,7 @@ from cairn.configs.view import view
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.membership import Membership
-from cairn.engines.fleet.serving import Turns
+from cairn.engines.fleet.turns import Turns
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.types.errors import PublicationGone, RequestRefused, WrongVersion
@@ -233,6 +233,11 @@ class LocalFleet:
         self._published: dict[int, list[dict[str, Any]]] = {}
         self._dtype = config.rollout.dtype
         self.turns = Turns([], self.training, config.fleet)  # type: ignore[arg-type]
+
+    @property
+    def weights(self) -> "LocalFleet":
+        """The exchange of weights: this fleet itself."""
+        return self
 
     def close(self) -> None:
         """Its rollout engines are not asked for anything any more."""

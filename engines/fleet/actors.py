@@ -37,14 +37,14 @@ class Askers:
 
     def __init__(self, open: Callable[[], Stream]) -> None:
         """`open`: opens a stream of the engine."""
-        self._open = open
+        self._open_one = open
         self._askers: dict[str, _Asker] = {}
         self._lock = threading.Lock()
 
     def open_stream(self, name: str) -> None:
         """Open a stream for a client. `name` must differ from those of all clients, present and past."""
         with self._lock:
-            self._askers[name] = _Asker(self._open())
+            self._askers[name] = _Asker(self._open_one())
 
     def ask(self, name: str, requests: Sequence[GenerateRequest]) -> None:
         """Submit requests, one sample each. `take_answers` returns refusals among the answers, and raises later errors.
@@ -197,14 +197,14 @@ class EngineActor(FencedActor):
         return self._engine
 
 
-class RolloutActor(EngineActor):
+class RolloutActor(EngineActor, Askers):
     """A rollout engine, and the coroutines of samples, which run next to it."""
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
-        super().__init__(claim, num_threads, slot)
+        EngineActor.__init__(self, claim, num_threads, slot)
+        Askers.__init__(self, self._open)
         self._admission = Admission(None)
         self._samples = SampleEngine(self._open, lambda: self._made.abort())
-        self._askers = Askers(self._open)
 
     def make(self, maker: str, *args: Any) -> None:
         """Make the engine; see `EngineActor.make`. The arguments begin with a model folder and a RolloutConfig."""
@@ -228,25 +228,6 @@ class RolloutActor(EngineActor):
     def usage(self) -> dict[str, int]:
         """Return usage counters; see `cairn.engines.rollout.base` and `cairn.engines.rollout.admission`."""
         return {**self._made.usage(), **self._admission.usage()}
-
-    def open_stream(self, asker: str) -> None:
-        """Open a stream for a client. This method and the next ones forward to `Askers`."""
-        self._askers.open_stream(asker)
-
-    def ask(self, asker: str, requests: Sequence[GenerateRequest]) -> None:
-        self._askers.ask(asker, requests)
-
-    def take_answers(self, asker: str, seconds: float) -> Answers:
-        return self._askers.take_answers(asker, seconds)
-
-    def abort_stream(self, asker: str) -> None:
-        self._askers.abort_stream(asker)
-
-    def close_stream(self, asker: str) -> None:
-        self._askers.close_stream(asker)
-
-    def close_streams(self) -> None:
-        self._askers.close_streams()
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -36,11 +36,12 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def put(value: Any) -> "ray.ObjectRef[Any]":
-    """Put the value into the object store and return its reference. Raises ClusterLost and NoSpace."""
+def put(value: Found) -> Found:
+    """Put the value into the object store. Returns its reference, as an argument of calls: Ray passes the value. Raises
+    ClusterLost and NoSpace."""
     require_cluster()
     try:
-        return ray.put(value)
+        return cast(Found, ray.put(value))
     except FULL as error:
         raise no_room("the driver", ray_folder()) from error
 
@@ -88,11 +89,6 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
     except RayError as error:
         require_cluster()
         raise EngineError(f"{call} failed: {error}") from error
-
-
-def results(refs: "Sequence[ray.ObjectRef[Any]]", deadline: Deadline, calls: Sequence[str]) -> list[Any]:
-    """Return the results of concurrent calls, in order. Raises what `result` raises for the first of them."""
-    return [result(ref, deadline, call) for ref, call in zip(refs, calls, strict=True)]
 
 
 def at_the_same_time(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:

@@ -25,8 +25,10 @@ from ray.exceptions import RayError, RayTaskError
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.agents.episodes.user_code import GenerateFunction
-from cairn.engines.fleet.calls import Deadline, result, wait
-from cairn.engines.fleet.handles import CONTROL, Actor, EngineHandle
+from cairn.engines.fleet.actors import EngineActor, RolloutActor
+from cairn.engines.fleet.calls import Deadline, wait
+from cairn.engines.fleet.episode_worker import EpisodeWorker
+from cairn.engines.fleet.handles import CONTROL, Actor, Call, EngineHandle
 from cairn.engines.fleet.remote_stream import ASKING, RemoteEngine
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest, take_records
@@ -45,39 +47,24 @@ LOOK = 1.0
 class EpisodeWorkerHandle(EngineHandle):
     """An episode worker. Calls may raise EngineDied and EngineTimeout."""
 
-    def __init__(self, name: str, actor: Actor, fleet: FleetConfig) -> None:
-        super().__init__(name, [actor], fleet)
-        self._actor = actor
-
     def begin(
         self, engine: RemoteEngine, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> "ray.ObjectRefGenerator":
         """Start episodes; `take` reads what they yield."""
-        return self._actor.call("generate_samples", engine, list(samples), params, function, num_returns="streaming")
+        callee = self.actor.callee(num_returns="streaming")
+        return callee.call(EpisodeWorker.generate_samples, engine, list(samples), params, function)
 
-    def take(self, ref: Any, deadline: Deadline) -> Any:
+    def take(self, ref: Any, deadline: Deadline) -> list[GeneratedSample] | Recorded:
         """Return what was yielded. Raises what the worker raises."""
-        return self._result(ref, deadline, self._actor, "generate_samples")
-
-    def told(self, method: str, *args: Any) -> Any:
-        """Start a call that the worker handles while episodes run."""
-        return self._actor.call(method, *args, concurrency_group=CONTROL)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Make such a call and return its result."""
-        return self._result(self.told(method, *args), Deadline(self._fleet.call_timeout), self._actor, method)
-
-    def hung(self) -> None:
-        """Mark the worker as useless, whatever its health says: `ensure_alive` then replaces it."""
-        self._suspect = True
+        return Call[list[GeneratedSample] | Recorded](self, self.actor, "generate_samples", ref).result(deadline)
 
     def _make_engine(self, deadline: Deadline) -> None:
-        self._result(self._actor.call("make", WORKER), deadline, self._actor, "make")
+        self.call(None, EngineActor.make, WORKER).result(deadline)
 
     def _adopted(self) -> bool:
         if not super()._adopted():
             return False
-        self.told("give_up_all")  # nobody listens to what its last driver asked for
+        self.call(CONTROL, EpisodeWorker.give_up_all)  # nobody listens to what its last driver asked for
         return True
 
 
@@ -92,7 +79,7 @@ class _Call:
     stream: "ray.ObjectRefGenerator"
     heard: float
     """Time at which the worker last yielded something or was seen alive."""
-    health: "ray.ObjectRef[Any] | None" = None
+    health: Call[dict[str, Any]] | None = None
     """Health check under way, made because the worker was silent."""
     asked: float = 0.0
 
@@ -168,7 +155,7 @@ class Episodes:
             known[call.engine.asker] = (call, theirs)
         for asker, (call, theirs) in known.items():
             with suppress(EngineDied):  # nobody waits there
-                call.worker.told("acknowledge", asker, theirs)
+                call.worker.call(CONTROL, EpisodeWorker.acknowledge, asker, theirs)
 
     def abort(self) -> None:
         """Have all samples returned soon, with what they have so far. May be called from any thread."""
@@ -176,7 +163,7 @@ class Episodes:
         refs = []
         for call in list(self._calls.values()):
             with suppress(EngineDied):  # its samples are not begun again
-                refs.append(call.worker.told("abort", call.engine.asker))
+                refs.append(call.worker.call(CONTROL, EpisodeWorker.abort, call.engine.asker).ref)
         wait(refs, self._fleet.call_timeout, len(refs)) if refs else None
 
     def _begin(
@@ -189,7 +176,7 @@ class Episodes:
         if not samples:
             return
         asker = f"{worker.name}/{uuid4().hex[:12]}"
-        engine = RemoteEngine(self._engine.callee, self._engine.name, asker, self._fleet.call_timeout)
+        engine = RemoteEngine(self._engine.callee(), self._engine.name, asker, self._fleet.call_timeout)
         call = _Call(worker, engine, {sample.key: sample for sample in samples}, None, time.monotonic())
         try:
             call.stream = worker.begin(engine, samples, params, function)
@@ -246,10 +233,10 @@ class Episodes:
             )
 
         def make_again() -> None:
-            call.engine.call("close_stream", ASKING)
+            call.engine.call(ASKING, RolloutActor.close_stream)
             call.worker.ensure_alive()
 
-        call.worker.hung()
+        call.worker.suspect = True
         self._lost[self._pool.submit(make_again)] = call
 
     def _made_again(self) -> list[_Call]:
@@ -267,9 +254,9 @@ class Episodes:
                 continue
             try:
                 if call.health is None:
-                    call.health, call.asked = call.worker.told("health"), now
-                elif ray.wait([call.health], timeout=0)[0]:
-                    result(call.health, Deadline(LOOK), f"{call.worker.name}.health()")
+                    call.health, call.asked = call.worker.call(CONTROL, EngineActor.health), now
+                elif ray.wait([call.health.ref], timeout=0)[0]:
+                    call.health.result(Deadline(LOOK))
                     call.heard, call.health = now, None
                 elif now - call.asked > self._fleet.call_timeout:
                     raise EngineTimeout(f"{call.worker.name} does not answer")
@@ -286,14 +273,14 @@ class Episodes:
         while running and deadline.remaining:
             for call in running:
                 with suppress(EngineError):
-                    call.worker.told("give_up", call.engine.asker)
+                    call.worker.call(CONTROL, EpisodeWorker.give_up, call.engine.asker)
             ended, _ = ray.wait([call.stream.completed() for call in running], num_returns=len(running), timeout=LOOK)
             running = [call for call in running if call.stream.completed() not in ended]
         for call in running:
-            call.worker.hung()
+            call.worker.suspect = True
         with suppress(EngineError, Superseded):
             for call in [*running, *calls_of_lost]:
-                call.engine.call("close_stream", ASKING)
+                call.engine.call(ASKING, RolloutActor.close_stream)
 
 
 def _is_of_the_worker(error: EngineError) -> bool:

@@ -19,12 +19,19 @@ the action. Its successor then makes again what it destroyed, groups included.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cairn.engines.types.errors import Superseded
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Method = Callable[Concatenate[Any, P], R]
+"""A method of an actor or of its engine, as the attribute of a class or protocol: `RolloutEngine.abort`. Calls name it
+so that its arguments and its result are checked."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,15 @@ class Callee:
 
     handle: Any
     claim: Claim
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's options of the calls, such as `concurrency_group`."""
 
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
+    def call(self, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call a method; returns what Ray's `.remote()` returns. The result may be Superseded."""
-        streams = options.get("num_returns") == "streaming"
+        streams = self.options.get("num_returns") == "streaming"
         obey = self.handle.obey_streaming if streams else self.handle.obey
-        return obey.options(name=method, **options).remote(self.claim, method, *args)
+        name = method.__name__
+        return obey.options(name=name, **self.options).remote(self.claim, name, *args, **kwargs)
 
 
 class FencedActor:
@@ -76,15 +86,15 @@ class FencedActor:
         self._newest = claim
         self._admitting = threading.Lock()
 
-    def obey(self, claim: Claim, method: str, *args: Any) -> Any:
+    def obey(self, claim: Claim, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this actor. Raises Superseded, and what the method raises."""
         self._admit(claim, method)
-        return self._find(method)(*args)
+        return self._find(method)(*args, **kwargs)
 
-    def obey_streaming(self, claim: Claim, method: str, *args: Any) -> Iterator[Any]:
+    def obey_streaming(self, claim: Claim, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Call a method that yields its results one by one. Raises as `obey` does."""
         self._admit(claim, method)
-        with closing(self._find(method)(*args)) as stream:
+        with closing(self._find(method)(*args, **kwargs)) as stream:
             yield from (part for part in stream)  # a generator: Ray sends into it, which not every stream takes
 
     def end(self) -> None:

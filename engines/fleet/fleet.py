@@ -45,14 +45,13 @@ from cairn.engines.fleet.requirements import ranks_together
 from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
 from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
-from cairn.engines.fleet.serving import Serving, Turns, share_bundles
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.fleet.weights.publications import Publications
+from cairn.engines.fleet.turns import Turns, share_bundles
+from cairn.engines.fleet.weights.exchange import WeightExchange
 from cairn.engines.fleet.weights.transports import transport_of
 from cairn.engines.processes.fingerprint import combined
 from cairn.engines.rollout.plan import LaunchPlan, kind_of
 from cairn.engines.types.errors import EngineError, Superseded
-from cairn.engines.types.types import Publication
 from cairn.storage.records import Environment
 from cairn.storage.store.errors import LeaseLost, StoreError
 
@@ -68,14 +67,13 @@ class Fleet:
 
     def __init__(
         self,
-        config: RunConfig,
         router: RouterHandle | None,
         rollout: list[RolloutHandle],
         membership: Membership,
         training: TrainingHandle,
         reward_model: RewardModelHandle | None,
         turns: Turns,
-        publications: Publications,
+        weights: WeightExchange,
         cluster: Cluster,
         placement: Placement,
         closing: ExitStack,
@@ -92,9 +90,8 @@ class Fleet:
         """The reward model, None without one."""
         self.turns = turns
         """Turns of training and rollout with the memory of the GPUs that they share."""
-        self._config = config
-        self._publications = publications
-        self._serving = Serving(config, router, rollout, membership, training, turns, publications)
+        self.weights = weights
+        """The publications of weights, and the version that each rollout engine serves."""
         self._cluster = cluster
         self._placement = placement
         self._closing = closing
@@ -209,20 +206,19 @@ class Fleet:
                 maps_gpu_memory=mapped,
                 lag=config.rollout.weights_lag,
             )
-            publications = Publications(training, transport, config.rollout.dtype)
-            stack.callback(publications.close)
+            weights = WeightExchange(config, router, rollout, membership, training, turns, transport)
+            stack.callback(weights.close)
             stack.callback(membership.close)
             membership.open()
             closing = stack.pop_all()
             return cls(
-                config,
                 router,
                 rollout,
                 membership,
                 training,
                 reward_model,
                 turns,
-                publications,
+                weights,
                 cluster,
                 placement,
                 closing,
@@ -273,56 +269,6 @@ class Fleet:
             lambda: seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
         )
 
-    def publish(self, version: int, keep: int) -> Publication:
-        """Publish the trainer's weights, so that rollout engines can fetch them. Earlier publications stay if they are
-        among the last `keep`, the new one included. An existing publication of the same weights stays as it is. The
-        caller must have the trainer to itself.
-
-        Where engines fetch the weights from the trainer itself (`fleet.update_weight_transport` is distributed and
-        there is no lag, or they share GPUs), a publication lasts as long as the trainer is at its version.
-
-        Raises:
-            WrongVersion: the trainer is not at `version`.
-            EngineError, NoSpace: the weights could not be published.
-        """
-        self.turns.for_training()
-        return self._publications.publish(version, keep)
-
-    def published(self) -> set[int]:
-        """Return the weight versions that an engine can be updated to."""
-        return self._publications.versions()
-
-    def serve(self, engine: RolloutHandle, version: int) -> None:
-        """Have a rollout engine serve a published version. A dead engine is restarted; the engine gets all its memory,
-        and is behind the router if there is one. An engine that reports the version is left as it is. Several threads
-        may do this with several engines at a time. No engine that generates behind a router may be updated to another
-        version meanwhile.
-
-        The engine's weights are compared with the publication's digest. Where the engine reports no checksum,
-        `fleet.check_weight_update_equal` compares its log-probs with the trainer's.
-
-        Raises:
-            PublicationGone: the engine needs the version, and it is not published any more.
-            WeightsDiffer: the engine did not receive what was published; it serves nothing.
-            EngineError: an engine died, hung or refused.
-        """
-        self._serving.serve(engine, version)
-
-    def updates_in_flight(self) -> bool:
-        """Return whether the result of `update` can be checked as configured. Engines that report no checksum must
-        generate to be compared."""
-        return not self._config.fleet.check_weight_update_equal or all(one.tells_checksum for one in self.rollout)
-
-    def update(self, engine: RolloutHandle, version: int) -> float:
-        """Update a rollout engine that serves another version to a published one, between two decoding steps. Samples
-        in flight are retracted and paused meanwhile, and do not end (`cairn.engines.rollout.base`). Returns the
-        duration in seconds. Only for fleets without a router.
-
-        Raises as `serve` does. The samples in flight then stay paused until they are aborted, or the engine is updated
-        to another version.
-        """
-        return self._serving.update(engine, version)
-
     def generating_environment(self, engine: RolloutHandle) -> Environment:
         """Return the environment that computes the requests of a rollout engine: of that engine, or of all engines
         where a router distributes the requests."""
@@ -331,7 +277,7 @@ class Fleet:
 
 def _give_workers(rollout: Sequence[RolloutHandle], actors: Sequence[Actor], fleet: FleetConfig) -> None:
     """Assign episode workers to rollout engines, consecutive ones to each."""
-    workers = [EpisodeWorkerHandle(f"episodes:{index}", actor, fleet) for index, actor in enumerate(actors)]
+    workers = [EpisodeWorkerHandle(f"episodes:{index}", [actor], fleet) for index, actor in enumerate(actors)]
     each = len(workers) // len(rollout)
     for index, engine in enumerate(rollout):
         engine.take_workers(workers[index * each : (index + 1) * each])

@@ -8,15 +8,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import ray
 
 from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import require_cluster
-from cairn.engines.fleet.fencing import NO_CLAIM, Callee, Tenure
+from cairn.engines.fleet.fencing import NO_CLAIM, Callee, Method, P, R, Tenure
 from cairn.engines.fleet.roles import Slot
 from cairn.engines.processes.fingerprint import combined
 from cairn.engines.types.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
@@ -99,26 +101,26 @@ class Actor:
                 self.require_held()
                 ray.kill(handle)
 
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method; returns what Ray's `.remote()` returns. The result may be Superseded."""
-        require_cluster()
-        return self.callee.call(method, *args, **options)
+    def callee(self, group: str | None = None, **options: Any) -> Callee:
+        """Return the actor with this driver's claim, for this process and others. Raises EngineDied where there is no
+        actor.
 
-    @property
-    def callee(self) -> Callee:
-        """The actor with this driver's claim, for this process and others. Raises EngineDied where there is no
-        actor."""
+        Args:
+            group: concurrency group of the calls; None for the one of long work.
+            options: further options of Ray for the calls.
+        """
+        require_cluster()
         if self._handle is None:
             raise EngineDied(f"{self.name} was killed and has not been started again")
-        return self._called(self._handle)
+        return self._called(self._handle, **({} if group is None else {"concurrency_group": group}), **options)
 
     def require_held(self) -> None:
         """Raise LeaseLost if another driver may have the actor by now."""
         if self._tenure is not None:
             self._tenure.check()
 
-    def _called(self, handle: "ray.actor.ActorHandle") -> Callee:
-        return Callee(handle, NO_CLAIM if self._tenure is None else self._tenure.claim)
+    def _called(self, handle: "ray.actor.ActorHandle", **options: Any) -> Callee:
+        return Callee(handle, NO_CLAIM if self._tenure is None else self._tenure.claim, options)
 
     def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
         """Return whether the actor has ended by itself, which it does only for the newest driver."""
@@ -126,9 +128,8 @@ class Actor:
             return False  # nobody else has it: it need not be asked
         with contextlib.suppress(Superseded, EngineError):
             try:
-                result(
-                    self._called(handle).call("end", concurrency_group=CONTROL), Deadline(TO_END), f"{self.name}.end()"
-                )
+                end = self._called(handle, concurrency_group=CONTROL).call(EngineActor.end)
+                result(end, Deadline(TO_END), f"{self.name}.end()")
             except EngineDied:
                 return True
         return False
@@ -139,12 +140,42 @@ def log_of(actor: Actor) -> Path:
     return Path(LOGS, f"{actor.name.replace(':', '-')}.log").absolute()
 
 
+@dataclass(frozen=True)
+class Call(Generic[R]):
+    """A call that an actor of an engine has been sent."""
+
+    engine: "EngineHandle"
+    actor: Actor
+    method: str
+    ref: Any
+    """What Ray returned for it."""
+
+    def result(self, deadline: Deadline | None = None) -> R:
+        """Return the result, by default within `fleet.call_timeout` seconds. Raises what the method raises, EngineDied
+        and EngineTimeout."""
+        try:
+            found: R = result(self.ref, deadline or self.engine.patience(), f"{self.actor.name}.{self.method}()")
+            return found
+        except EngineTimeout:
+            self.engine.suspect = True
+            raise
+
+
+class Reporting(Protocol):
+    """An engine that computes with models."""
+
+    def environment(self) -> Environment:
+        """Return the software and hardware that this rank or machine computes on."""
+
+
 class EngineHandle:
     """An engine: one actor, or several that are its ranks and live and die together. Threads may share it."""
 
     def __init__(self, name: str, actors: Sequence[Actor], fleet: FleetConfig) -> None:
         self.name = name
         """Name within the fleet. The names of the actors also contain the name of the fleet."""
+        self.actor = actors[0]
+        """The actor that calls go to; of several ranks or machines the first."""
         self._actors = actors
         self._fleet = fleet
         self._replacing = threading.RLock()
@@ -154,9 +185,9 @@ class EngineHandle:
         """Callback before a restart. It takes the memory that the engine shares from the engines that have it."""
         self.tell: Callable[[str], None] = lambda sentence: None
         """Callback for a sentence on why the engine is replaced."""
-        self._suspect = False
+        self.suspect = False
         """Whether the engine may be hung, or its ranks may have diverged. Such an engine may respond, but is of no
-        use."""
+        use: `ensure_alive` replaces it."""
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
         """Make the engine's actors. With `adopt`, keep those of an earlier driver if all of them respond.
@@ -164,12 +195,12 @@ class EngineHandle:
         Raises BadModel, EngineDied, EngineTimeout.
         """
         with self._replacing:
-            self._suspect = True  # until it is up: an actor whose engine did not start answers too
+            self.suspect = True  # until it is up: an actor whose engine did not start answers too
             if not (adopt and self._adopted()):
                 for actor in self._actors:
                     actor.create(deadline)
                 self._make_engine(deadline)
-            self._suspect = False
+            self.suspect = False
 
     def restart(self) -> None:
         """Kill the engine's actors, even hung ones, and start new ones in their place, at weight version 0.
@@ -193,7 +224,7 @@ class EngineHandle:
     def require_alive(self) -> dict[str, Any]:
         """Return the engine's health. Raises EngineDied or EngineTimeout if an actor of the engine is dead, does not
         respond, or did not end a call in time."""
-        if self._suspect:
+        if self.suspect:
             raise EngineTimeout("a call of it failed, or did not end in time")
         return self.health()
 
@@ -203,9 +234,8 @@ class EngineHandle:
 
         Works while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not respond.
         """
-        deadline = Deadline(self._fleet.call_timeout)
-        refs = [actor.call("health", concurrency_group=CONTROL) for actor in self._actors]
-        found = [self._result(ref, deadline, actor, "health") for ref, actor in zip(refs, self._actors, strict=True)]
+        deadline = self.patience()
+        found = [call.result(deadline) for call in self.call_all(CONTROL, EngineActor.health)]
         of_all = {"pids": [health["pid"] for health in found], "slots": [health.pop("slot") for health in found]}
         return {**found[0], **of_all, "restarts": self.restarts}
 
@@ -213,6 +243,30 @@ class EngineHandle:
         """End the engine's actors for good."""
         for actor in self._actors:
             actor.kill()
+
+    def call(self, group: str | None, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Send the first actor a call. It waits for those before it in the same concurrency group; None is the group of
+        long work."""
+        return Call(self, self.actor, method.__name__, self.actor.callee(group).call(method, *args, **kwargs))
+
+    def call_all(self, group: str | None, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[Call[R]]:
+        """Send every actor the same call."""
+        return [
+            Call(self, actor, method.__name__, actor.callee(group).call(method, *args, **kwargs))
+            for actor in self._actors
+        ]
+
+    def call_one(self, actor: Actor, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Send one of the actors a call for long work."""
+        return Call(self, actor, method.__name__, actor.callee().call(method, *args, **kwargs))
+
+    def ask(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of a call that the first actor handles while it works."""
+        return self.call(CONTROL, method, *args, **kwargs).result()
+
+    def patience(self) -> Deadline:
+        """Return a deadline of `fleet.call_timeout` seconds."""
+        return Deadline(self._fleet.call_timeout)
 
     def _make_engine(self, deadline: Deadline) -> None:
         raise NotImplementedError
@@ -222,13 +276,12 @@ class EngineHandle:
         reach it."""
         if self._fleet.ray_address is None:
             return "127.0.0.1"
-        found: str = self._result(actor.call("host"), deadline, actor, "host")
-        return found
+        return self.call_one(actor, EngineActor.host).result(deadline)
 
     def _adopted(self) -> bool:
         if not all(actor.find() for actor in self._actors):
             return False
-        deadline = Deadline(self._fleet.call_timeout)
+        deadline = self.patience()
         try:
             found: list[Slot] = self.health()["slots"]
             # The actors must be where this driver's placement has them, because it assigns bundles anew.
@@ -238,13 +291,6 @@ class EngineHandle:
         except Superseded:  # by a driver of a run of the same name that was deleted since, or of this one
             self._actors[0].require_held()
             return False
-
-    def _result(self, ref: Any, deadline: Deadline, actor: Actor, method: str) -> Any:
-        try:
-            return result(ref, deadline, f"{actor.name}.{method}()")
-        except EngineTimeout:
-            self._suspect = True
-            raise
 
 
 class ModelHandle(EngineHandle):
@@ -284,25 +330,22 @@ class ModelHandle(EngineHandle):
         environment = self._environment
         if environment is None:
             with self._replacing:
-                deadline = Deadline(self._fleet.call_timeout)
-                environment = self._environment = combined(list(self._environments(deadline).values()))
+                environment = self._environment = combined(list(self._environments(self.patience()).values()))
         return environment
 
     def _environments(self, deadline: Deadline) -> dict[Actor, Environment]:
-        refs = {actor: actor.call("environment", concurrency_group=CONTROL) for actor in self._actors}
-        return {actor: self._result(ref, deadline, actor, "environment") for actor, ref in refs.items()}
+        return {call.actor: call.result(deadline) for call in self.call_all(CONTROL, Reporting.environment)}
 
     def _require_models(self, deadline: Deadline) -> None:
         if not self._folders:
             return
         machines = {environment.host: actor for actor, environment in self._environments(deadline).items()}
         asked = {
-            host: (actor, actor.call("model_digests", self._folders, dict(self._digests)))
+            host: self.call_one(actor, EngineActor.model_digests, self._folders, dict(self._digests))
             for host, actor in machines.items()
         }
-        for host, (actor, ref) in asked.items():
-            found = self._result(ref, deadline, actor, "model_digests")
-            for name, digest in found.items():
+        for host, call in asked.items():
+            for name, digest in call.result(deadline).items():
                 if digest != self._digests[name]:
                     raise BadModel(
                         f"{self.name} has loaded another model than the run's: the digest of {self._folders[name]} on "

@@ -2,14 +2,15 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate
 
 from cairn.engines.agents.episodes.beside import Answers
+from cairn.engines.fleet.actors import RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
-from cairn.engines.fleet.fencing import Callee
+from cairn.engines.fleet.fencing import Callee, P, R
 from cairn.engines.types.errors import EngineError, RequestRefused, Superseded
 from cairn.engines.types.types import Completion, GenerateRequest, RequestId
 
@@ -38,17 +39,19 @@ class RemoteEngine:
     def open(self) -> "RemoteStream":
         """Open a stream of the engine; one at a time. Raises EngineDied, EngineTimeout and Superseded, as the methods
         below do."""
-        self.call("open_stream", ASKING)
+        self.call(ASKING, RolloutActor.open_stream)
         return RemoteStream(self)
 
     def abort(self) -> None:
         """Abort the client's requests."""
-        self.call("abort_stream", ASKING)
+        self.call(ASKING, RolloutActor.abort_stream)
 
-    def call(self, method: str, group: str, *args: Any, patience: float = 0.0) -> Any:
-        """Call a method of the engine's `Askers` for this client."""
-        ref = self.actor.call(method, self.asker, *args, concurrency_group=group)
-        return result(ref, Deadline(self.timeout + patience), f"{self.name}.{method}()")
+    def call(self, group: str, method: Callable[Concatenate[Any, str, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of a method of the engine's actor that is called for this client."""
+        ref = replace(self.actor, options={"concurrency_group": group}).call(method, self.asker, *args, **kwargs)
+        patience = PATIENCE if group == ANSWERING else 0.0
+        found: R = result(ref, Deadline(self.timeout + patience), f"{self.name}.{method.__name__}()")
+        return found
 
 
 class RemoteStream:
@@ -88,7 +91,7 @@ class RemoteStream:
             if self._answers:
                 return self._taken(answers)
             try:
-                answers = self._engine.call("take_answers", ANSWERING, PATIENCE, patience=PATIENCE)
+                answers = self._engine.call(ANSWERING, RolloutActor.take_answers, PATIENCE)
             except Exception as error:
                 with self._changed:
                     if self._closed:
@@ -109,7 +112,7 @@ class RemoteStream:
             return
         self._thread.join()
         with suppress(EngineError, Superseded):  # then it is gone, or another's: whoever asks hears of it
-            self._engine.call("close_stream", ASKING)
+            self._engine.call(ASKING, RolloutActor.close_stream)
 
     def _taken(self, answers: Answers) -> list[Completion]:
         refused: dict[RequestId, str] = {}
@@ -136,7 +139,7 @@ class RemoteStream:
                     return
                 requests, self._to_ask = self._to_ask, []
             try:
-                self._engine.call("ask", ASKING, requests)
+                self._engine.call(ASKING, RolloutActor.ask, requests)
             except Exception as error:
                 with self._changed:
                     self._error = self._error or error

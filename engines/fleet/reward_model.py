@@ -4,9 +4,10 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.handles import Actor, ModelHandle
-from cairn.engines.scoring.reward_model import Answered, Score
+from cairn.engines.scoring.reward_model import Answered, RewardModel, Score
 
 REWARD_MODEL = "cairn.engines.scoring.reward_model:RewardModel"
 
@@ -19,7 +20,6 @@ class RewardModelHandle(ModelHandle):
         assert config.reward.reward_model is not None
         self._options = config.reward.reward_model
         super().__init__(name, [actor], config.fleet, {"reward_model": self._options.path}, digests)
-        self._actor = actor
         self._each = config.reward.rm_timeout
         self._turn = threading.Lock()
 
@@ -30,8 +30,7 @@ class RewardModelHandle(ModelHandle):
         with self._turn:
             self.ensure_alive()
             deadline = Deadline(max(self._fleet.call_timeout, self._each * len(answered)))
-            found: list[Score] = self._result(self._actor.call("score", answered), deadline, self._actor, "score")
-            return found
+            return self.call(None, RewardModel.score, answered).result(deadline)
 
     def _make_engine(self, deadline: Deadline) -> None:
-        self._result(self._actor.call("make", REWARD_MODEL, self._options), deadline, self._actor, "make")
+        self.call(None, EngineActor.make, REWARD_MODEL, self._options).result(deadline)

@@ -10,9 +10,12 @@ import ray
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.agents.episodes.user_code import GenerateFunction
+from cairn.engines.fleet.actors import EngineActor, RolloutActor
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.episodes import Episodes, EpisodeWorkerHandle
-from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, EngineHandle, ModelHandle, log_of
+from cairn.engines.fleet.fencing import Method, P, R
+from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, Call, EngineHandle, ModelHandle, log_of
+from cairn.engines.rollout.base import RolloutEngine, Routed, Router
 from cairn.engines.rollout.plan import EnginePlan, Place, kind_of
 from cairn.engines.types.errors import EngineError, EngineTimeout
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
@@ -31,7 +34,6 @@ class RouterHandle(EngineHandle):
         self, name: str, actor: Actor, options: Mapping[str, Any], config: RolloutConfig, fleet: FleetConfig
     ) -> None:
         super().__init__(name, [actor], fleet)
-        self._actor = actor
         self._options = dict(options)
         self._config = config
 
@@ -42,25 +44,23 @@ class RouterHandle(EngineHandle):
 
     def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Send requests to exactly these servers."""
-        self._call("serve", workers)
+        self.call(None, Router.serve, workers).result()
 
     def remove(self, url: str) -> None:
         """Send no more requests to a server. A router that does not obey is killed: its requests must not reach that
         server."""
         try:
-            self._call("remove", url)
+            self.call(None, Router.remove, url).result()
         except EngineError:
             self.kill()
 
-    def _call(self, method: str, *args: Any) -> None:
-        self._result(self._actor.call(method, *args), Deadline(self._fleet.call_timeout), self._actor, method)
-
     def _make_engine(self, deadline: Deadline) -> None:
-        host = self._host(self._actor, deadline)
+        host = self._host(self.actor, deadline)
         maker = kind_of(self._config.engine).router
-        arguments = (maker, self._options, self._config, host, log_of(self._actor), deadline.remaining)
-        ref = self._actor.call("make", *arguments)
-        self._result(ref, Deadline(deadline.remaining + TO_SAY_WHY), self._actor, "make")
+        assert maker is not None
+        arguments = (self._options, self._config, host, log_of(self.actor), deadline.remaining)
+        making = self.call(None, EngineActor.make, maker, *arguments)
+        making.result(Deadline(deadline.remaining + TO_SAY_WHY))
 
 
 ENGINE = "cairn.engines.rollout.plan:make_engine"
@@ -84,7 +84,6 @@ class RolloutHandle(ModelHandle):
     ) -> None:
         """`actors`: one on each machine of the engine. Calls for the engine go to the first."""
         super().__init__(name, actors, fleet, {"model": model_path}, model_digests or {})
-        self._actor = actors[0]
         self.ranks = range(0)
         """Training ranks with which the engine shares GPUs."""
         self._plan = plan
@@ -109,11 +108,11 @@ class RolloutHandle(ModelHandle):
 
     def take_workers(self, workers: Sequence[EpisodeWorkerHandle]) -> None:
         """Run user code in these workers from now on."""
-        self.episodes = Episodes(self._actor, workers, self._fleet)
+        self.episodes = Episodes(self.actor, workers, self._fleet)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         """Stream completions as they finish; see `generate_samples`."""
-        return self._stream("generate", list(requests))
+        return self._stream(RolloutEngine.generate, list(requests))
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
@@ -125,7 +124,7 @@ class RolloutHandle(ModelHandle):
         Raises what the engine raises.
         """
         if self.episodes is None or not function.records:
-            return self._stream("generate_samples", list(samples), params, function)
+            return self._stream(RolloutActor.generate_samples, list(samples), params, function)
         return self._in_workers(self.episodes, list(samples), params, function)
 
     def _in_workers(
@@ -138,17 +137,17 @@ class RolloutHandle(ModelHandle):
                     self.heard()
                 yield told
 
-    def _stream(self, method: str, *args: Any) -> Iterator[Any]:
+    def _stream(self, method: Method[P, Iterator[R]], *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         with self.alone():
             self._deadline = deadline = Deadline(self._config.timeout)
-            stream = self._actor.call(method, *args, num_returns="streaming")
+            stream = self.actor.callee(num_returns="streaming").call(method, *args, **kwargs)
             try:
                 while self._more(stream, deadline):
                     try:
                         ref = next(stream)
                     except StopIteration:
                         return
-                    told = self._result(ref, deadline, self._actor, method)
+                    told: R = Call[R](self, self.actor, method.__name__, ref).result(deadline)
                     self.heard()
                     yield told
             except GeneratorExit:
@@ -164,16 +163,14 @@ class RolloutHandle(ModelHandle):
     def join(self, samples: Sequence[SampleRequest]) -> bool:
         """Have the running `generate_samples` generate these samples too. Returns whether it does. May be called from
         any thread."""
-        ref = self._actor.call("join", list(samples), concurrency_group=CONTROL)
-        joined: bool = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "join")
+        joined = self.ask(RolloutActor.join, list(samples))
         if joined:
             self.heard()
         return joined
 
     def retracted(self) -> list[Completion]:
         """Return what retracted samples had; see `cairn.engines.rollout.base`."""
-        found: list[Completion] = self.call("retracted")
-        return found
+        return self.call(UPDATING, RolloutEngine.retracted).result()
 
     def acknowledge(self, number: int) -> None:
         """Confirm that what the running `generate_samples` yielded with this number, and all before it, is durable. May
@@ -181,8 +178,7 @@ class RolloutHandle(ModelHandle):
         if self.episodes is not None:  # what our own functions are given is not recorded
             self.episodes.acknowledge(number)
             return
-        ref = self._actor.call("acknowledge", number, concurrency_group=CONTROL)
-        self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "acknowledge")
+        self.ask(RolloutActor.acknowledge, number)
 
     def abort(self) -> None:
         """End the running `generate`. The caller must read its stream to the end; the stream yields every unfinished
@@ -190,13 +186,7 @@ class RolloutHandle(ModelHandle):
         `generate`."""
         if self.episodes is not None:
             self.episodes.abort()
-        ref = self._actor.call("abort", concurrency_group=CONTROL)
-        self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "abort")
-
-    def weight_version(self) -> int | None:
-        """Return the weight version that the engine serves; None within an update."""
-        ref = self._actor.call("get_weight_version", concurrency_group=CONTROL)
-        return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "get_weight_version")
+        self.ask(RolloutActor.abort)
 
     @property
     def batch_invariant(self) -> bool:
@@ -205,9 +195,7 @@ class RolloutHandle(ModelHandle):
         found = self._batch_invariant
         if found is None:
             with self._replacing:
-                ref = self._actor.call("batch_invariant", concurrency_group=CONTROL)
-                found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "batch_invariant")
-                self._batch_invariant = found
+                found = self._batch_invariant = self.ask(RolloutEngine.batch_invariant)
         return found
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
@@ -218,10 +206,8 @@ class RolloutHandle(ModelHandle):
     def usage(self) -> dict[str, int]:
         """Return how busy the engine was in the last `generate`, see cairn.engines.rollout.base, and its `restarts`
         under this driver."""
-        ref = self._actor.call("usage", concurrency_group=CONTROL)
-        found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "usage")
         workers = {} if self.episodes is None else {"episode_worker_restarts": self.episodes.restarts}
-        return {**found, "restarts": self.restarts, **workers}
+        return {**self.ask(RolloutActor.usage), "restarts": self.restarts, **workers}
 
     @property
     def worker(self) -> Mapping[str, Any] | None:
@@ -233,8 +219,7 @@ class RolloutHandle(ModelHandle):
         """Send requests to this router, in front of these servers, from the next `generate` on; None: to the engine's
         own server."""
         if route != self._route:
-            ref = self._actor.call("follow", *(route or (None,)), concurrency_group=CONTROL)
-            self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "follow")
+            self.ask(Routed.follow, *(route or (None, ())))
             self._route = route
 
     def leave_router(self) -> None:
@@ -253,7 +238,7 @@ class RolloutHandle(ModelHandle):
     def alone(self) -> Iterator[None]:
         """Hold the engine exclusively: to generate, or to update its weights."""
         if not self._busy.acquire(timeout=self._config.timeout):
-            raise EngineTimeout(f"{self._actor.name} was busy for {self._config.timeout:g} s")
+            raise EngineTimeout(f"{self.actor.name} was busy for {self._config.timeout:g} s")
         try:
             yield
         finally:
@@ -272,32 +257,19 @@ class RolloutHandle(ModelHandle):
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""
         with self.alone():
-            self.call("release_memory")
+            self.call(UPDATING, RolloutEngine.release_memory).result()
 
     def resume_memory(self, tag: MemoryTag) -> None:
         """Take back a part of the memory."""
-        self.call("resume_memory", tag)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Make a call and return its result, within `fleet.call_timeout` seconds. The call waits for those before
-        it."""
-        return self.finish(self.submit(method, *args), method)
-
-    def submit(self, method: str, *args: Any) -> "ray.ObjectRef[Any]":
-        """Start a call that waits for those before it, but not for generation."""
-        return self._actor.call(method, *args, concurrency_group=UPDATING)
-
-    def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
-        """Return the result of a started call, within `fleet.call_timeout` seconds by default."""
-        return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actor, method)
+        self.call(UPDATING, RolloutEngine.resume_memory, tag).result()
 
     def _adopted(self) -> bool:
         if not super()._adopted():
             return False
-        self._actor.call("abort", concurrency_group=CONTROL)  # nobody listens to what its last driver asked for
-        self._actor.call("close_streams", concurrency_group=CONTROL)
+        self.call(CONTROL, RolloutActor.abort)  # nobody listens to what its last driver asked for
+        self.call(CONTROL, RolloutActor.close_streams)
         if self._router is not None:
-            self._actor.call("follow", None, concurrency_group=CONTROL)  # that driver's router may be gone
+            self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
         return True
 
     def _make_engine(self, deadline: Deadline) -> None:
@@ -307,11 +279,12 @@ class RolloutHandle(ModelHandle):
         hosts = [self._host(actor, deadline) for actor in self._actors]
         meeting_point = None
         if len(hosts) > 1:
-            ref = self._actor.call("free_port", hosts[0])
-            meeting_point = f"{hosts[0]}:{self._result(ref, deadline, self._actor, 'free_port')}"
-        refs = [
-            actor.call(
-                "make",
+            port = self.call(None, EngineActor.free_port, hosts[0]).result(deadline)
+            meeting_point = f"{hosts[0]}:{port}"
+        calls = [
+            self.call_one(
+                actor,
+                EngineActor.make,
                 ENGINE,
                 self._model_path,
                 self._config,
@@ -324,8 +297,8 @@ class RolloutHandle(ModelHandle):
             for rank, (actor, host) in enumerate(zip(self._actors, hosts, strict=True))
         ]
         patience = Deadline(deadline.remaining + TO_SAY_WHY)
-        for ref, actor in zip(refs, self._actors, strict=True):
-            self._result(ref, patience, actor, "make")
+        for call in calls:
+            call.result(patience)
         self.health()
 
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
@@ -335,11 +308,11 @@ class RolloutHandle(ModelHandle):
             if ready:
                 return True
             self.usage()  # of the actor alone: without its server, the others behind the router go on for it
-        self._suspect = True
-        raise EngineTimeout(f"{self._actor.name}.generate() did not end within {deadline.seconds:g} s")
+        self.suspect = True
+        raise EngineTimeout(f"{self.actor.name}.generate() did not end within {deadline.seconds:g} s")
 
     def _abort(self, stream: "ray.ObjectRefGenerator") -> None:
         """End a generation that nobody reads any more, so that the engine is free for the next."""
-        told = self._actor.call("abort", concurrency_group=CONTROL)
-        ended, _ = ray.wait([told, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
-        self._suspect = self._suspect or len(ended) < 2
+        abort = self.call(CONTROL, RolloutActor.abort)
+        ended, _ = ray.wait([abort.ref, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
+        self.suspect = self.suspect or len(ended) < 2

@@ -1,14 +1,15 @@
 """The interface of a rollout engine."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.records import Environment
+
+if TYPE_CHECKING:  # the driver names these methods, and loads no PyTorch
+    import torch
 
 
 class RolloutEngine(Protocol):
@@ -52,7 +53,7 @@ class RolloutEngine(Protocol):
         """Return what unfinished samples had when an update in flight last retracted them, with finish reason ABORT.
         Samples that had nothing are left out. May be called from any thread."""
 
-    def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+    def update_weights(self, named_tensors: "dict[str, torch.Tensor]") -> None:
         """Replace some weights, by their names in the Hugging Face model; any device and dtype.
 
         Raises:
@@ -142,3 +143,21 @@ class DirectReceiver(Protocol):
 
     def leave_group(self) -> None:
         """Close the connections. Does nothing where there are none."""
+
+
+class Routed(Protocol):
+    """A rollout engine whose requests may go through a router."""
+
+    def follow(self, router: str | None, servers: Sequence[str] = ()) -> None:
+        """Send the requests of later calls of `generate` through a router, which may pass them to any of these servers;
+        None: to the engine's own server."""
+
+
+class Router(Protocol):
+    """A router in front of the servers of rollout engines."""
+
+    def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Send requests to exactly these servers. Raises EngineError where the router does not take them."""
+
+    def remove(self, url: str) -> None:
+        """Send no more requests to a server."""

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.records import Environment
 from cairn.storage.store.store import Store, StoredFile
+
+if TYPE_CHECKING:  # the driver names these methods, and loads no PyTorch
+    import torch
 
 
 class TrainingEngine(Protocol):
@@ -71,7 +73,7 @@ class TrainingEngine(Protocol):
             ValueError: the configuration requires no model of that role.
         """
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_weights(self, bucket_bytes: int) -> "Iterator[dict[str, torch.Tensor]]":
         """Yield the weights in the training's number format, on the CPU, in buckets of at most `bucket_bytes`.
 
         Keys are the names used in weight files; tied weights appear once. A tensor larger than `bucket_bytes` is a
@@ -119,5 +121,5 @@ class Sharing(Protocol):
     def onload(self) -> None:
         """Move the state back to the device, bit for bit; no effect if it is there already."""
 
-    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_on_device(self, bucket_bytes: int) -> "Iterator[dict[str, torch.Tensor]]":
         """Yield the buckets of `export_weights` on every rank, on its device, whether offloaded or not."""

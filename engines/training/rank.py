@@ -14,7 +14,7 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineError
-from cairn.engines.types.types import ModelRole, TrainBatch, TrainResult
+from cairn.engines.types.types import ModelRole, TrainBatch
 from cairn.storage.opening import open_store
 from cairn.storage.store.store import StoredFile
 
@@ -80,24 +80,6 @@ class TrainingRank(WeightSource):
             rank=rank,
             world_size=training.world_size,
             device=device,
-        )
-
-    def train(
-        self,
-        batch: TrainBatch,
-        num_steps: int,
-        expected_version: int,
-        input_digest: str,
-        train_actor: bool,
-        update_reference: bool,
-    ) -> TrainResult:
-        return self._started.train(
-            batch,
-            num_steps=num_steps,
-            expected_version=expected_version,
-            input_digest=input_digest,
-            train_actor=train_actor,
-            update_reference=update_reference,
         )
 
     def score(self, batch: TrainBatch, role: ModelRole) -> "list[np.ndarray] | None":

@@ -33,10 +33,10 @@ from cairn.tasks.evaluation.benchmarks.rows import (
     grader_config,
     open_prompts,
 )
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.benchmarks.summary import summary
 from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.evaluation.standalone import Engines, compute
+from cairn.tasks.grading.graded import GradedSample
 
 # The evaluation's own engine, in this process; it belongs to no run and no cluster.
 
@@ -140,7 +140,7 @@ def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Ques
     )
 
 
-def _measure(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
+def _measure(samples: Sequence[GradedSample]) -> dict[str, float]:
     found = summary(samples)
     return {**found.metrics(), "questions": found.questions, "samples": found.samples, "n": found.n}
 

@@ -97,7 +97,7 @@ def replay_episode(
     committed, error = group.parts[key[1]], rows.to_pylist()[list(group.parts).index(key[1])]["error"]
     if committed.finish_reason == FinishReason.ABORT:
         raise NotReplayable(f"the sample is not finished in {commit.name}: a later shard continues it")
-    row = group.drawn.row
+    row = group.prompt
     sample = SampleRequest(
         *key,
         row.prompt_ids,

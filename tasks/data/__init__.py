@@ -5,7 +5,7 @@ from cairn.tasks.data.demonstrations import DemonstrationData, DemonstrationRow
 from cairn.tasks.data.drawing import MixedData, learns_from_results, next_prompts
 from cairn.tasks.data.opening import Data, open_data
 from cairn.tasks.data.prompts import PromptData, PromptRow
-from cairn.tasks.data.stream import Draw, DrawnRow, GivenPrompts, GroupResult, draw, order
+from cairn.tasks.data.stream import Draw, GivenPrompts, GroupResult, draw, order
 
 __all__ = [
     "BadData",
@@ -13,7 +13,6 @@ __all__ = [
     "DemonstrationData",
     "DemonstrationRow",
     "Draw",
-    "DrawnRow",
     "GivenPrompts",
     "GroupResult",
     "MixedData",

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.schema.data import DataConfig
 from cairn.engines.models.tokenizers import special_ids
-from cairn.tasks.data.prompts import OverRows, Rows, require_template, require_text
+from cairn.tasks.data.prompts import OverRows, Row, Rows, require_template, require_text
 from cairn.tasks.data.rows import metadata_of, open_rows, prompt_of, tools_of
 
 # Ends of the assistant's turns: the tokens that a model must emit to stop.
@@ -314,21 +314,14 @@ def _shared(one: str, other: str) -> int:
 
 
 @dataclass(frozen=True)
-class DemonstrationRow:
-    """Row that is ready to be trained on."""
+class DemonstrationRow(Row):
+    """Row that is ready to be trained on. Its prompt is that of the first sample."""
 
-    index: int
-    """Position in the data set, from 0; a sliced file is counted from the slice's start."""
     samples: tuple[Demonstrated, ...]
     """Samples that are trained on together."""
     truncated: bool
     """Whether the row was longer than allowed and was cut at its end."""
     metadata: dict[str, Any] | None
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Prompt tokens of the first sample."""
-        return self.samples[0].prompt_ids
 
 
 class DemonstrationData(OverRows):
@@ -420,7 +413,7 @@ class DemonstrationData(OverRows):
                     raise BadPrompt(f"{words}: raise data.max_length, or set data.overlong to truncate")
                 case "truncate":
                     samples = tuple(sample.cut(self._max_length, where) for sample in samples)
-        return DemonstrationRow(index, samples, longest > self._max_length, metadata)
+        return DemonstrationRow(index, samples[0].prompt_ids, samples, longest > self._max_length, metadata)
 
     def _demonstrated(
         self, prompt: str | Messages, response: str | Messages | None, tools: list[Any] | None, where: str

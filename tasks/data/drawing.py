@@ -28,7 +28,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.data.prompts import Check, PromptData, PromptRow
-from cairn.tasks.data.stream import Draw, DrawnRow, GivenPrompts, GroupResult, draw, drawn_so_far
+from cairn.tasks.data.stream import Draw, GivenPrompts, GroupResult, draw, drawn_so_far
 
 # Several data sets, drawn from by weight.
 
@@ -137,7 +137,7 @@ def draw_mixed(
         {index - part.start for index in without if 0 <= index - part.start < len(part)} if without else ()
         for part in data.parts
     ]
-    rows: list[DrawnRow[PromptRow]] = []
+    rows: list[PromptRow] = []
     drawn, passed_over = drawn_so_far(cursor), 0
     while len(rows) < count:
         for part, weight in zip(data.parts, data.weights, strict=True):
@@ -216,14 +216,14 @@ def _with_curriculum(
     before: dict[str, Any] = cursor if isinstance(cursor, dict) and "curriculum" in cursor else plain
     wanted = int(config.data.curriculum.share * count)
     again, state = _choose(config, data, before["curriculum"], results, wanted)
-    returning: list[DrawnRow[PromptRow]] = []
+    returning: list[PromptRow] = []
     for index in again:
         try:
             row = None if index in without else data.row(index)
         except BadPrompt:
             row = None
         if row is not None and (max_prompt_len is None or len(row.prompt_ids) <= max_prompt_len):
-            returning.append(DrawnRow(0, 0, row))
+            returning.append(row)
     rest = _in_order(config, data, before["data"], count - len(returning), max_prompt_len, without)
     first = int(before["drawn"])
     rows = [replace(one, group_id=first + number) for number, one in enumerate([*returning, *rest.rows])]

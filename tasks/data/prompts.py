@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -199,16 +199,25 @@ Check = Callable[[dict[str, Any] | None, str], None]
 
 
 @dataclass(frozen=True)
-class PromptRow:
-    """Prompt that is ready for generation and grading."""
+class Row:
+    """Row of the data and, once it is drawn, its group."""
 
     index: int
     """Position in the data set, from 0; a sliced file is counted from the slice's start."""
+    prompt_ids: tuple[int, ...]
+    group_id: int = field(default=0, kw_only=True)
+    """Position in the stream: unique in a run."""
+    epoch: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class PromptRow(Row):
+    """Prompt that is ready for generation and grading."""
+
     prompt: str | Messages
     """Prompt as in the row."""
     prompt_text: str
     """Text that the model reads, with its special tokens."""
-    prompt_ids: tuple[int, ...]
     label: str | None
     metadata: dict[str, Any] | None
     """Metadata as in the row. A row's tools are added under `tools`, as in slime."""
@@ -340,7 +349,7 @@ class PromptData(OverRows):
             ids = self._images.laid(ids, images, where)
         if tools is not None:
             metadata = {**(metadata or {}), "tools": tools}
-        return PromptRow(index, prompt, str(text), tuple(ids), label, metadata, images)
+        return PromptRow(index, tuple(ids), prompt, str(text), label, metadata, images)
 
     def dated(self, rows: Sequence[PromptRow]) -> dict[str, str]:
         """Return a part of an evaluation's key: the digest of the prompts under `prompts` if the chat template reads

@@ -18,7 +18,7 @@ from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import STATEFUL_SOURCE
 from cairn.configs.schema.data import DataConfig
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.data.prompts import PromptData, PromptRow, RowImages
+from cairn.tasks.data.prompts import PromptData, PromptRow, Row, RowImages
 
 # Results of a round's prompts, for a curriculum or a data source with a state.
 
@@ -45,13 +45,6 @@ class GroupResult:
     where a sample failed. Rewards of the user's own graders count as shares."""
 
 
-class Row(Protocol):
-    """Row that can be drawn."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
-
-
 AnyRow = TypeVar("AnyRow", bound=Row, covariant=True)
 
 
@@ -67,20 +60,10 @@ class Source(Protocol[AnyRow]):
 
 
 @dataclass(frozen=True)
-class DrawnRow(Generic[AnyRow]):
-    """A row at its position in the stream."""
-
-    group_id: int
-    """Position in the stream: unique in a run."""
-    epoch: int
-    row: AnyRow
-
-
-@dataclass(frozen=True)
 class Draw(Generic[AnyRow]):
     """Consecutive rows of the stream."""
 
-    rows: list[DrawnRow[AnyRow]]
+    rows: list[AnyRow]
     cursor: JsonValue
     """Beginning of the next draw: a position in the stream, or the state of data that are not a plain stream."""
     passed_over: int
@@ -129,7 +112,7 @@ def draw(
         BadData: no prompt of the data is usable.
     """
     n = len(data)
-    rows: list[DrawnRow[AnyRow]] = []
+    rows: list[AnyRow] = []
     position, last_taken, shortest, refusal = cursor, cursor - 1, None, None
     while len(rows) < count:
         epoch, place = divmod(position, n)
@@ -141,7 +124,7 @@ def draw(
         if row is not None:
             length = len(row.prompt_ids)
             if max_prompt_len is None or length <= max_prompt_len:
-                rows.append(DrawnRow(position, epoch, row))
+                rows.append(replace(row, group_id=position, epoch=epoch))
                 last_taken = position
             else:
                 shortest = length if shortest is None else min(shortest, length)
@@ -221,7 +204,7 @@ class GivenPrompts:
         Raises BadData where the function fails, or returns something else than it should."""
         before: dict[str, Any] = cursor if isinstance(cursor, dict) else {}
         given, state = drawn_so_far(cursor), before.get("state")
-        rows: list[DrawnRow[PromptRow]] = []
+        rows: list[PromptRow] = []
         passed_over, barren = 0, 0
         if not count and results:  # all that is generated was begun before: the source learns of the round all the same
             _, state = self._ask(state, 0, results)
@@ -242,7 +225,7 @@ class GivenPrompts:
                     row = None
                 if row is not None and (max_prompt_len is None or len(row.prompt_ids) <= max_prompt_len):
                     number = given + index
-                    rows.append(DrawnRow(number, 0, replace(row, index=number)))
+                    rows.append(replace(row, index=number, group_id=number))
             passed_over += len(found) - (len(rows) - taken)
             given, results = given + len(found), ()
             barren = 0 if len(rows) > taken else barren + 1

@@ -33,7 +33,6 @@ from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import Outcome, StepCall, changes, durable
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.evaluation.benchmarks import SCORE, measure
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluated_samples, found_answers
 from cairn.tasks.evaluation.questions import Questions, own_questions
 from cairn.tasks.generation.calls import call_tables
@@ -47,6 +46,7 @@ from cairn.tasks.generation.groups import (
     trajectory_columns,
     without_unused,
 )
+from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.reward import given_samples, grade_benchmark, graded_again, messages_of
 from cairn.tasks.grading.shaping import sampled_tokens
 from cairn.tasks.rewards.grader import GRADER_OPTIONS, Grading
@@ -275,17 +275,21 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     measured = measure(
         benchmark.metric,
         [
-            EvaluatedSample(
-                sample["group_id"],
-                sample["sample_index"],
-                g.reward,
-                g.components,
-                g.error,
+            GradedSample(
                 text,
-                len(_graded_ids(sample)),
-                sample["finish_reason"] == FinishReason.LENGTH,
                 row.label,
                 row.metadata or {},
+                response_ids=tuple(_graded_ids(sample)),
+                prompt=row.prompt_text,
+                prompt_ids=row.prompt_ids,
+                finish_reason=sample["finish_reason"],
+                status=str(Status.FAILED if g.reward is None else status_of(sample["finish_reason"])),
+                group_id=row.index,
+                sample_index=sample["sample_index"],
+                prompt_index=row.index,
+                reward=g.reward,
+                components=g.components or {},
+                error=g.error,
             )
             for sample, text, row, g in zip(samples, answers.texts, asked, graded, strict=True)
         ],

@@ -8,12 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.engines.types.trajectories import SampleRequest
-from cairn.engines.types.types import FinishReason
 from cairn.storage.ledger.schemas import EVALUATED, SEQUENCES, Status
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.generation.groups import status_of
+from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.rewards.grader import Graded
 
 SAMPLES = "samples.parquet"
@@ -74,23 +73,9 @@ def evaluated_rows(
     )
 
 
-def evaluated_samples(rows: pa.Table) -> list[EvaluatedSample]:
+def evaluated_samples(rows: pa.Table) -> list[GradedSample]:
     """Return the rows of a result as a benchmark's metrics take them."""
-    return [
-        EvaluatedSample(
-            row["prompt_index"],
-            row["sample_index"],
-            row["reward"],
-            None if row["components"] is None else from_json(row["components"]),
-            row["error"],
-            row["response_text"],
-            len(row["response_ids"]),
-            row["finish_reason"] == FinishReason.LENGTH,
-            row["label"],
-            {} if row["metadata"] is None else from_json(row["metadata"]),
-        )
-        for row in rows.to_pylist()
-    ]
+    return list(map(GradedSample.of, rows.to_pylist()))
 
 
 def found_answers(rows: Sequence[Mapping[str, Any]]) -> Answers:

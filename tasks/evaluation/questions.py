@@ -18,10 +18,10 @@ from cairn.storage.store import canonical
 from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.durable.plugin_sources import source_digest
 from cairn.tasks.evaluation.benchmarks import measure
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.benchmarks.summary import summary
+from cairn.tasks.grading.graded import GradedSample
 
-Measure = Callable[[Sequence[EvaluatedSample]], Mapping[str, float]]
+Measure = Callable[[Sequence[GradedSample]], Mapping[str, float]]
 """Function that returns the metrics of all samples, with the score under `score`."""
 
 
@@ -108,7 +108,7 @@ def own_questions(
     asked = benchmark.model_dump(mode="json", exclude=without)
     rows = [prompts.row(index) for index in range(len(prompts))]
 
-    def measured(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
+    def measured(samples: Sequence[GradedSample]) -> dict[str, float]:
         found = summary(samples)
         counts = {"questions": found.questions, "samples": found.samples, "n": found.n}
         return {**found.metrics(), **counts, **measure(benchmark.metric, samples)}

@@ -44,7 +44,6 @@ from cairn.storage.store.canonical import from_json
 from cairn.tasks.batch.batch import kept_column, row_images
 from cairn.tasks.batch.sequences import last_trajectory, routed_column, routes_of
 from cairn.tasks.data.prompts import PromptRow
-from cairn.tasks.data.stream import DrawnRow
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.calls import read_calls
 
@@ -55,7 +54,7 @@ _IMAGE = ("sha256", "height", "width")
 class Group:
     """A prompt and its samples, by index."""
 
-    drawn: DrawnRow[PromptRow]
+    prompt: PromptRow
     seeds: tuple[int, ...]
     parts: Mapping[int, GeneratedSample] = field(default_factory=dict)
     """Samples of a continued group, each as far as it came, by index."""
@@ -90,9 +89,9 @@ class Group:
         return index in self.parts and self.parts[index].finish_reason != FinishReason.ABORT
 
     def _request(self, index: int) -> SampleRequest:
-        row, part = self.drawn.row, self.parts.get(index)
+        row, part = self.prompt, self.parts.get(index)
         return SampleRequest(
-            self.drawn.group_id,
+            row.group_id,
             index,
             row.prompt_ids,
             self.seeds[index],
@@ -105,10 +104,10 @@ class Group:
         )
 
 
-def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> Group:
+def fresh_group(run: RunContext, iteration: int, prompt: PromptRow) -> Group:
     """Return the group of a prompt that was drawn for an iteration."""
     samples = range(run.config.rollout.n_samples_per_prompt)
-    return Group(drawn, tuple(sample_seed(run.config.seed, iteration, drawn.group_id, index) for index in samples))
+    return Group(prompt, tuple(sample_seed(run.config.seed, iteration, prompt.group_id, index) for index in samples))
 
 
 def unfinished_group(
@@ -130,14 +129,15 @@ def unfinished_group(
         label=first["label"],
         metadata=None if first["metadata"] is None else from_json(first["metadata"]),
         images=row_images(first.get(IMAGES.name), images),
+        group_id=first["group_id"],
+        epoch=first["epoch"],
     )
     parts = sample_parts(samples)
     recorded: Sequence[CallRecord] = ()
     if calls is not None:
         own = calls[0].filter(pc.field("group_id") == first["group_id"])
         recorded = read_calls(own, calls[1], {part.key: part.trajectory.segments for part in parts.values()})
-    drawn = DrawnRow(first["group_id"], first["epoch"], row)
-    return Group(drawn, tuple(s["seed"] for s in samples), parts, recorded)
+    return Group(row, tuple(s["seed"] for s in samples), parts, recorded)
 
 
 def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSample]:
@@ -244,7 +244,7 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     begun = any(part.lengths or part.rewards or part.roles for part in parts)
     several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
     routed = run.config.algorithm.use_rollout_routing_replay
-    images = run.config.data.has_images or any(group.drawn.row.images for group in groups.values())
+    images = run.config.data.has_images or any(group.prompt.images for group in groups.values())
     return rollout_schema(cut=run.records_kept, several=several, routed=routed, images=images)
 
 
@@ -263,11 +263,11 @@ def sample_table(
     (`cairn.tasks.batch.batch`).
     """
     n, schema = run.config.rollout.n_samples_per_prompt, sample_schema(run, groups)
-    drawn = [groups[sample.group_id].drawn for sample in samples]
-    rows = {one.group_id: one.row for one in drawn}
-    prompts = {id: np.asarray(row.prompt_ids, np.int32) for id, row in rows.items()}
+    rows = [groups[sample.group_id].prompt for sample in samples]
+    drawn = {row.group_id: row for row in rows}
+    prompts = {id: np.asarray(row.prompt_ids, np.int32) for id, row in drawn.items()}
     metadata = {
-        id: None if row.metadata is None else json.dumps(row.metadata, sort_keys=True) for id, row in rows.items()
+        id: None if row.metadata is None else json.dumps(row.metadata, sort_keys=True) for id, row in drawn.items()
     }
     trajectories = [sample.trajectory for sample in samples]
     responses = [trajectory.response_ids for trajectory in trajectories]
@@ -275,9 +275,9 @@ def sample_table(
         "group_id": [s.group_id for s in samples],
         "sample_index": [s.index for s in samples],
         "rollout_id": [s.group_id * n + s.index for s in samples],
-        "prompt_index": [one.row.index for one in drawn],
-        "epoch": [one.epoch for one in drawn],
-        "prompt_text": [one.row.prompt_text for one in drawn],
+        "prompt_index": [row.index for row in rows],
+        "epoch": [row.epoch for row in rows],
+        "prompt_text": [row.prompt_text for row in rows],
         "prompt_ids": [prompts[s.group_id] for s in samples],
         "response_text": run.tokenizer.batch_decode(
             [last_trajectory(ids.tolist(), sample.lengths) for ids, sample in zip(responses, samples, strict=True)],
@@ -295,14 +295,14 @@ def sample_table(
         "engine": [engine] * len(samples) if isinstance(engine, str) else engine,
         "seconds": [trajectory.seconds for trajectory in trajectories],
         "cached_tokens": [trajectory.cached_tokens for trajectory in trajectories],
-        "label": [one.row.label for one in drawn],
+        "label": [row.label for row in rows],
         "metadata": [metadata[s.group_id] for s in samples],
     }
     arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
     if KEPT.name in schema.names:
         arrays[KEPT.name] = kept_column([trajectory.kept for trajectory in trajectories])
     if ROUTED.name in schema.names:
-        lengths = [len(rows[sample.group_id].prompt_ids) for sample in samples]
+        lengths = [len(row.prompt_ids) for row in rows]
         arrays[ROUTED.name] = routed_column(
             [
                 [
@@ -315,7 +315,7 @@ def sample_table(
     if TRAJECTORIES.name in schema.names:
         arrays |= trajectory_columns(samples)
     if IMAGES.name in schema.names:
-        arrays[IMAGES.name] = images_column([one.row for one in drawn])
+        arrays[IMAGES.name] = images_column(rows)
     return pa.table(arrays, schema)
 
 
@@ -327,7 +327,7 @@ def images_column(rows: Sequence[PromptRow]) -> pa.Array:
 
 def image_table(groups: Iterable[Group]) -> pa.Table | None:
     """Return the bytes of the images of some groups' prompts, each once; None without images."""
-    found = {image.sha256: image.data for group in groups for image in group.drawn.row.images}
+    found = {image.sha256: image.data for group in groups for image in group.prompt.images}
     columns = zip(*sorted(found.items()), strict=True)
     return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if found else None
 

@@ -16,7 +16,7 @@ from cairn.engines.types.types import FinishReason
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import DATA, FILTER, ROLLOUT, Disposition, Status
 from cairn.tasks.data.demonstrations import DemonstrationData, DemonstrationRow
-from cairn.tasks.data.stream import DrawnRow, draw
+from cairn.tasks.data.stream import draw
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.selection import number
@@ -64,7 +64,7 @@ def read_demonstrations(
             "generated_groups": 0,
             "recovered_groups": 0,
             "passed_over_prompts": drawn.passed_over,
-            "cut_rows": sum(one.row.truncated for one in drawn.rows),
+            "cut_rows": sum(one.truncated for one in drawn.rows),
         },
         weight_version_in=version,
         weight_version_out=version,
@@ -109,20 +109,19 @@ def take_all(step: StepCall, rollout: Commit) -> Outcome:
     )
 
 
-def _table(run: RunContext, drawn: Sequence[DrawnRow[DemonstrationRow]], version: int) -> pa.Table:
-    pairs = [(one, index, sample) for one in drawn for index, sample in enumerate(one.row.samples)]
+def _table(run: RunContext, drawn: Sequence[DemonstrationRow], version: int) -> pa.Table:
+    pairs = [(one, index, sample) for one in drawn for index, sample in enumerate(one.samples)]
     prompts = [sample.prompt_ids for _, _, sample in pairs]
     responses = [sample.response_ids for _, _, sample in pairs]
     metadata = {
-        one.group_id: None if one.row.metadata is None else json.dumps(one.row.metadata, sort_keys=True)
-        for one in drawn
+        one.group_id: None if one.metadata is None else json.dumps(one.metadata, sort_keys=True) for one in drawn
     }
     count = len(pairs)
     columns = {
         "group_id": [one.group_id for one, _, _ in pairs],
         "sample_index": [index for _, index, _ in pairs],
-        "rollout_id": [one.group_id * len(one.row.samples) + index for one, index, _ in pairs],
-        "prompt_index": [one.row.index for one, _, _ in pairs],
+        "rollout_id": [one.group_id * len(one.samples) + index for one, index, _ in pairs],
+        "prompt_index": [one.index for one, _, _ in pairs],
         "epoch": [one.epoch for one, _, _ in pairs],
         "prompt_text": run.tokenizer.batch_decode(prompts, skip_special_tokens=False),
         "prompt_ids": prompts,
@@ -132,8 +131,8 @@ def _table(run: RunContext, drawn: Sequence[DrawnRow[DemonstrationRow]], version
         "log_probs": [np.zeros(len(ids), np.float32) for ids in responses],
         "loss_mask": [sample.loss_mask for _, _, sample in pairs],
         "weight_versions": [np.full(len(ids), version, np.int32) for ids in responses],
-        "finish_reason": [str(FinishReason.LENGTH if one.row.truncated else FinishReason.STOP) for one, _, _ in pairs],
-        "status": [str(Status.TRUNCATED if one.row.truncated else Status.COMPLETED) for one, _, _ in pairs],
+        "finish_reason": [str(FinishReason.LENGTH if one.truncated else FinishReason.STOP) for one, _, _ in pairs],
+        "status": [str(Status.TRUNCATED if one.truncated else Status.COMPLETED) for one, _, _ in pairs],
         "error": [None] * count,
         "seed": [0] * count,
         "engine": [DATA] * count,

@@ -27,7 +27,7 @@ from cairn.storage.ledger.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPT
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.batch.batch import with_optional
 from cairn.tasks.data.prompts import PromptRow
-from cairn.tasks.data.stream import Draw, DrawnRow
+from cairn.tasks.data.stream import Draw
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import GroupPlace, unfinished_groups
 from cairn.tasks.durable.step import Outcome, StepCall, durable
@@ -183,7 +183,7 @@ def rollout(
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
     serve(run, engine, weights)
 
-    by_id = {group.drawn.group_id: group for group in groups}
+    by_id = {group.prompt.group_id: group for group in groups}
     encode = partial(sample_table, run, engine.name, by_id)
     schema = sample_schema(run, by_id)
     earlier_inputs = step.earlier_digests
@@ -199,7 +199,7 @@ def rollout(
         progress = ShardProgress(step, {id: len(requests) for id, requests in missing.items()})
         began = time.perf_counter()
         aborted = []
-        rows = {id: group.drawn.row.index for id, group in by_id.items()}
+        rows = {id: group.prompt.index for id, group in by_id.items()}
         generate = partial(
             generate_samples,
             step,
@@ -341,7 +341,7 @@ def token_count(samples: pa.Table, column: str) -> int:
     return sum(len(chunk.flatten()) for chunk in samples.column(column).chunks)
 
 
-def shard_rows(draw: Draw[PromptRow], part: int, parts: int, *, resumed: int = 0) -> Sequence[DrawnRow[PromptRow]]:
+def shard_rows(draw: Draw[PromptRow], part: int, parts: int, *, resumed: int = 0) -> Sequence[PromptRow]:
     """Return the consecutive rows of a draw that go to part `part` of `parts`. Together with the `resumed` groups dealt
     out, the parts' sizes differ by at most one."""
     sizes = [_size(resumed + len(draw.rows), p, parts) - _size(resumed, p, parts) for p in range(parts)]

@@ -48,12 +48,13 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import number
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import sampled_as_newest, sampled_from, token_ages
+from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.sample_metrics import generated_metrics
 from cairn.tasks.grading.shaping import as_graded
 from cairn.tasks.selecting.buffers import BufferPolicy, get_policy
 from cairn.tasks.selecting.buffers.group import JudgedGroup
 from cairn.tasks.selecting.filters import get_filter, takes_samples
-from cairn.tasks.selecting.filters.sample import ROLLOUT_COLUMNS, FilterDecision, GradedSample, graded_samples
+from cairn.tasks.selecting.filters.sample import ROLLOUT_COLUMNS, FilterDecision, graded_samples
 from cairn.tasks.selecting.sample_filters import removed_by
 from cairn.tasks.selecting.staleness import stale_weights
 

@@ -113,7 +113,7 @@ class EngineWork:
                 if state.closed:
                     return
                 samples, weights = state.samples_of(self._number), state.weights
-                rows = {sample.group_id: state.open[sample.group_id].group.drawn.row.index for sample in samples}
+                rows = {sample.group_id: state.open[sample.group_id].group.prompt.index for sample in samples}
                 samples = run.response_lengths.longest_first(samples, rows)
                 self._interrupted.clear()
                 self._begin(samples)
@@ -240,7 +240,7 @@ class EngineWork:
         """Have the engine continue with newer weights. What it had decoded until then is logged, and is durable
         soon."""
         run, state = self._run, self._state
-        if not run.fleet.updates_in_flight():
+        if not run.fleet.weights.updates_in_flight():
             with self._changed:
                 self._interrupted.set()
             return

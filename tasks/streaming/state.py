@@ -197,13 +197,13 @@ class StreamState:
 
     def admit(self, admission: Commit, groups: Sequence[Group], serving: Collection[int]) -> None:
         """Open groups, and assign them to these engines."""
-        self.calls.admit((group.drawn.group_id for group in groups), admission.iteration)
+        self.calls.admit((group.prompt.group_id for group in groups), admission.iteration)
         loads = self._loads(serving)
         for group in groups:
             one = OpenGroup(group, admission, min(loads, key=loads.__getitem__, default=0))
             loads[one.engine] = loads.get(one.engine, 0) + 1
-            self.open[group.drawn.group_id] = replace(one, recovered=one.decided)
-            self.look_whether_complete(group.drawn.group_id)
+            self.open[group.prompt.group_id] = replace(one, recovered=one.decided)
+            self.look_whether_complete(group.prompt.group_id)
         self.changed.notify_all()
 
     def deal(self, serving: Collection[int]) -> None:

@@ -45,7 +45,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
 
     taken = stream.take(step.iteration, count, tell)
     serving = run.fleet.membership.serving()
-    groups = {one.group.drawn.group_id: one.group for one in taken.groups}
+    groups = {one.group.prompt.group_id: one.group for one in taken.groups}
     names = [engine.name for engine in run.fleet.rollout]
     rows = [(names[one.engine_of(part)], one.group, part) for one in taken.groups for part in one.group.finished()]
 
@@ -110,4 +110,4 @@ def taken_ids(taken: Commit) -> list[int]:
 def encode_rows(run: RunContext, rows: Sequence[tuple[str, Group, GeneratedSample]]) -> pa.Table:
     """Return rows of the rollout table for tuples (engine, group, sample)."""
     engines, groups, samples = zip(*rows, strict=True) if rows else ((), (), ())
-    return sample_table(run, engines, {group.drawn.group_id: group for group in groups}, samples)
+    return sample_table(run, engines, {group.prompt.group_id: group for group in groups}, samples)

@@ -31,13 +31,13 @@ def publish(run: RunContext, weights: Commit | None) -> Publication:
     to these weights first."""
     with run.weights_lock:
         restore_trainer(run, weights)
-        return run.fleet.publish(version_of(weights), keep=run.ledger.lag + 2)
+        return run.fleet.weights.publish(version_of(weights), keep=run.ledger.lag + 2)
 
 
 def update(run: RunContext, engine: Any, weights: Commit | None) -> float:
     """Update an engine of `run.fleet.rollout` during generation to the weights that `weights` committed. Return the
     seconds without decoding. Raises EngineError."""
-    seconds: float = run.fleet.update(engine, version_of(weights))
+    seconds: float = run.fleet.weights.update(engine, version_of(weights))
     return seconds
 
 
@@ -50,7 +50,7 @@ def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
     """
     version = version_of(weights)
     try:
-        run.fleet.serve(engine, version)
+        run.fleet.weights.serve(engine, version)
     except (PublicationGone, WeightsDiffer) as error:
         if run.side_by_side:
             why = "is not published any more" if isinstance(error, PublicationGone) else f"was dropped ({error})"
@@ -59,6 +59,6 @@ def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
                 "publish it again"
             ) from error
         with run.weights_lock:  # who waited for it finds what the other one published
-            if version not in run.fleet.published():
+            if version not in run.fleet.weights.published():
                 publish(run, weights)
-        run.fleet.serve(engine, version)
+        run.fleet.weights.serve(engine, version)

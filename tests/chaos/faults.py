@@ -52,7 +52,9 @@ from typing import Any, Literal
 
 import psutil
 
+from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.rollout.base import RolloutEngine
 from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.ledger.commits import Commit, Step
@@ -222,7 +224,7 @@ class Striker:
             victims = [psutil.Process(pids[fault.victim])] if fault.victim in pids else []
             bear_witness(self._witness, victims, **asdict(fault), resting=resting)
             if fault.victim == "update":
-                engine.call("end_weight_update")
+                engine.call(UPDATING, RolloutEngine.end_weight_update).result()
             strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
 
     def _bring_about(self, fault: Fault) -> None:

@@ -127,4 +127,4 @@ def test_all_of_gsm8k_fits_into_the_context(built):
     context = AutoModelForCausalLM.from_pretrained(built / "model").config.max_position_embeddings
     drawn = draw(data, 0, 7473, seed=0, shuffle=True, max_prompt_len=context - 1024)
     assert (len(drawn.rows), drawn.cursor, drawn.passed_over) == (7473, 7473, 0)
-    assert all(row.row.label and row.row.label.replace(",", "").lstrip("-").isdigit() for row in drawn.rows)
+    assert all(row.label and row.label.replace(",", "").lstrip("-").isdigit() for row in drawn.rows)

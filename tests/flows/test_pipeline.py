@@ -69,7 +69,7 @@ def test_side_by_side_gives_what_one_after_the_other_gives(
             assert run.committed(index, Step.ROLLOUT, "00-000").weight_version_in == max(0, index - lag)
             assert run.committed(index, Step.ADVANTAGE).metrics["age/max"] == min(index, lag)
             assert run.committed(index, Step.TRAIN).weight_version_in == index
-        assert run.fleet.published() == set(range(ITERATIONS + 1)[-lag - 2 :])
+        assert run.fleet.weights.published() == set(range(ITERATIONS + 1)[-lag - 2 :])
 
 
 def test_a_half_learns_while_the_next_one_is_collected(tiny_assets: Path, tmp_path: Path) -> None:

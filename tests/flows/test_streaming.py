@@ -431,8 +431,8 @@ def test_a_group_that_the_next_iteration_would_find_too_old_is_waited_for_and_ta
         stream.admit(admission, [sampled(old, 0, 4)])
         waiting.join(60)
         (found,) = taken
-        assert [one.group.drawn.group_id for one in found.groups] == [old.drawn.group_id, fresh.drawn.group_id]
-        assert found.open == {admission.name: [also.drawn.group_id]}
+        assert [one.group.prompt.group_id for one in found.groups] == [old.prompt.group_id, fresh.prompt.group_id]
+        assert found.open == {admission.name: [also.prompt.group_id]}
         # Nothing is too old for iteration 1 yet, so that iteration 0 waits for nobody.
         assert len(stream.take(0, 3, lambda complete: None).groups) == 3
 
@@ -446,7 +446,7 @@ def sampled(group: Group, version: int, finished: int) -> Group:
         segment = Segment(
             tokens, np.ones(2, np.uint8), FIRST_CALL, np.zeros(2, np.float32), tokens * 0 + version, 1, reason
         )
-        parts[index] = GeneratedSample(group.drawn.group_id, index, Trajectory((segment,)), reason)
+        parts[index] = GeneratedSample(group.prompt.group_id, index, Trajectory((segment,)), reason)
     return replace(group, parts=parts)
 
 

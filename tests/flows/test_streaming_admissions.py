@@ -139,7 +139,7 @@ def test_an_admission_that_was_claimed_and_not_made_is_made_first_as_it_was_clai
             _admit(run, Interrupted(run), 0, 1, 1)
     for _ in range(2):  # the second finds what the first has made
         with driver(str(tmp_path)) as run:
-            prompt = run.draw(0, 6, ()).rows[3].row.index
+            prompt = run.draw(0, 6, ()).rows[3].index
             pass_over(run.ledger, prompt)
             put_in_force(run, 1)
             admit_prompts(run, DirectSteps(run), 1)

@@ -11,10 +11,11 @@ from cairn.configs.slime import Arguments
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
+from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.pool import GraderPool
 from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.selecting.filters import get_filter, takes_samples
-from cairn.tasks.selecting.filters.sample import FilterDecision, GradedSample
+from cairn.tasks.selecting.filters.sample import FilterDecision
 from cairn.tasks.slime import Sample as SlimeSample
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -122,14 +123,14 @@ def test_a_filter_judges_groups_as_ours_of_that_name_does(filters: Path, tiny_as
 def test_a_filter_may_say_no_more_than_whether(filters: Path) -> None:
     decide = get_filter(f"{filters}:long_enough")
     assert takes_samples(f"{filters}:long_enough")
-    sample = GradedSample(0, 0, 1.0, {}, "", (1,), (0.0,), (1,), "stop", "completed", "", (1,), 0, None, {})
+    sample = GradedSample("", None, response_ids=(1,), reward=1.0, loss_mask=(1,))
     assert decide([sample]) == FilterDecision(False, "not_kept")
 
 
 def test_a_filter_is_told_which_samples_of_the_run_it_judges_and_which_tokens_count(filters: Path) -> None:
     decide = get_filter(f"{filters}:odd_places")
-    known: Any = ("", (1, 2, 3), (0.0,) * 3, (1, 0, 1), "stop", "completed", "", (1,), 0, None, {})
-    samples = [GradedSample(3, place, 1.0, {}, *known) for place in range(2)]
+    known: Any = {"response_ids": (1, 2, 3), "loss_mask": (1, 0, 1), "reward": 1.0, "prompt_ids": (1,)}
+    samples = [GradedSample("", None, group_id=3, sample_index=place, **known) for place in range(2)]
     assert decide(samples) == FilterDecision(True)
     assert getattr(SlimeSample(), "rollout_id", 5) == 5
 

@@ -10,7 +10,7 @@
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +20,11 @@ import ray
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.calls import Deadline
-from cairn.engines.fleet.handles import CONTROL, SENDING
+from cairn.engines.fleet.handles import CONTROL, SENDING, UPDATING, Call
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
+from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineDied, EngineError, Superseded
 from cairn.engines.weights.layout import Layout, Meeting, Receiver
 
@@ -31,13 +33,6 @@ from cairn.engines.weights.layout import Layout, Meeting, Receiver
 # The group persists between updates while both live. A restarted process belongs to no group, and a new group is
 # formed. Every wait ends: if anything fails at one end, both leave the group, and what still waits for the other end
 # fails.
-
-
-Call = tuple[RolloutHandle | TrainingHandle, Any, str]
-"""An engine, the reference that its `submit` returned, and the method."""
-
-Lane = Mapping[str, str]
-"""Options of the trainer's calls: the concurrency group in which they wait for one another."""
 
 
 def broadcast_live(
@@ -49,19 +44,19 @@ def broadcast_live(
         WrongVersion: the source is not at `version`.
         EngineError: an engine died, hung or refused.
     """
-    receiver: Receiver = target.call("receiver")
+    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
     backend = _backend(source, receiver)
     with closing(source.broadcast_weights(version, bucket_bytes, backend, target.name)) as buckets:
-        _send(buckets, source, target, receiver, backend, timeout, {})
+        _send(buckets, source, target, receiver, backend, timeout, None)
 
 
 def broadcast_copies(source: TrainingHandle, target: RolloutHandle, copies: Sequence[Any], timeout: float) -> None:
     """Broadcast buckets of the object store to a target that has begun an update, while the trainer continues its work.
     Raises EngineError."""
-    receiver: Receiver = target.call("receiver")
+    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
     backend = _backend(source, receiver)
     with closing(source.broadcast_copies(copies, backend, target.name)) as buckets:
-        _send(buckets, source, target, receiver, backend, timeout, {"concurrency_group": SENDING})
+        _send(buckets, source, target, receiver, backend, timeout, SENDING)
 
 
 def _backend(source: TrainingHandle, receiver: Receiver) -> str:
@@ -69,27 +64,28 @@ def _backend(source: TrainingHandle, receiver: Receiver) -> str:
 
 
 def _send(
-    buckets: Iterable[tuple[Layout, Any]],
+    buckets: Iterable[tuple[Layout, Call[None]]],
     source: TrainingHandle,
     target: RolloutHandle,
     receiver: Receiver,
     backend: str,
     timeout: float,
-    lane: Lane,
+    lane: str | None,
 ) -> None:
-    # After a failure both leave the group before the buckets are closed. Otherwise the trainer could not end its
-    # export.
+    # `lane` is the concurrency group of the trainer's calls. After a failure both leave the process group before the
+    # buckets are closed. Otherwise the trainer could not end its export.
     with _leaving_on_failure(source, target, timeout, lane):
         whole = (receiver.group, 1 + receiver.ranks)
-        if source.finish(source.submit("group", target.name, **lane), "group") != whole:
+        if source.call(lane, WeightSource.group, target.name).result() != whole:
             _meet(source, target, receiver, backend, timeout, lane)
         for layout, sending in buckets:
-            receiving = target.submit("receive_weights", layout)
-            _both([(target, receiving, "receive_weights"), (source, sending, "broadcast")], timeout)
+            _both([target.call(UPDATING, DirectReceiver.receive_weights, layout), sending], timeout)
 
 
 @contextmanager
-def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> Iterator[None]:
+def _leaving_on_failure(
+    source: TrainingHandle, target: RolloutHandle, timeout: float, lane: str | None
+) -> Iterator[None]:
     """Have both engines leave the group if the body fails. If one of them died, raise its death, even if the other one
     failed first."""
     try:
@@ -108,43 +104,42 @@ def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: 
 
 
 def _meet(
-    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, lane: Lane
+    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, lane: str | None
 ) -> None:
     name = f"cairn-{uuid4().hex}"
-    host, port = source.finish(source.submit("open_group", target.name, name, timeout, **lane), "open_group")
+    host, port = source.call(lane, WeightSource.open_group, target.name, name, timeout).result()
     size = 1 + receiver.ranks
-    joining = source.submit("join_group", target.name, size, backend, **lane)
+    joining = source.call(lane, WeightSource.join_group, target.name, size, backend)
     meeting = Meeting(name, host, port, backend, size, rank=1)
-    _both([(source, joining, "join_group"), (target, target.submit("join_group", meeting), "join_group")], timeout)
+    _both([joining, target.call(UPDATING, DirectReceiver.join_group, meeting)], timeout)
 
 
-def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> None:
+def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: str | None) -> None:
     """Have both engines leave the group, each as soon as its current call has ended. An engine that does not leave is
     detected and replaced later, as any hung engine is."""
     deadline = Deadline(timeout)
     with suppress(EngineError):
-        released = source.submit("release_group", target.name, concurrency_group=CONTROL)
-        source.finish(released, "release_group", deadline)
-    calls: list[Call] = []
+        source.call(CONTROL, WeightSource.release_group, target.name).result(deadline)
+    calls: list[Call[None]] = []
     with suppress(EngineError):
-        calls.append((source, source.submit("leave_group", target.name, **lane), "leave_group"))
+        calls.append(source.call(lane, WeightSource.leave_group, target.name))
     with suppress(EngineError):
-        calls.append((target, target.submit("leave_group"), "leave_group"))
-    for engine, call, method in calls:
+        calls.append(target.call(UPDATING, DirectReceiver.leave_group))
+    for call in calls:
         with suppress(EngineError):
-            engine.finish(call, method, deadline)
+            call.result(deadline)
 
 
-def _both(calls: Sequence[Call], timeout: float) -> None:
+def _both(calls: Sequence[Call[None]], timeout: float) -> None:
     """Wait for both calls. As soon as one of them fails, raise its error."""
     deadline = Deadline(timeout)
     left = list(calls)
     while left:
-        ended, _ = ray.wait([call for _, call, _ in left], timeout=deadline.remaining)
-        for engine, call, method in list(left):
-            if call in ended or not ended:
-                engine.finish(call, method, deadline)
-                left.remove((engine, call, method))
+        ended, _ = ray.wait([call.ref for call in left], timeout=deadline.remaining)
+        for call in list(left):
+            if call.ref in ended or not ended:
+                call.result(deadline)
+                left.remove(call)
 
 
 class Transport(Protocol):
@@ -202,13 +197,13 @@ class Buckets:
 
     def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
         """Send all buckets. The next bucket travels to the engine's machine while the last one is loaded."""
-        calls: list[Any] = []
+        calls: list[Call[None]] = []
         for bucket in laid:
-            calls.append(target.submit("update_weights", bucket))
+            calls.append(target.call(UPDATING, RolloutEngine.update_weights, bucket))
             if len(calls) > 1:
-                target.finish(calls.pop(0), "update_weights")
+                calls.pop(0).result()
         for call in calls:
-            target.finish(call, "update_weights")
+            call.result()
 
     def holds(self, version: int) -> bool:
         return True
@@ -251,8 +246,8 @@ class Folders:
         return folder
 
     def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        call = target.submit("update_weights_from_disk", laid)
-        target.finish(call, "update_weights_from_disk", Deadline(self._load_timeout))
+        call = target.call(UPDATING, RolloutEngine.update_weights_from_disk, laid)
+        call.result(Deadline(self._load_timeout))
 
     def holds(self, version: int) -> bool:
         return True
@@ -261,8 +256,7 @@ class Folders:
         """Remove all other folders, those of killed drivers included."""
         if not self._keep_files:
             names = [_folder_name(version) for version in versions]
-            removed = self._source.submit("keep_folders", self._parent, names, concurrency_group=CONTROL)
-            self._source.finish(removed, "keep_folders")
+            self._source.ask(WeightSource.keep_folders, self._parent, names)
 
     def close(self) -> None:
         with contextlib.suppress(EngineError, Superseded):
@@ -317,7 +311,7 @@ class Handles(_FromTrainer):
             for shared in buckets:
                 names = shared[0][0]
                 handles = [shared[rank][1] for rank in target.ranks]
-                target.finish(target.submit("map_weights", names, handles), "map_weights")
+                target.call(UPDATING, DirectReceiver.map_weights, names, handles).result()
 
 
 def _folder_name(version: int) -> str:

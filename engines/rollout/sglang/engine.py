@@ -3,14 +3,12 @@
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.models.folders import check_model_folder, context_length, parameter_names
@@ -26,7 +24,6 @@ from cairn.engines.rollout.sglang.weights import ServerWeights
 from cairn.engines.types.errors import EngineDied, EngineError, RequestRefused
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.fp8 import Fp8Weights
-from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.records import Environment
 
 
@@ -81,7 +78,7 @@ class ServerStream:
         self._generation.close()
 
 
-class SGLangEngine:
+class SGLangEngine(ServerWeights):
     """A `RolloutEngine` that owns one SGLang server, or uses one that runs elsewhere.
 
     Args:
@@ -123,10 +120,10 @@ class SGLangEngine:
         self._route = Route.to(self.server.url)
         self._deterministic = launched.deterministic
         self._environment = launched.environment
-        self._control = Control(self.server.url, call_timeout)
         fp8 = Fp8Weights.of(model_path)
         names = parameter_names(model_path) | (fp8.scales if fp8 else frozenset())
-        self._weights = ServerWeights(self._control, names, config.timeout, ours=plan.external_url is None)
+        control = Control(self.server.url, call_timeout)
+        super().__init__(control, names, config.timeout, ours=plan.external_url is None)
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -175,9 +172,6 @@ class SGLangEngine:
         for generation in self._open_streams():
             generation.abort()
 
-    def get_weight_version(self) -> int | None:
-        return self._weights.version()
-
     def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
         with nullcontext() if in_flight else self._occupancy.alone("update weights"):
             self._watch.pause()
@@ -186,46 +180,22 @@ class SGLangEngine:
                     self._resting = True
                 for generation in self._open_streams():
                     generation.rest()
-            self._weights.begin(version, in_flight=in_flight)
+            super().begin_weight_update(version, in_flight)
 
     def retracted(self) -> list[Completion]:
         return [part for generation in self._open_streams() for part in generation.retracted()]
 
-    def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        self._weights.load(named_tensors)
-
-    def update_weights_from_disk(self, folder: Path) -> None:
-        self._weights.load_folder(folder)
-
     def end_weight_update(self) -> None:
-        self._weights.end()
+        super().end_weight_update()
         self._watch.resume()
         with self._lock:
             self._resting = False
         for generation in self._open_streams():
             generation.go_on()
 
-    def receiver(self) -> Receiver:
-        return self._weights.receiver()
-
-    def join_group(self, meeting: Meeting) -> None:
-        self._weights.join_group(meeting)
-
-    def receive_weights(self, layout: Layout) -> None:
-        self._weights.receive(layout)
-
-    def map_weights(self, names: Collection[str], handles: Sequence[bytes]) -> None:
-        self._weights.map(names, handles)
-
-    def leave_group(self) -> None:
-        self._weights.leave_group()
-
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
-            self._weights.release_memory()
-
-    def resume_memory(self, tag: MemoryTag) -> None:
-        self._weights.resume_memory(tag)
+            super().release_memory()
 
     def weights_checksum(self) -> str:
         raise EngineError("SGLang's servers give no checksum of their weights; compare log-probs instead.")
@@ -259,7 +229,7 @@ class SGLangEngine:
             "log": str(self.server.log),
             "server_pid": self.server.pid,
             "weight_version": self.get_weight_version(),
-            "released": self._weights.released(),
+            "released": self.released(),
             "loads": loads,
         }
 
@@ -279,7 +249,7 @@ class SGLangEngine:
 
     def _check(self, requests: Sequence[GenerateRequest]) -> None:
         validate_requests(requests, self._context, self._vocab)
-        self._weights.require_ready()
+        self.require_ready()
 
     def _explained(self, error: EngineDied) -> EngineDied:
         return EngineDied(f"{self._hung or error}; {self.server.last_words()}")

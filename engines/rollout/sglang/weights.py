@@ -1,7 +1,8 @@
 """The weights of an SGLang server: from one version to the next, with none served in between."""
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ MEMORY: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_c
 
 
 class ServerWeights:
-    """The weights that a server serves, the update that is under way, and the memory that it released.
+    """The part of an SGLang engine that takes weights: those that the server serves, the update that is under way, and
+    the memory that it released. `cairn.engines.rollout.base` describes the methods.
 
     Args:
         control: calls to the server.
@@ -46,7 +48,7 @@ class ServerWeights:
         self._released: set[MemoryTag] = set()
         self._group: str | None = None
 
-    def version(self) -> int | None:
+    def get_weight_version(self) -> int | None:
         """Return the version of the weights that the server serves. None within an update, and until the next one where
         its weights are lost or not those of the run."""
         if not self._whole:
@@ -65,7 +67,7 @@ class ServerWeights:
         if not self._whole:
             raise EngineError("The engine has no weights of this run yet: update them before generating.")
 
-    def begin(self, version: int, *, in_flight: bool = False) -> None:
+    def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
         """Start to replace all weights, also those that an unfinished update has sent. Running requests are aborted,
         because a server ends if its weights change under a running request. `in_flight`: requests that come meanwhile
         will wait."""
@@ -78,19 +80,15 @@ class ServerWeights:
         self._call_unless_refused("/end_weight_update", {})  # of an update that broke off
         self._session = False
 
-    def load(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """Replace some weights. Raises EngineError where a name is unknown; then nothing of the call is applied."""
-        self.map(named_tensors, [share(named_tensors) for _ in range(self._tp_size)])
+    def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        with self._replacing(named_tensors):
+            self._control.update_from_tensor([share(named_tensors) for _ in range(self._tp_size)])
 
-    def map(self, names: Collection[str], handles: Sequence[bytes]) -> None:
-        """Replace some weights with memory that the server maps, with a handle for each of its tensor-parallel ranks.
-        Raises EngineError where a name is unknown; then nothing of the call is applied."""
-        self._require_known(names)
-        self._open_session()
-        self._control.update_from_tensor(handles)
-        self._missing -= set(names)
+    def map_weights(self, names: Collection[str], handles: Sequence[bytes]) -> None:
+        with self._replacing(names):
+            self._control.update_from_tensor(handles)
 
-    def load_folder(self, folder: Path) -> None:
+    def update_weights_from_disk(self, folder: Path) -> None:
         """Replace all weights with those of a model folder. The server itself does to packed weights what the begin and
         end of an update do, so no update may be open there."""
         self._require_begun()
@@ -99,27 +97,21 @@ class ServerWeights:
         self._control.call("/update_weights_from_disk", body, timeout=self._load_timeout)
         self._missing, self._from_folder = set(), True
 
-    def receive(self, layout: Layout) -> None:
-        """Replace some weights by one broadcast in the group. Raises EngineError where a name is unknown."""
+    def receive_weights(self, layout: Layout) -> None:
         names = [name for name, _, _ in layout]
-        self._require_known(names)
-        self._open_session()
-        self._control.call(
-            "/update_weights_from_distributed",
-            {
-                "names": names,
-                "dtypes": [dtype for _, dtype, _ in layout],
-                "shapes": [list(shape) for _, _, shape in layout],
-                "group_name": self._group or "none",
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-                **POLICY,
-            },
-        )
-        self._missing -= set(names)
+        body = {
+            "names": names,
+            "dtypes": [dtype for _, dtype, _ in layout],
+            "shapes": [list(shape) for _, _, shape in layout],
+            "group_name": self._group or "none",
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            **POLICY,
+        }
+        with self._replacing(names):
+            self._control.call("/update_weights_from_distributed", body)
 
-    def end(self) -> None:
-        """Serve the new weights under their version. Raises EngineError where some were not sent."""
+    def end_weight_update(self) -> None:
         version = self._require_begun()
         if self._missing:
             raise EngineError(
@@ -135,11 +127,9 @@ class ServerWeights:
         self._whole, self._updating = True, None
 
     def receiver(self) -> Receiver:
-        """Return the server's properties as a member of a broadcast's group."""
         return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=self._group)
 
     def join_group(self, meeting: Meeting) -> None:
-        """Join a group in place of the current one. Raises EngineError where not all members came."""
         self.leave_group()
         self._group = meeting.name
         self._control.call(
@@ -155,7 +145,6 @@ class ServerWeights:
         )
 
     def leave_group(self) -> None:
-        """Close the server's connections in its group, if there are any."""
         group, self._group = self._group, None
         if group is not None:
             self._call_unless_refused("/destroy_weights_update_group", {"group_name": group})
@@ -170,7 +159,6 @@ class ServerWeights:
             self._control.call("/release_memory_occupation", {"tags": [own for tag in tags for own in MEMORY[tag]]})
 
     def resume_memory(self, tag: MemoryTag) -> None:
-        """Take the GPU memory for weights or cache back."""
         if tag in self._released:
             self._control.call("/resume_memory_occupation", {"tags": MEMORY[tag]})
             self._released.discard(tag)
@@ -216,21 +204,26 @@ class ServerWeights:
 
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + IDLE_TIMEOUT
-        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in self._loads()):
+        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in self._server_loads()):
             if time.monotonic() > deadline:
                 raise EngineTimeout(f"{self._control.url} did not end its requests within {IDLE_TIMEOUT:g} s")
             time.sleep(0.01)
 
-    def _loads(self) -> list[dict[str, int]]:
+    def _server_loads(self) -> list[dict[str, int]]:
         return self._control.call("/v1/loads")["loads"]
 
-    def _require_known(self, names: Iterable[str]) -> None:
+    @contextmanager
+    def _replacing(self, names: Collection[str]) -> Iterator[None]:
+        """Have the server accept these weights meanwhile. Raises EngineError where a name is unknown."""
         self._require_begun()
         unknown = [name for name in names if name not in self._names]
         if unknown:
             raise EngineError(
                 f"The model has no weight {unknown[0]}: trainer and rollout engine hold different models."
             )
+        self._open_session()
+        yield
+        self._missing -= set(names)
 
     def _require_begun(self) -> int:
         if self._updating is None:

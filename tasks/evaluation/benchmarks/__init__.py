@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from cairn.configs.kinds import BENCHMARK
 from cairn.configs.plugins import BadPlugin
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
-
-__all__ = ["SCORE", "EvaluatedSample", "measure"]
+from cairn.tasks.grading.graded import GradedSample
 
 SCORE = "score"
 """Name of the metric that is a benchmark's score."""
 
 
-def measure(name: str, samples: Sequence[EvaluatedSample]) -> dict[str, float]:
+def measure(name: str, samples: Sequence[GradedSample]) -> dict[str, float]:
     """Return the metrics that a benchmark's `metric`, `name`, computes from its samples, question after question;
     `SCORE` is among them. Raises BadPlugin if it returns anything else."""
     found = BENCHMARK.load(name)(samples)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
+from cairn.tasks.grading.graded import GradedSample
 
 
-def measure(samples: Sequence[EvaluatedSample]) -> float:
+def measure(samples: Sequence[GradedSample]) -> float:
     """Return the mean reward; 0 where all samples failed."""
     graded = np.asarray([sample.reward for sample in samples if sample.reward is not None], np.float64)
     if not len(graded):

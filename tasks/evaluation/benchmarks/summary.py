@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
+from cairn.tasks.grading.graded import GradedSample
 
 # Estimates from rewards in float64. `rewards_QN` has one row per question and one column per sample. Questions with
 # different numbers of samples come as a list of arrays.
@@ -144,12 +144,12 @@ class Summary(BaseModel):
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def measure(samples: Sequence[EvaluatedSample]) -> Mapping[str, float]:
+def measure(samples: Sequence[GradedSample]) -> Mapping[str, float]:
     """Return the benchmark metric `summary`."""
     return summary(samples).metrics()
 
 
-def summary(samples: Sequence[EvaluatedSample]) -> Summary:
+def summary(samples: Sequence[GradedSample]) -> Summary:
     """Return the summary of samples, which may be in any order. Raises ValueError without samples."""
     if not samples:
         raise ValueError("a benchmark without samples has no summary")
@@ -191,9 +191,9 @@ def _pass_at(rewards_QN: Sequence[NDArray[np.float64]], n: int) -> dict[int, flo
 
 
 def _majority_at(
-    questions: Sequence[Sequence[EvaluatedSample]], rewards_QN: Sequence[NDArray[np.float64]], n: int
+    questions: Sequence[Sequence[GradedSample]], rewards_QN: Sequence[NDArray[np.float64]], n: int
 ) -> dict[int, float] | None:
-    if not any("answer" in (sample.components or {}) for group in questions for sample in group):
+    if not any("answer" in sample.components for group in questions for sample in group):
         return None
     answers = [[_answer(sample) for sample in group] for group in questions]
     return {
@@ -203,8 +203,8 @@ def _majority_at(
     }
 
 
-def _answer(sample: EvaluatedSample) -> str | None:
-    answer = (sample.components or {}).get("answer")
+def _answer(sample: GradedSample) -> str | None:
+    answer = sample.components.get("answer")
     return None if answer is None else str(answer)
 
 
@@ -215,8 +215,8 @@ def _lengths(lengths: Sequence[int]) -> Lengths | None:
     return Lengths(mean=float(np.mean(lengths)), p50=float(p50), p95=float(p95))
 
 
-def _components(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
-    graded = [sample.components or {} for sample in samples if sample.reward is not None]
+def _components(samples: Sequence[GradedSample]) -> dict[str, float]:
+    graded = [sample.components for sample in samples if sample.reward is not None]
     names = dict.fromkeys(name for found in graded for name, value in found.items() if _is_number(value))
     return {
         name: float(np.mean([found[name] for found in graded if _is_number(found.get(name))]))

@@ -10,7 +10,8 @@ import numpy as np
 from cairn.configs.kinds import FILTER
 from cairn.configs.plugins import BadPlugin
 from cairn.tasks import slime
-from cairn.tasks.selecting.filters.sample import Filter, FilterDecision, GradedSample
+from cairn.tasks.grading.graded import GradedSample
+from cairn.tasks.selecting.filters.sample import Filter, FilterDecision
 
 # Filters written for slime: see `cairn.tasks.slime`.
 

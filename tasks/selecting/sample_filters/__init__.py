@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from cairn.configs.kinds import SAMPLE_FILTER
 from cairn.configs.plugins import BadPlugin
-from cairn.tasks.selecting.filters.sample import GradedSample, places
+from cairn.tasks.grading.graded import GradedSample
+from cairn.tasks.selecting.filters.sample import places
 
 
 class NothingLeft(Exception):

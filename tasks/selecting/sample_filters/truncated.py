@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 
-from cairn.tasks.selecting.filters.sample import GradedSample
+from cairn.tasks.grading.graded import GradedSample
 
 
 def remove(groups: Sequence[Sequence[GradedSample]]) -> list[GradedSample]:

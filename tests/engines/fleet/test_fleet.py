@@ -18,8 +18,10 @@ from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunctio
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster, ClusterError
 from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.models.files import folder_digest
+from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
@@ -105,7 +107,7 @@ def pid_of(fleet: Fleet, index: int) -> int:
 def hasty(fleet: Fleet, model: Path, index: int, *, timeout: float, call_timeout: float) -> RolloutHandle:
     """Another handle of the same engine, with other deadlines."""
     config = fleet_config(model, rollout={"timeout": timeout}, fleet={"call_timeout": call_timeout})
-    actors = [fleet.rollout[index]._actor]
+    actors = [fleet.rollout[index].actor]
     return RolloutHandle(f"rollout:{index}", actors, ServerPlan(), str(model), config.rollout, config.fleet)
 
 
@@ -174,7 +176,7 @@ def test_a_machine_with_another_model_than_the_runs_is_refused(ray_cluster: Clus
     ):
         Fleet.start(config, name="other", total_steps=1, model_digests={"model": "0" * 64, "data": "1" * 64})
     with Fleet.start(config, name="same", total_steps=1, model_digests={"model": digest, "data": "1" * 64}) as fleet:
-        assert fleet.rollout[0].weight_version() == 0
+        assert fleet.rollout[0].ask(RolloutEngine.get_weight_version) == 0
 
 
 @pytest.mark.proof
@@ -264,7 +266,7 @@ def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and
     engine._config = engine._config.model_copy(update={"pipeline": "streaming"})
     sync(fleet)
     version = train_once(fleet)
-    fleet.publish(version, keep=2)
+    fleet.weights.publish(version, keep=2)
     numbers = itertools.count()
 
     def some() -> list[SampleRequest]:
@@ -284,10 +286,10 @@ def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and
                 generated = pool.submit(generate_all)
                 began, joined = time.monotonic(), 0
             time.sleep(0.05)
-        fleet.update(engine, version)
+        fleet.weights.update(engine, version)
         assert engine._deadline.remaining > 0.8 * timeout
         assert len(generated.result(60)) == 4 * (1 + joined)
-    assert engine.weight_version() == version
+    assert engine.ask(RolloutEngine.get_weight_version) == version
 
 
 @pytest.mark.proof
@@ -334,15 +336,16 @@ def test_a_killed_trainer_is_an_error_and_restarts_at_the_initial_weights(fleet:
 @pytest.mark.proof
 def test_an_engine_serves_what_was_published_while_the_trainer_goes_on(fleet: Fleet) -> None:
     version = train_once(fleet)
-    published = fleet.publish(version, keep=2)
+    published = fleet.weights.publish(version, keep=2)
     assert published == Publication(version, fleet.training.weights_checksum())
     train_once(fleet)
     first, second = fleet.rollout
     os.kill(first.health()["pid"], signal.SIGKILL)
     trained = fleet.training.position()
     with second.alone():  # it works, and is not asked
-        fleet.serve(first, version)
-    assert first.call("weights_checksum") == published.digest != second.call("weights_checksum")
+        fleet.weights.serve(first, version)
+    checksums = [engine.ask(RolloutEngine.weights_checksum) for engine in (first, second)]
+    assert checksums[0] == published.digest != checksums[1]
     assert {int(v) for completion in generate(first, requests()) for v in completion.weight_versions} == {version}
     assert fleet.training.position() == trained
 
@@ -350,27 +353,27 @@ def test_an_engine_serves_what_was_published_while_the_trainer_goes_on(fleet: Fl
 @pytest.mark.proof
 def test_publications_stay_after_the_trainer_died_and_go_when_newer_ones_are_as_many(fleet: Fleet) -> None:
     first = train_once(fleet)
-    fleet.publish(first, keep=2)
+    fleet.weights.publish(first, keep=2)
     os.kill(fleet.training.health()["pid"], signal.SIGKILL)
     assert serve_all(fleet, first) == [first, first]
     fleet.training.ensure_alive()
     with pytest.raises(WrongVersion, match=f"at weight version 0, not at {first}"):
-        fleet.publish(first, keep=2)
-    fleet.publish(0, keep=2)
-    assert fleet.published() == {first, 0}
-    fleet.publish(train_once(fleet), keep=2)
-    assert fleet.published() == {0, 1}
+        fleet.weights.publish(first, keep=2)
+    fleet.weights.publish(0, keep=2)
+    assert fleet.weights.published() == {first, 0}
+    fleet.weights.publish(train_once(fleet), keep=2)
+    assert fleet.weights.published() == {0, 1}
     fleet.rollout[0].restart()
     gone = first + 7
     with pytest.raises(PublicationGone, match=f"weight version {gone} is not published .*others that are: 0, 1"):
-        fleet.serve(fleet.rollout[0], gone)
+        fleet.weights.serve(fleet.rollout[0], gone)
     assert versions(fleet)[0] == 0, "nothing was begun"
 
 
 def test_an_engine_begins_a_broken_off_update_again_and_is_left_alone_where_it_serves_the_version(fleet: Fleet) -> None:
     version = train_once(fleet)
     sync(fleet)
-    fleet.rollout[1].call("begin_weight_update", version)
+    fleet.rollout[1].call(UPDATING, RolloutEngine.begin_weight_update, version).result()
     assert versions(fleet) == [version, None]
     with fleet.rollout[0].alone():  # an update would wait for it
         assert serve_all(fleet, version) == [version, version]
@@ -380,16 +383,16 @@ def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = train_once(fleet)
-    fleet.publish(older, keep=2)
+    fleet.weights.publish(older, keep=2)
     version = train_once(fleet)
-    fleet.publish(version, keep=2)
-    _, laid = fleet._publications._find(older)
-    publication, _ = fleet._publications._find(version)
-    fleet._publications._laid[version] = (publication, laid)
+    fleet.weights.publish(version, keep=2)
+    _, laid = fleet.weights._find(older)
+    publication, _ = fleet.weights._find(version)
+    fleet.weights._laid[version] = (publication, laid)
     with pytest.raises(WeightsDiffer, match=f"rollout:0 holds weights .* version {version} was published with"):
-        fleet.serve(fleet.rollout[0], version)
+        fleet.weights.serve(fleet.rollout[0], version)
     assert versions(fleet)[0] is None
-    assert version not in fleet.published()
+    assert version not in fleet.weights.published()
 
 
 @pytest.mark.slow
@@ -415,7 +418,7 @@ def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster
 
         position = training.position()
         with pytest.raises(EngineError, match="different states"):
-            training._agreed([position, replace(position, state_digest="another")], lambda p: p.state_digest)
+            training.agreed([position, replace(position, state_digest="another")], lambda p: p.state_digest)
         training.ensure_alive()
         restarted = training.health()["pids"]
         assert not set(pids) & set(restarted)

@@ -148,7 +148,7 @@ def live_through_the_loss_of_a_machine() -> None:
     ranks, guests = placement.actors(training), placement.actors(rollout)
 
     def require_in_place(expected: Sequence[Slot]) -> None:
-        seen = [ray.get(actor.call("health"), timeout=TO_START) for actor in (*ranks, *guests)]
+        seen = [ray.get(actor.callee().call(Tiny.health), timeout=TO_START) for actor in (*ranks, *guests)]
         assert seen == [(slot.node, ",".join(slot.gpu_ids)) for slot in expected]
 
     def where() -> list[Slot]:
@@ -162,7 +162,8 @@ def live_through_the_loss_of_a_machine() -> None:
     lost = before[0].node
     lose(lost)
     with pytest.raises(EngineDied):
-        wait_for(lambda: result(ranks[0].call("health"), Deadline(TO_START), "health()") is None)  # until Ray misses it
+        # until Ray misses it
+        wait_for(lambda: result(ranks[0].callee().call(Tiny.health), Deadline(TO_START), "health()") is None)
     with pytest.raises(ClusterError, match="did not make room for training again"):
         wait_for(lambda: placement.slot(training, 0, Deadline(5)) not in before)  # as long as Ray has not missed it
     stayed = [slot for slot in before if slot.node != lost]

@@ -94,11 +94,11 @@ def test_one_engine_generates_on_every_server_and_each_group_on_one(fleet: Fleet
 def test_a_server_gets_no_request_until_it_serves_the_weights_of_the_others(fleet: Fleet) -> None:
     version = fleet.training.position().weight_version
     fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest="")
-    fleet.publish(version + 1, keep=1)
+    fleet.weights.publish(version + 1, keep=1)
     first, second = fleet.rollout
-    fleet.serve(first, version + 1)
+    fleet.weights.serve(first, version + 1)
     assert routed(fleet) == {first.health()["url"]}
-    fleet.serve(second, version + 1)
+    fleet.weights.serve(second, version + 1)
     assert routed(fleet) == urls(fleet)
     assert {int(v) for done in generate(fleet.rollout[1]) for v in done.weight_versions} == {version + 1}
 

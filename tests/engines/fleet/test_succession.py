@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from cairn.engines.fleet.actors import RolloutActor
+from cairn.engines.fleet.actors import EngineActor, RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fencing import Claim, Tenure
@@ -185,8 +185,8 @@ def test_a_driver_of_a_run_that_was_deleted_is_refused_by_the_engines_of_the_nex
             engine.restart()
     for actor in (actor for engine in old.engines for actor in engine._actors):
         assert actor.find(), "by its name, as a driver that replaces it does"
-        for method in ("health", "end"):
+        for method in (EngineActor.health, EngineActor.end):
             with pytest.raises(Superseded, match="another run of that name"):
-                result(actor.call(method), Deadline(60), method)
+                result(actor.callee().call(method), Deadline(60), method.__name__)
     old.close()
     assert works(new) == others

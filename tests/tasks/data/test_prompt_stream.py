@@ -26,7 +26,7 @@ def data(tmp_path_factory, tokenizer) -> PromptData:
 
 def indices(data, cursor, count, *, seed=1, shuffle=True, max_prompt_len=None):
     drawn = draw(data, cursor, count, seed=seed, shuffle=shuffle, max_prompt_len=max_prompt_len)
-    return [row.row.index for row in drawn.rows]
+    return [row.index for row in drawn.rows]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
@@ -45,7 +45,7 @@ def test_every_epoch_has_every_row_once_even_within_one_draw(data):
     drawn = draw(data, 0, 7 * 5, seed=3, shuffle=True, max_prompt_len=None)
     assert Counter(row.epoch for row in drawn.rows) == dict.fromkeys(range(5), 7)
     for epoch in range(5):
-        assert sorted(row.row.index for row in drawn.rows if row.epoch == epoch) == list(range(7))
+        assert sorted(row.index for row in drawn.rows if row.epoch == epoch) == list(range(7))
     assert len({tuple(indices(data, 7 * epoch, 7, seed=3)) for epoch in range(5)}) > 1
 
 
@@ -63,7 +63,7 @@ def test_without_shuffling_rows_come_in_the_order_of_the_file(data):
 
 def test_long_prompts_are_passed_over_and_counted(data):
     drawn = draw(data, 0, 8, seed=0, shuffle=False, max_prompt_len=4)
-    assert [len(row.row.prompt_ids) for row in drawn.rows] == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert [len(row.prompt_ids) for row in drawn.rows] == [1, 2, 3, 4, 1, 2, 3, 4]
     assert (drawn.cursor, drawn.passed_over) == (11, 3)
 
 

@@ -20,10 +20,10 @@ from cairn.flows.watching.progress import Progress
 from cairn.storage.ledger import layout
 from cairn.storage.upkeep.collector import collect, garbage
 from cairn.tasks.evaluation.benchmarks import measure
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.evaluate import evaluate
 from cairn.tasks.evaluation.questions import eval_seed
 from cairn.tasks.generation.groups import sample_seed
+from cairn.tasks.grading.graded import GradedSample
 from tests.local_fleet import LocalFleet, calls
 from tests.requests import grouped
 from tests.tiny_run import tiny_config, tiny_context
@@ -51,7 +51,7 @@ class Killed(BaseException):
     ],
 )
 def test_failed_samples_are_wrong_answers_in_the_mean(rewards: list[float | None], score: float) -> None:
-    samples = [EvaluatedSample(index, 0, reward) for index, reward in enumerate(rewards)]
+    samples = [GradedSample("", None, prompt_index=index, reward=reward) for index, reward in enumerate(rewards)]
     assert measure("mean", samples) == {"score": score}
 
 
@@ -59,7 +59,7 @@ def test_failed_samples_are_wrong_answers_in_the_mean(rewards: list[float | None
 def test_a_metric_that_returns_something_else_is_named(tmp_path: Path, returned: str) -> None:
     (tmp_path / "mine.py").write_text(f"def mine(samples):\n    return {returned}\n")
     with pytest.raises(BadPlugin, match=r"mine' returned .*: let it return a number, or a mapping .*'score' among"):
-        measure(f"{tmp_path / 'mine.py'}:mine", [EvaluatedSample(0, 0, 1.0)])
+        measure(f"{tmp_path / 'mine.py'}:mine", [GradedSample("", None, reward=1.0)])
 
 
 def config_of(assets: Path, tmp_path: Path, *names: str) -> RunConfig:

@@ -110,7 +110,7 @@ def test_a_prompt_that_ends_its_engine_every_time_is_named_with_the_way_out(
     fleet = struck(config, raising(error))
     told = []
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
-        row = run.draw(0, 4).rows[1].row.index + 1
+        row = run.draw(0, 4).rows[1].index + 1
         for _ in range(3):
             with pytest.raises(type(error)) as caught:
                 iteration(run, DirectSteps(run), 0)

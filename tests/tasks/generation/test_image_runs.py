@@ -110,7 +110,7 @@ def test_a_group_that_is_continued_sees_the_image_of_the_snapshot(store: Path, t
     (commit,) = rollouts(ledger, 0)
     group = unfinished_group(run.read(commit).filter(pc.field("group_id") == 3), run.images(commit))
     expected = (Image(noise(16, 40, seed=2), 16, 40),)
-    assert group.drawn.row.images == expected
+    assert group.prompt.images == expected
     assert [request.images for request in group.requests(besides=())] == [expected] * len(group.requests(besides=()))
 
 

@@ -17,11 +17,13 @@ import ray
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.handles import CONTROL
+from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.requirements import weight_problems
-from cairn.engines.fleet.serving import Turns
+from cairn.engines.fleet.turns import Turns
 from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineDied, EngineError
 from cairn.engines.types.types import SamplingParams
 from cairn.flows.pipeline import Pipeline
@@ -96,17 +98,17 @@ def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_wor
     laid = transport.lay(version)
     training.save(str(tmp_path), "older")
     train_once(fleet)
-    training.finish(training.submit("open_group", "nobody", "waits", 120.0), "open_group")
-    work = training.submit("join_group", "nobody", 2, "gloo")  # ends when it is released
+    training.call(None, WeightSource.open_group, "nobody", "waits", 120.0).result()
+    work = training.call(None, WeightSource.join_group, "nobody", 2, "gloo")  # ends when it is released
     with engine.alone():
-        engine.call("begin_weight_update", version)
+        engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
         transport.send(version, laid, engine)
-        engine.call("end_weight_update")
+        engine.call(UPDATING, RolloutEngine.end_weight_update).result()
     assert versions(fleet) == [version]
     assert not ray.wait([work], timeout=0)[0], "the trainer ended its work for it"
-    training.finish(training.submit("release_group", "nobody", concurrency_group=CONTROL), "release_group")
+    training.ask(WeightSource.release_group, "nobody")
     with pytest.raises(EngineError, match="did not connect"):
-        training.finish(work, "join_group")
+        work.result()
     with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
         verify(fleet)
     training.load(str(tmp_path), "older")

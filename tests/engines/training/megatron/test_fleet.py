@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.handles import CONTROL
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.types.errors import EngineDied, EngineError
 from cairn.engines.types.types import SamplingParams, TrainBatch
@@ -48,8 +48,7 @@ def train_once(training: TrainingHandle, version: int | None = None) -> None:
 
 def first_rank(training: TrainingHandle) -> dict[str, Any]:
     """What rank 0 says of itself while it works."""
-    health: dict[str, Any] = training.finish(training.submit("health", concurrency_group=CONTROL), "health")
-    return health
+    return training.ask(EngineActor.health)
 
 
 def test_experts_cut_over_ranks_reach_a_rollout_engine_whose_log_probs_are_the_trainers(fleet: Fleet) -> None:

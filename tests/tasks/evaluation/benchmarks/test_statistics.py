@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cairn.tasks.evaluation.benchmarks import measure
-from cairn.tasks.evaluation.benchmarks.sample import EvaluatedSample
 from cairn.tasks.evaluation.benchmarks.summary import majority_at_k, mean_and_error, pass_at_k, summary
+from cairn.tasks.grading.graded import GradedSample
 
 
 def arrays(*rows):
@@ -18,14 +18,16 @@ def arrays(*rows):
 def samples(*rows, answers=None):
     """One row a question; None is a sample that failed."""
     return [
-        EvaluatedSample(
-            question,
-            index,
-            reward,
-            None if answers is None else {"answer": answers[question][index]},
-            None if reward is not None else "no",
-            length=0 if reward is None else 10 * (index + 1),
-            truncated=index == 0,
+        GradedSample(
+            "",
+            None,
+            prompt_index=question,
+            sample_index=index,
+            reward=reward,
+            components={} if answers is None else {"answer": answers[question][index]},
+            error=None if reward is not None else "no",
+            response_ids=() if reward is None else (0,) * 10 * (index + 1),
+            finish_reason="length" if index == 0 else "stop",
         )
         for question, row in enumerate(rows)
         for index, reward in enumerate(row)
@@ -135,8 +137,8 @@ def test_the_metric_of_that_name_gives_the_same_numbers_to_a_run():
 
 def test_numbers_that_a_grader_tells_are_averaged_over_what_it_graded():
     given = [
-        EvaluatedSample(0, 0, 1.0, {"strict": 1.0, "answer": "7"}),
-        EvaluatedSample(1, 0, 1.0, {"strict": 0.0, "answer": "7"}),
-        EvaluatedSample(2, 0, None, None, "no"),
+        GradedSample("", None, prompt_index=0, reward=1.0, components={"strict": 1.0, "answer": "7"}),
+        GradedSample("", None, prompt_index=1, reward=1.0, components={"strict": 0.0, "answer": "7"}),
+        GradedSample("", None, prompt_index=2, error="no"),
     ]
     assert summary(given).components == {"strict": 0.5}

@@ -50,7 +50,7 @@ def sampled(group: Group, versions: list[int]) -> Group:
         tokens = np.arange(5 + index, 5 + index + len(versions), dtype=np.int32)
         mask, log_probs = np.ones(len(versions), np.uint8), np.zeros(len(versions), np.float32)
         made = Segment(tokens, mask, FIRST_CALL, log_probs, np.asarray(versions, np.int32), 1, FinishReason.STOP)
-        parts[index] = GeneratedSample(group.drawn.group_id, index, Trajectory((made,)), FinishReason.STOP)
+        parts[index] = GeneratedSample(group.prompt.group_id, index, Trajectory((made,)), FinishReason.STOP)
     return replace(group, parts=parts)
 
 
