@@ -170,14 +170,20 @@ class Claim:
         return found
 
 
-def find(store: Store, key: EvaluationKey) -> Evaluation | None:
-    """Return the result, or None if there is none. Makes one request. Raises Damaged."""
-    path = layout.evaluation_result(key.folder)
+def read(store: Store, folder: str) -> Evaluation | None:
+    """Return the result in a folder, or None if nobody has finished it. Makes one request. Raises Damaged."""
+    path = layout.evaluation_result(folder)
     try:
-        found = Evaluation.from_bytes(store.read(path), path)
+        return Evaluation.from_bytes(store.read(path), path)
     except FileNotFoundError:
         return None
-    if found.key != key:
+
+
+def find(store: Store, key: EvaluationKey) -> Evaluation | None:
+    """Return the result, or None if there is none. Makes one request. Raises Damaged."""
+    found = read(store, key.folder)
+    if found is not None and found.key != key:
+        path = layout.evaluation_result(key.folder)
         raise Damaged(f"result {path} belongs to another model or benchmark whose digests start alike")
     return found
 
@@ -260,12 +266,8 @@ def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
     """
     for folder in folders(store):
         try:
-            result = Evaluation.from_bytes(
-                store.read(layout.evaluation_result(folder)), layout.evaluation_result(folder)
-            )
-            asked = set(read_samples(store, result)["prompt_text"].to_pylist())
-        except FileNotFoundError:  # nobody has finished it
-            continue
+            result = read(store, folder)
+            asked = set() if result is None else set(read_samples(store, result)["prompt_text"].to_pylist())
         except Damaged:
             asked = set(texts)
         if asked & set(texts):
@@ -274,13 +276,7 @@ def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
 
 def results(store: Store) -> Iterator[Evaluation]:
     """Yield all results of a store. Raises Damaged."""
-    for folder in folders(store):
-        path = layout.evaluation_result(folder)
-        try:
-            data = store.read(path)
-        except FileNotFoundError:
-            continue
-        yield Evaluation.from_bytes(data, path)
+    yield from (found for folder in folders(store) if (found := read(store, folder)) is not None)
 
 
 def _owned(key: EvaluationKey) -> Owned:

@@ -4,17 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from cairn.configs.catalogue import load_benchmark
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.evaluation import Benchmark, BenchmarkConfig, EngineOptions
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.agents.episodes.user_code import SINGLE_TURN
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.schemas import GENERATED_EVAL
 from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.store.store import Store
 from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.evaluation.compute import Sampled
 from cairn.tasks.evaluation.evaluate import eval_shard
 from cairn.tasks.evaluation.questions import Questions, own_questions
-from cairn.tasks.evaluation.standalone import Sampled
 from cairn.tasks.grading.graders import get_grader, named_by_row, rows_name_graders
 
 # A run's own benchmarks (`eval.benchmarks`), evaluated apart from the run, under the same names.
@@ -22,9 +27,6 @@ from cairn.tasks.grading.graders import get_grader, named_by_row, rows_name_grad
 # Questions, sampling and seeds are the run's, so its own evaluations and these have the same draws, and the same result
 # (`cairn.tasks.evaluation.evaluate`). Where a sample failed and the run has no result, the samples of that iteration
 # are read from its ledger and graded by the current grader: nothing is sampled again.
-
-
-SINGLE_TURN = "single_turn"
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,8 @@ class OwnBenchmark:
         if rows_name_graders(reward) and own.metadata_key is not None:
             named = {named_by_row(reward, data.row(index).metadata) for index in range(len(data))}
             graders += [get_grader(reward.of(name)) for name in sorted(filter(None, named))]
-        return own_questions(
-            own,
-            data,
-            seed=self.config.seed,
-            stop_token_ids=self.config.rollout.rollout_stop_token_ids,
-            stop=self.config.rollout.rollout_stop,
-            graded_by=", ".join(f"{grader.name} {grader.version}" for grader in graders),
-            grader=reward,
-        )
+        graded_by = ", ".join(f"{grader.name} {grader.version}" for grader in graders)
+        return own_questions(self.config, own, data, graded_by=graded_by, grader=reward)
 
 
 def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
@@ -68,13 +63,15 @@ def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
 
 
 def sampled_by_the_run(
-    ledger: Ledger, iteration: int, version: int, own: OwnBenchmark, questions: Questions, options: EngineOptions
+    store: Store, origin: Mapping[str, Any], own: OwnBenchmark, questions: Questions, options: EngineOptions
 ) -> Sampled | None:
-    """Return the run's own samples of these questions, from an iteration with the weights of a version and an engine of
-    the same kind and number format. Returns None where there are none, or not for exactly these questions."""
-    if EngineOptions.of_run(own.config.rollout, {}).settings() != options.settings():
+    """Return the run's own samples of these questions, from an engine of the same kind and number format. `origin`:
+    that of the weights, `cairn.storage.evals.Evaluation.origin`. Returns None where there are none, or not for exactly
+    these questions."""
+    if "run" not in origin or EngineOptions.of_run(own.config.rollout, {}).settings() != options.settings():
         return None
-    commit = ledger.find(iteration, Step.EVAL, eval_shard(own.benchmark, version))
+    ledger, iteration = Ledger.open(store, origin["run"]), origin["iteration"] or 0
+    commit = ledger.find(iteration, Step.EVAL, eval_shard(own.benchmark, origin["weight_version"]))
     if commit is None:
         return None
     (output,) = commit.outputs
@@ -87,16 +84,14 @@ def sampled_by_the_run(
         return None
     samples = [
         {
-            "sample_index": row["sample_index"],
-            "response_ids": row["response_ids"],
-            "log_probs": row.get("log_probs"),
-            "finish_reason": row["finish_reason"],
-            "error": row["error"] if not row["response_ids"] else None,
-            "seconds": None,
+            "group_id": row["prompt_index"],
+            **{name: row.get(name) for name in ("sample_index", "response_ids", "log_probs", "finish_reason")},
+            "error": None if row["response_ids"] else row["error"],
         }
         for row in rows
     ]
-    return Sampled(samples, commit.environment, f"{commit.run}/{commit.name}@{commit.digest}")
+    table = pa.Table.from_pylist(samples, GENERATED_EVAL)
+    return Sampled(table, commit.environment, f"{commit.run}/{commit.name}@{commit.digest}")
 
 
 def benchmarks_of(

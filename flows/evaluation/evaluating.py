@@ -12,18 +12,16 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.configs.schema.evaluation import Benchmark, EngineOptions
 from cairn.engines.agents.episodes.samples import SampleEngine
-from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.models.folders import check_model_folder, context_length
 from cairn.engines.models.tokenizers import load_tokenizer, tokenizer_digest
 from cairn.engines.rollout.plan import Place, kind_of, make_engine
 from cairn.engines.types.errors import BadModel
-from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import SamplingParams
 from cairn.flows.driver.sources import environment
 from cairn.flows.driver.validation import unstopped_end
-from cairn.flows.evaluation.asking import OwnBenchmark
+from cairn.flows.evaluation.asking import OwnBenchmark, sampled_by_the_run
 from cairn.flows.evaluation.models import Evaluable
-from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
+from cairn.storage.evals import Evaluation, find_or_claim
 from cairn.storage.ledger.leases import LeaseState
 from cairn.storage.store.store import Store
 from cairn.tasks.evaluation.benchmarks.rows import (
@@ -33,10 +31,8 @@ from cairn.tasks.evaluation.benchmarks.rows import (
     grader_config,
     open_prompts,
 )
-from cairn.tasks.evaluation.benchmarks.summary import summary
+from cairn.tasks.evaluation.compute import Served, compute
 from cairn.tasks.evaluation.questions import Questions
-from cairn.tasks.evaluation.standalone import Engines, compute
-from cairn.tasks.grading.graded import GradedSample
 
 # The evaluation's own engine, in this process; it belongs to no run and no cluster.
 
@@ -47,31 +43,8 @@ START_TIMEOUT = 600.0
 """Seconds until an engine must serve."""
 
 
-class OwnEngine:
-    """An engine in this process, with the interface that tasks use."""
-
-    def __init__(self, made: Any) -> None:
-        self.name = "the engine of this evaluation"
-        self.made = made
-        self._samples = SampleEngine(made.open, made.abort)
-
-    def generate_samples(
-        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Generate samples; see `cairn.engines.agents.episodes.samples.SampleEngine`."""
-        return self._samples.generate(samples, params, function)
-
-    def acknowledge(self, number: int) -> None:
-        """Confirm that the records with this number, and all before them, are durable."""
-        self._samples.acknowledge(number)
-
-    def abort(self) -> None:
-        """Abort running generations."""
-        self._samples.abort()
-
-
 @contextmanager
-def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) -> Iterator[Engines]:
+def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) -> Iterator[Served]:
     """Yield an engine that serves a model folder. `stop`: strings that end responses. Raises BadModel, EngineDied and
     EngineTimeout."""
     config = options.rollout(stop)
@@ -83,7 +56,7 @@ def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) 
         transformers_logging.set_verbosity_error()  # errors say in one sentence what the library reports
         made = make_engine(folder, config, plans[0], Place(), log, START_TIMEOUT, CALL_TIMEOUT)
         try:
-            yield Engines([OwnEngine(made)], made.environment)
+            yield Served(SampleEngine(made.open, made.abort).generate, made.environment)
         finally:
             close: Callable[[], None] | None = getattr(made, "close", None)
             if close is not None:
@@ -125,7 +98,6 @@ def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Ques
         ),
         seed=seed,
         grader=grader_config(benchmark),
-        measure=_measure,
         settings={
             "version": benchmark.version,
             "seed": seed,
@@ -138,11 +110,6 @@ def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Ques
         described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
         graded_part=lambda response: graded_part(benchmark, response),
     )
-
-
-def _measure(samples: Sequence[GradedSample]) -> dict[str, float]:
-    found = summary(samples)
-    return {**found.metrics(), "questions": found.questions, "samples": found.samples, "n": found.n}
 
 
 @dataclass(frozen=True)
@@ -196,60 +163,49 @@ def evaluate_models(
             serving = _Once(stack, model, watcher)
             for benchmark, questions in zip(benchmarks, asked, strict=True):
                 key = questions.key(model.weights, tokenizer_digest(tokenizer), model.options, model.base)
-                own = benchmark if isinstance(benchmark, OwnBenchmark) else None
-                yield _evaluate(store, key, model, questions, tokenizer, serving, watcher, own)
+                name = f"{questions.name} on {model.name}"
+                found = find_or_claim(store, key, partial(_waiting, watcher, name))
+                if isinstance(found, Evaluation):
+                    yield Found(model.name, found, computed=False)
+                    continue
+                with found:
+                    sampled = None
+                    if isinstance(benchmark, OwnBenchmark):
+                        sampled = sampled_by_the_run(store, model.origin, benchmark, questions, model.options)
+                    if sampled is not None:
+                        watcher.says(f"{name}: grading the run's own samples")
+                    result = compute(
+                        found,
+                        questions,
+                        tokenizer,
+                        partial(serving, questions.sampling.stop),
+                        model.origin,
+                        environment(),
+                        partial(watcher.progress, name),
+                        sampled,
+                    )
+                yield Found(model.name, result, computed=True)
 
 
-def _evaluate(
-    store: Store,
-    key: EvaluationKey,
-    model: Evaluable,
-    questions: Questions,
-    tokenizer: Any,
-    serving: "_Once",
-    watcher: Watcher,
-    own: OwnBenchmark | None,
-) -> Found:
-    name = f"{questions.name} on {model.name}"
-
-    def waiting(holder: LeaseState | None) -> None:
-        watcher.says(f"{name}: {holder or 'another process'} computes it; waiting for the result")
-
-    found = find_or_claim(store, key, waiting)
-    if not isinstance(found, Claim):
-        return Found(model.name, found, computed=False)
-    with found:
-        sampled = None if own is None else model.sampled(own, questions)
-        if sampled is not None:
-            watcher.says(f"{name}: grading the run's own samples")
-        result = compute(
-            found,
-            questions,
-            tokenizer,
-            partial(serving, questions.sampling.stop),
-            model.origin,
-            environment(),
-            lambda done, total: watcher.progress(name, done, total),
-            sampled,
-        )
-    return Found(model.name, result, computed=True)
+def _waiting(watcher: Watcher, name: str, holder: LeaseState | None) -> None:
+    watcher.says(f"{name}: {holder or 'another process'} computes it; waiting for the result")
 
 
 class _Once:
-    """Engines of a model, started at the first call, and restarted for other stop strings: a server with a tokenizer
-    may end responses at more tokens."""
+    """Engine of a model, started at the first call, and restarted for other stop strings: a server with a tokenizer may
+    end responses at more tokens."""
 
     def __init__(self, stack: ExitStack, model: Evaluable, watcher: Watcher) -> None:
         self._stack, self._model, self._watcher = stack.enter_context(ExitStack()), model, watcher
-        self._engines: Engines | None = None
+        self._served: Served | None = None
         self._stop: tuple[str, ...] = ()
 
-    def __call__(self, stop: tuple[str, ...]) -> Engines:
-        if self._engines is None or self._stop != stop:
+    def __call__(self, stop: tuple[str, ...]) -> Served:
+        if self._served is None or self._stop != stop:
             self._stack.close()
             self._stop = stop
             options = self._model.options
             folder = self._model.folder()
             self._watcher.says(f"{self._model.name}: starting {options.engine} in {options.dtype}")
-            self._engines = self._stack.enter_context(own_engine(folder, options, stop))
-        return self._engines
+            self._served = self._stack.enter_context(own_engine(folder, options, stop))
+        return self._served

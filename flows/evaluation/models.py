@@ -16,7 +16,7 @@ from cairn.engines.models.folders import check_model_folder
 from cairn.engines.types.errors import BadModel
 from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.trust import recorded_config
-from cairn.flows.evaluation.asking import OwnBenchmark, own_benchmarks, sampled_by_the_run
+from cairn.flows.evaluation.asking import OwnBenchmark, own_benchmarks
 from cairn.flows.events import Event
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import Decision, Pin
@@ -24,8 +24,6 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.retention import pin
 from cairn.tasks.durable.events import Message
-from cairn.tasks.evaluation.questions import Questions
-from cairn.tasks.evaluation.standalone import Sampled
 
 # Pins protect weights against the run's retention while an evaluation copies them.
 
@@ -119,10 +117,6 @@ class Evaluable(Protocol):
     def folder(self) -> str:
         """Return a model folder with the weights themselves; valid until `close`."""
 
-    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-        """Return a run's own samples of these questions, from an engine of the same kind and number format; None
-        without any."""
-
     def close(self) -> None:
         """Delete temporary files."""
 
@@ -130,10 +124,13 @@ class Evaluable(Protocol):
 class ModelFolder:
     """A folder in Hugging Face format."""
 
-    def __init__(self, path: str, options: EngineOptions) -> None:
-        self.name = self.base = path
+    def __init__(
+        self, path: str, options: EngineOptions, name: str | None = None, origin: Mapping[str, Any] | None = None
+    ) -> None:
+        self.base = path
+        self.name = name or path
         self.options = options
-        self.origin: Mapping[str, Any] = {"model": str(Path(path).absolute())}
+        self.origin: Mapping[str, Any] = origin or {"model": str(Path(path).absolute())}
 
     @cached_property
     def weights(self) -> str:
@@ -142,24 +139,8 @@ class ModelFolder:
     def folder(self) -> str:
         return self.base
 
-    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-        return None
-
     def close(self) -> None:
         pass
-
-
-class Initial(ModelFolder):
-    """The initial weights of a run."""
-
-    def __init__(self, ledger: Ledger, base: str, options: EngineOptions) -> None:
-        super().__init__(base, options)
-        self.name = f"{ledger.run}@initial"
-        self.origin = {"run": ledger.run, "iteration": None, "weight_version": 0}
-        self._ledger = ledger
-
-    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-        return sampled_by_the_run(self._ledger, 0, 0, own, questions, self.options)
 
 
 class Published:
@@ -206,11 +187,6 @@ class Published:
         if self._room is not None:
             self._room.cleanup()
             self._room = None
-
-    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-        synced, version = self._synced, self._synced.weight_version_out
-        assert version is not None
-        return sampled_by_the_run(self._ledger, synced.iteration, version, own, questions, self.options)
 
     def _told(self, event: Event) -> None:
         if isinstance(event, Message):
@@ -286,4 +262,5 @@ def _initial(ledger: Ledger, config: RunConfig, options: EngineOptions) -> Model
     check_model_folder(base)
     if recorded is not None and folder_digest(Path(base), recorded) != recorded:
         raise BadModel(f"{base} is not the model that run {ledger.run} started from: restore that model there")
-    return Initial(ledger, base, options)
+    origin = {"run": ledger.run, "iteration": None, "weight_version": 0}
+    return ModelFolder(base, options, f"{ledger.run}@initial", origin)

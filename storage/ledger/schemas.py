@@ -288,44 +288,6 @@ ADVANTAGE = _schema(
 )
 """Table of `advantage`: the samples of one update, in the order in which its optimizer steps consume them."""
 
-EVAL = _schema(
-    ("benchmark", pa.string()),
-    ("prompt_index", pa.int64()),
-    ("sample_index", pa.int32()),
-    ("prompt_text", pa.string()),
-    ("response_text", pa.string()),
-    ("response_ids", _IDS),
-    ("log_probs", _FLOATS),  # of the response tokens under the rollout engine, 0 where the world gave them
-    ("segments", _SEGMENTS),
-    ("reward", pa.float32()),  # null: failed
-    ("label", pa.string()),
-    ("finish_reason", pa.string()),
-    ("status", pa.string()),  # Status
-    ("error", pa.string()),
-    ("seed", pa.uint64()),
-    ("weight_version", pa.int64()),
-    nullable=frozenset({"log_probs", "segments", "reward", "label", "error"}),
-)
-"""Table of `eval`: one row for each sample of a benchmark."""
-
-GENERATED_EVAL = pa.schema(
-    [
-        *_schema(
-            ("group_id", pa.int64()),  # the prompt's index
-            ("sample_index", pa.int32()),
-            ("response_ids", _IDS),
-            ("log_probs", _FLOATS),
-            ("segments", _SEGMENTS),
-            ("finish_reason", pa.string()),
-            ("error", pa.string()),
-            ("seconds", pa.float32()),
-            nullable=frozenset({"log_probs", "segments", "error", "seconds"}),
-        ),
-        *SEQUENCES,
-    ]
-)
-"""Schema of the write-ahead log of `eval`: generated samples, which are graded once all are generated."""
-
 EVALUATED = _schema(
     ("benchmark", pa.string()),
     ("prompt_index", pa.int64()),  # row of the benchmark, from 0
@@ -335,7 +297,7 @@ EVALUATED = _schema(
     ("prompt_ids", _IDS),
     ("response_text", pa.string()),
     ("response_ids", _IDS),
-    ("log_probs", _FLOATS),  # of the response tokens; null: taken over from a run that did not keep them
+    ("log_probs", _FLOATS),  # of the response tokens under the engine, 0 where the world gave them; null: not kept
     ("answer", pa.string()),  # what the grader took for the answer, where it says
     ("reward", pa.float64()),  # null: failed; as the grader gave it
     ("components", pa.string()),  # JSON object of what else the grader said
@@ -354,17 +316,29 @@ EVALUATED = _schema(
 )
 """Table of a result in `evals/`: one row for each sample, question after question."""
 
-GENERATED_EVALUATION = _schema(
-    ("group_id", pa.int64()),  # the question's row
-    ("sample_index", pa.int32()),
-    ("response_ids", _IDS),
-    ("log_probs", _FLOATS),
-    ("finish_reason", pa.string()),
-    ("error", pa.string()),
-    ("seconds", pa.float32()),
-    nullable=frozenset({"error"}),
+GRADED_EVAL = pa.schema([*EVALUATED, pa.field("segments", _SEGMENTS), *SEQUENCES])
+"""Rows of any evaluation, as it computes them. A result and the step `eval` store some of the columns each."""
+
+EVAL = pa.schema(
+    [
+        *map(GRADED_EVAL.field, ("benchmark", "prompt_index", "sample_index", "prompt_text")),
+        *map(GRADED_EVAL.field, ("response_text", "response_ids", "log_probs", "segments")),
+        pa.field("reward", pa.float32()),  # null: failed
+        *map(GRADED_EVAL.field, ("label", "finish_reason", "status", "error", "seed")),
+        pa.field("weight_version", pa.int64(), nullable=False),
+    ]
 )
-"""Schema of the write-ahead log of a result: generated samples, which are graded once all are generated."""
+"""Table of `eval`: one row for each sample of a benchmark."""
+
+GENERATED_EVAL = pa.schema(
+    [
+        pa.field("group_id", pa.int64(), nullable=False),  # the prompt's index
+        *map(GRADED_EVAL.field, ("sample_index", "response_ids", "log_probs", "segments")),
+        *map(GRADED_EVAL.field, ("finish_reason", "error", "seconds")),
+        *SEQUENCES,
+    ]
+)
+"""Schema of the write-ahead log of any evaluation: generated samples, which are graded once all are generated."""
 
 SCHEMAS: dict[str, pa.Schema] = {
     Step.ROLLOUT: ROLLOUT,

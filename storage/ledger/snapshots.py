@@ -4,9 +4,9 @@ import base64
 import hashlib
 import io
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from cairn.storage.ledger.commits import OutputFile
 from cairn.storage.ledger.decisions import Decisions, redacted_files
 from cairn.storage.ledger.manifest import read_manifest
 from cairn.storage.ledger.schemas import NOT_MADE, SCHEMAS, complete
-from cairn.storage.store.errors import Damaged, Retired, StoreError
+from cairn.storage.store.errors import Damaged, Retired, StoreError, StoreRefused
 from cairn.storage.store.store import Store, StoredFile, check_path
 
 # Encoding of tables as Parquet: compact, and equal tables have equal bytes.
@@ -227,6 +227,16 @@ class AttemptFolder:
                 if not write.path.startswith(parts):
                     self.store.discard(write)
             self.store.remove_empty_folders(self.folder)
+
+    @contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Discard the attempt if the block fails. A store that did not respond is not called again."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, StoreError) or isinstance(error, StoreRefused):
+                self.discard()
+            raise
 
     def _within_root(self, name: str) -> str:
         return self.path(name).removeprefix(f"{self._root}/")

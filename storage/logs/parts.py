@@ -71,11 +71,12 @@ def part_bytes(table: pa.Table, inputs_digest: str, metadata: Mapping[bytes, byt
 def accepted_rows(table: pa.Table, schema: pa.Schema, accepted: Collection[bytes]) -> pa.Table | None:
     """Return the rows of a part, with the columns that the schema got later.
 
-    Returns None if the part was made from inputs whose digest is not in `accepted`, or has another schema.
+    Returns None if the part was made from inputs whose digest is not in `accepted`, or has other columns.
     """
     metadata = table.schema.metadata or {}
     table = complete(table.replace_schema_metadata(None), schema)
-    return table if metadata.get(_INPUTS_KEY) in accepted and table.schema.equals(schema) else None
+    alike = [(one.name, one.type) for one in table.schema] == [(one.name, one.type) for one in schema]
+    return table.cast(schema) if metadata.get(_INPUTS_KEY) in accepted and alike else None
 
 
 READERS = 8

@@ -125,15 +125,12 @@ def results_table(catalogue: Catalogue, run: str | None) -> pa.Table:
     """
     rows = []
     for folder in evals.folders(catalogue.store):
-        path = layout.evaluation_result(folder)
         try:
-            result = Evaluation.from_bytes(catalogue.store.read(path), path)
-        except FileNotFoundError:
-            continue  # nobody has finished it
+            result = evals.read(catalogue.store, folder)
         except Damaged as error:
             catalogue.notes.append(f"{error}; it is left out, see `cairn verify --evals`")
             continue
-        if run in (None, result.origin.get("run")):
+        if result is not None and run in (None, result.origin.get("run")):
             rows += [
                 {"file": f"{folder}/{output.path}", "bytes": output.bytes, **_row(result)} for output in result.outputs
             ]

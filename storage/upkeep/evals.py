@@ -15,14 +15,13 @@ from collections.abc import Iterable, Iterator
 from cairn.storage import evals
 from cairn.storage.evals import Evaluation
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import OutputFile
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.snapshots import PARTS
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import Garbage, Reason
 from cairn.storage.upkeep.retention import delete_all
-from cairn.storage.upkeep.verification import Verified
+from cairn.storage.upkeep.verification import Verified, verify_file
 
 _DAY = 24 * 3600.0
 
@@ -45,7 +44,8 @@ def verify(store: Store) -> Iterator[Verified]:
             finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
             yield Verified(name=name, files=1, bytes=len(data), findings=(finding,))
             continue
-        findings = [found for output in result.outputs if (found := _fault(store, folder, output)) is not None]
+        read = [verify_file(store, f"{folder}/{output.path}", output) for output in result.outputs]
+        findings = [found for found in read if isinstance(found, Finding)]
         size = len(data) + sum(output.bytes for output in result.outputs)
         yield Verified(name=name, files=1 + len(result.outputs), bytes=size, findings=tuple(findings))
 
@@ -54,14 +54,11 @@ def garbage(store: Store) -> Iterator[Garbage]:
     """Yield all garbage of the evaluations of a store. Changes nothing."""
     for folder in evals.folders(store):
         files = store.find(folder)
-        path = layout.evaluation_result(folder)
         try:
-            result = Evaluation.from_bytes(store.read(path), path)
-            named = {f"{folder}/{output.path}" for output in result.outputs}
-        except FileNotFoundError:
-            result, named = None, set()
+            result = evals.read(store, folder)
         except Damaged:
             continue  # what it names cannot be told
+        named = {f"{folder}/{output.path}" for output in (result.outputs if result is not None else ())}
         alive = _has_live_claimant(store, folder)
         for file, size in files.items():
             if file in named or _attempt(folder, file) is None:
@@ -100,16 +97,3 @@ def _attempt(folder: str, file: str) -> str | None:
 def _has_live_claimant(store: Store, folder: str) -> bool:
     lease = evals.claimant(store, folder)
     return lease is not None and not lease.is_over()
-
-
-def _fault(store: Store, folder: str, output: OutputFile) -> Finding | None:
-    path = f"{folder}/{output.path}"
-    expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
-    try:
-        size, sha256 = store.sha256(path)
-    except FileNotFoundError:
-        return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
-    if (size, sha256) == (output.bytes, output.sha256):
-        return None
-    found = f"found {size} bytes with sha256 {sha256}"
-    return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")

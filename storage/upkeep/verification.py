@@ -153,11 +153,9 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                 if isinstance(commit, Finding):
                     yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
                     continue
-                read = list(
-                    readers.map(
-                        lambda output, run=commit.run: _verify_file(store, run, output, redactions[run]), commit.outputs
-                    )
-                )
+                files = [layout.in_run(commit.run, output.path) for output in commit.outputs]
+                own = commit.run, redactions[commit.run]
+                read = list(readers.map(verify_file, repeat(store), files, commit.outputs, *map(repeat, own)))
                 redacted = [found for found in read if found == _REDACTED]
                 there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
                 faults = [found for found in read if isinstance(found, Finding)]
@@ -325,16 +323,19 @@ def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
     return found
 
 
-def _verify_file(store: Store, run: str, output: OutputFile, redactions: _Redactions) -> _Found:
-    path = layout.in_run(run, output.path)
+def verify_file(
+    store: Store, path: str, output: OutputFile, run: str | None = None, redactions: _Redactions | None = None
+) -> _Found:
+    """Compare a committed file with its digest. `run`: the run that may have retired it; None for another file.
+    `redactions`: those of the run."""
     expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
     try:
         size, sha256 = store.sha256(path)
     except FileNotFoundError:
-        if is_retired(store, run, path):
+        if run is not None and is_retired(store, run, path):
             return _RETIRED
         return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
-    if versions := redactions.get(output.path):
+    if versions := (redactions or {}).get(output.path):
         decision, redacted = versions[-1]
         if sha256 == redacted.new_sha256:
             return _REDACTED

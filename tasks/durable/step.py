@@ -31,7 +31,7 @@ from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import StaleCommits, StoreError, StoreRefused
+from cairn.storage.store.errors import StaleCommits
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 from cairn.tasks.durable.rules import config_digest as recorded_config
@@ -150,7 +150,8 @@ class DurableStep(Generic[Args]):
         attempt = run.ledger.attempt(iteration, self.name, shard)
         call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), self._earlier(run, given))
         try:
-            outcome = self._perform_or_discard(call, *args, **kwargs)
+            with attempt.discarded_on_failure():
+                outcome = self.perform(call, *args, **kwargs)
         except Exception:
             run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
             raise
@@ -178,16 +179,6 @@ class DurableStep(Generic[Args]):
         self._require_fresh(run, commit, given, inputs, config_digest)
         run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
         return commit
-
-    def _perform_or_discard(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
-        """Run the body. If it fails, discard everything of the attempt except finished groups. A store that did not
-        respond is not called again."""
-        try:
-            return self.perform(call, *args, **kwargs)
-        except Exception as error:
-            if not isinstance(error, StoreError) or isinstance(error, StoreRefused):
-                call.attempt.discard()
-            raise
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
         """Run the body and write its tables. Return the outcome with every file and the seconds for both."""

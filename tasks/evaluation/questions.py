@@ -6,11 +6,12 @@ differences come from the weights.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cairn.configs.schema.evaluation import BenchmarkConfig, EngineOptions
 from cairn.configs.schema.reward import RewardConfig
+from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.trajectories import SampleRequest
 from cairn.engines.types.types import SamplingParams
 from cairn.storage.evals import EvaluationKey
@@ -20,9 +21,6 @@ from cairn.tasks.durable.plugin_sources import source_digest
 from cairn.tasks.evaluation.benchmarks import measure
 from cairn.tasks.evaluation.benchmarks.summary import summary
 from cairn.tasks.grading.graded import GradedSample
-
-Measure = Callable[[Sequence[GradedSample]], Mapping[str, float]]
-"""Function that returns the metrics of all samples, with the score under `score`."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,12 @@ class Questions:
     """Responses to each question."""
     sampling: SamplingParams
     seed: int
-    measure: Measure
     settings: Mapping[str, Any]
     """Part of the result's key, without what the engine adds."""
-    described: Mapping[str, Any] = field(default_factory=dict)
+    described: Mapping[str, Any]
     """Full description of the benchmark, for people."""
+    metric: str | None = None
+    """Metric of the score; None for the mean reward."""
     grader: RewardConfig | None = None
     """Configuration of the grader; None if the caller has it running already, as a run has."""
     graded_part: Callable[[str], str] = lambda response: response
@@ -62,6 +61,13 @@ class Questions:
             for row in self.rows
             for index in range(self.n)
         ]
+
+    def measure(self, samples: Sequence[GradedSample]) -> dict[str, float]:
+        """Return the metrics of all samples, with the score under `score`. Raises BadPlugin."""
+        found = summary(samples)
+        counts = {"questions": found.questions, "samples": found.samples, "n": found.n}
+        own = {} if self.metric is None else measure(self.metric, samples)
+        return {**found.metrics(), **counts, **own}
 
     def key(self, weights: str, tokenizer: str, options: EngineOptions, folder: str) -> EvaluationKey:
         """Return the key of the result. Raises BadModel.
@@ -85,34 +91,19 @@ def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: in
 
 
 def own_questions(
+    config: RunConfig,
     benchmark: BenchmarkConfig,
     prompts: PromptData,
     *,
-    seed: int,
-    stop_token_ids: tuple[int, ...],
-    stop: tuple[str, ...],
     graded_by: str,
     grader: RewardConfig | None = None,
 ) -> Questions:
-    """Return the questions of a run's own benchmark. Raises BadPrompt.
-
-    Args:
-        seed: the run's.
-        stop_token_ids: the run's tokens that end a response.
-        stop: the run's strings that end a response.
-        graded_by: name and version of the grader.
-    """
+    """Return the questions of a run's own benchmark. Raises BadPrompt. `graded_by`: name and version of the grader."""
     without = {"name", "path", "rm_type"}
     if not benchmark.multimodal_keys:  # results of texts keep the keys that they had before there were images
         without |= {"multimodal_keys", "min_pixels", "max_pixels"}
-    asked = benchmark.model_dump(mode="json", exclude=without)
     rows = [prompts.row(index) for index in range(len(prompts))]
-
-    def measured(samples: Sequence[GradedSample]) -> dict[str, float]:
-        found = summary(samples)
-        counts = {"questions": found.questions, "samples": found.samples, "n": found.n}
-        return {**found.metrics(), **counts, **measure(benchmark.metric, samples)}
-
+    stop_token_ids, stop = config.rollout.rollout_stop_token_ids, config.rollout.rollout_stop
     return Questions(
         name=benchmark.name,
         rows=rows,
@@ -125,12 +116,12 @@ def own_questions(
             stop_token_ids=stop_token_ids,
             stop=stop,
         ),
-        seed=seed,
+        seed=config.seed,
         grader=grader,
-        measure=measured,
+        metric=benchmark.metric,
         settings={
-            "asked": canonical.digest(asked),
-            "seed": seed,
+            "asked": canonical.digest(benchmark.model_dump(mode="json", exclude=without)),
+            "seed": config.seed,
             "grader": graded_by,
             "source": canonical.digest([prompts.fingerprint, len(prompts), benchmark.path.partition("@[")[2]]),
             "metric": source_digest(benchmark.metric) if "." in benchmark.metric else benchmark.metric,

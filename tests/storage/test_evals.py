@@ -9,7 +9,7 @@ import pytest
 
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.schemas import EVALUATED, GENERATED_EVALUATION
+from cairn.storage.ledger.schemas import EVALUATED, GENERATED_EVAL
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.query.database import open_query
@@ -79,13 +79,29 @@ def test_a_claim_that_failed_is_taken_over(store: Store) -> None:
 
 def test_samples_that_a_failed_claim_finished_are_there_for_the_next(store: Store) -> None:
     row = {"group_id": 3, "sample_index": 0, "response_ids": [1], "log_probs": [-0.5], "finish_reason": "stop"}
-    finished = pa.Table.from_pylist([{**row, "error": None, "seconds": 0.1}], GENERATED_EVALUATION)
+    finished = pa.Table.from_pylist([{**row, "error": None, "seconds": 0.1}], GENERATED_EVAL)
     claim = claimed(store)
-    with SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+    with SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVAL) as log:
         log.append(finished)
     claim.__exit__(RuntimeError)
-    with claimed(store) as claim, SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+    with claimed(store) as claim, SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVAL) as log:
         assert log.recover().equals(finished)
+
+
+def test_samples_that_an_earlier_version_finished_are_there_too(store: Store) -> None:
+    """Its log had fewer columns, and fewer that may be null."""
+    names = ("group_id", "sample_index", "response_ids", "log_probs", "finish_reason", "error", "seconds")
+    fields = [GENERATED_EVAL.field(name).with_nullable(name == "error") for name in names]
+    row = {"group_id": 3, "sample_index": 0, "response_ids": [1], "log_probs": [-0.5], "finish_reason": "stop"}
+    finished = pa.Table.from_pylist([{**row, "error": None, "seconds": 0.1}], pa.schema(fields))
+    claim = claimed(store)
+    with SampleLog(claim.attempt(), KEY.digest, schema=finished.schema) as log:
+        log.append(finished)
+    claim.__exit__(RuntimeError)
+    with claimed(store) as claim, SampleLog(claim.attempt(), KEY.digest, schema=GENERATED_EVAL) as log:
+        found = log.recover()
+    assert found.schema.equals(GENERATED_EVAL)
+    assert found.select(names).to_pylist() == finished.to_pylist()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.evaluation import Benchmark, EngineOptions
+from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
@@ -146,10 +147,8 @@ def test_another_number_format_has_a_result_of_its_own(
 def test_samples_that_were_finished_before_a_failure_are_not_sampled_again(
     tiny_assets: Path, benchmark_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Any
 ) -> None:
-    from cairn.flows.evaluation import evaluating as engines
-
     store, asked = open_store(str(tmp_path)), []
-    generate = engines.OwnEngine.generate_samples
+    generate = SampleEngine.generate
 
     def failing(self: Any, samples: Any, *rest: Any) -> Iterator[Any]:
         asked.append({sample.key for sample in samples})
@@ -157,7 +156,7 @@ def test_samples_that_were_finished_before_a_failure_are_not_sampled_again(
         if len(asked) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engines.OwnEngine, "generate_samples", failing)
+    monkeypatch.setattr(SampleEngine, "generate", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluated(store, tiny_assets / "model", benchmark_file)
     found = evaluated(store, tiny_assets / "model", benchmark_file)

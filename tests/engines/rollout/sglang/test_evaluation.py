@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.schema.evaluation import EngineOptions
+from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.sources import environment
 from cairn.flows.evaluation.asking import benchmarks_of
-from cairn.flows.evaluation.evaluating import OwnEngine, questions_of
+from cairn.flows.evaluation.evaluating import questions_of
 from cairn.storage.evals import Claim, find_or_claim, read_samples
 from cairn.storage.opening import open_store
-from cairn.tasks.evaluation.standalone import Engines, compute
+from cairn.tasks.evaluation.compute import Served, compute
 
 pytestmark = pytest.mark.proof
 
@@ -38,8 +39,8 @@ def test_a_result_by_sglang_holds_every_sample_with_tokens_and_log_probs(
     claim = find_or_claim(store, questions.key(folder_checksum(folder, "float32"), "0" * 64, options, folder))
     assert isinstance(claim, Claim)
     with claim:
-        engines = Engines([OwnEngine(engine)], engine.environment)
-        result = compute(claim, questions, tokenizer, lambda: engines, {"model": folder}, environment())
+        served = Served(SampleEngine(engine.open, engine.abort).generate, engine.environment)
+        result = compute(claim, questions, tokenizer, lambda: served, {"model": folder}, environment())
     rows = read_samples(store, result).to_pylist()
     assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(i, j) for i in range(4) for j in (0, 1)]
     assert all(len(row["log_probs"]) == len(row["response_ids"]) > 0 for row in rows)
