@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cairn.flows.reading.costs import StepCost
 from cairn.flows.reading.metrics import find_metric
@@ -15,6 +14,7 @@ from cairn.flows.text import block, code, plain, table
 from cairn.flows.watching.progress import sparkline
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.snapshots import sample_rows
 
 # Best, median and worst sample that an iteration generated.
 
@@ -33,8 +33,8 @@ class Picked:
     group_id: int
     sample_index: int
     reward: float
-    prompt: str
-    response: str
+    prompt_text: str
+    response_text: str
     label: str | None
     finish_reason: str
 
@@ -63,21 +63,8 @@ def picked_samples(commits: Sequence[Commit], read: Read) -> list[Picked]:
         if place in seen:
             continue
         seen.add(place)
-        table = read(rollouts[shard], _TEXT)
-        ours = pc.and_(pc.equal(table.column("group_id"), group), pc.equal(table.column("sample_index"), index))
-        (row,) = table.filter(ours).to_pylist()
-        found.append(
-            Picked(
-                title=title,
-                group_id=group,
-                sample_index=index,
-                reward=-negative,
-                prompt=row["prompt_text"],
-                response=row["response_text"],
-                label=row["label"],
-                finish_reason=row["finish_reason"],
-            )
-        )
+        row = sample_rows(read(rollouts[shard], _TEXT), {group})[group, index]
+        found.append(Picked(title=title, reward=-negative, **row))
     return found
 
 
@@ -195,9 +182,9 @@ def _samples(samples: Sequence[Picked] | None) -> list[str]:
         parts += [
             f"### {sample.title}: reward {sample.reward:.4g}",
             f"{about}{label}. Prompt:",
-            block(sample.prompt, PROMPT_CHARACTERS),
+            block(sample.prompt_text, PROMPT_CHARACTERS),
             "Response:",
-            block(sample.response, RESPONSE_CHARACTERS),
+            block(sample.response_text, RESPONSE_CHARACTERS),
         ]
     return parts
 

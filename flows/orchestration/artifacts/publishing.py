@@ -35,7 +35,7 @@ from cairn.flows.orchestration.artifacts.pages import (
     run_page,
 )
 from cairn.flows.reading.costs import StepCost, step_costs
-from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_seconds
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, mean_reward, step_seconds
 from cairn.flows.reading.samples import benchmark_scores, generated_reward
 from cairn.flows.text import slug
 from cairn.storage.ledger.commits import Commit, Step
@@ -89,20 +89,14 @@ class Board:
             path_params={"id": artifact},
         )
 
-    def descriptions(self, suffix: str, limit: int) -> list[str]:
-        """Return the descriptions of the newest artifacts with a key, newest first."""
-        found: list[str] = []
-        while len(found) < limit:
-            page = self._connected().read_artifacts(
-                artifact_filter=ArtifactFilter.model_validate({"key": {"any_": [self._key + suffix]}}),
-                sort=ArtifactSort.CREATED_DESC,
-                limit=min(PAGE, limit - len(found)),
-                offset=len(found),
-            )
-            found += [artifact.description or "" for artifact in page]
-            if len(page) < PAGE:
-                break
-        return found
+    def descriptions(self, suffix: str) -> list[str]:
+        """Return the descriptions of the newest artifacts with a key, newest first; at most `PAGE`."""
+        found = self._connected().read_artifacts(
+            artifact_filter=ArtifactFilter.model_validate({"key": {"any_": [self._key + suffix]}}),
+            sort=ArtifactSort.CREATED_DESC,
+            limit=PAGE,
+        )
+        return [artifact.description or "" for artifact in found]
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -319,7 +313,7 @@ class Pages:
 
     def _iteration_done(self, index: int, commits: Sequence[Commit]) -> None:
         metrics = iteration_metrics(commits, self._run.config)
-        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        reward = mean_reward(metrics)
         if reward is not None:
             self._rewards[index] = reward
         for trained, scores in eval_metrics(commits).items():
@@ -347,7 +341,7 @@ class Pages:
 
     def _make_owed(self) -> None:
         if self._made is None:
-            self._made = set(map(_iteration_of, self._board.descriptions(ITERATION, 2 * CATCH_UP)))
+            self._made = set(map(_iteration_of, self._board.descriptions(ITERATION)))
         for index in sorted(self._owed):
             if index not in self._made:
                 commits = self._owed[index] or self._run.ledger.commits(index)

@@ -121,7 +121,7 @@ def test_best_median_and_worst_are_those_of_the_rewards_each_once(ledger: Ledger
         ("Median", 1.0, 2, 1),
         ("Worst", 0.0, 1, 1),
     ]
-    assert picked[0].prompt == "[0] 2 + 2 ="
+    assert picked[0].prompt_text == "[0] 2 + 2 ="
 
 
 def test_the_page_of_an_iteration_has_its_metrics_samples_and_files(ledger: Ledger) -> None:
@@ -171,7 +171,7 @@ class Kept:
         self._answer()
         self.artifacts[artifact] |= {"data": data, "description": description}
 
-    def descriptions(self, suffix: str, limit: int) -> list[str]:
+    def descriptions(self, suffix: str) -> list[str]:
         self._answer()
         return [one["description"] for one in self.artifacts.values() if one["suffix"] == suffix]
 
