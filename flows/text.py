@@ -27,6 +27,11 @@ def printable_json(value: Any, ascii_only: bool = False) -> str:
     return _LEFT_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def number(value: float | None, form: str = "") -> str:
+    """Return a number in a format of `format`; a dash for None."""
+    return "–" if value is None else format(value, form)
+
+
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+.!|~>$:@/=-])")
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 from rich.text import Text
 
 from cairn.engines.types.trajectories import CallKind, CallRecord
@@ -83,37 +82,21 @@ def call_lines(call: CallView, began: float | None, most: int = MOST) -> Iterato
 def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Iterator[Text]:
     """Yield lines for a recorded answer that the code receives again."""
     if record.kind is not CallKind.SAMPLE:
-        yield from call_lines(
-            CallView(
-                call=record.call,
-                kind=str(record.kind),
-                name=record.name,
-                order=record.order,
-                arguments=record.arguments,
-                result=record.result,
-                result_digest=None,
-                error=record.error,
-                began_at=record.started_at,
-                seconds=record.seconds,
-            ),
-            began,
-        )
+        yield from call_lines(CallView.of({**vars(record), "result_digest": None}), began)
         return
     segment = record.segment
-    ids = () if segment is None else tuple(segment.ids.tolist())
-    log_probs = None if segment is None else segment.log_probs
-    answer = AnswerView(
+    ids = [] if segment is None else segment.ids.tolist()
+    log_probs = [] if segment is None or segment.log_probs is None else segment.log_probs.tolist()
+    answer = AnswerView.of(
+        texts,
+        ids,
+        log_probs,
+        [1] * len(ids),
         call=record.call,
-        ids=ids,
-        text=None if texts is None else texts.whole(np.asarray(ids, np.int32)),
         given_tokens=record.given,
         cached_tokens=None if segment is None else segment.cached_tokens,
-        trained_tokens=len(ids),
-        loss_mask=(1,) * len(ids),
-        log_probs=() if log_probs is None else tuple(log_probs.tolist()),
-        log_prob=float(log_probs.mean()) if log_probs is not None and len(log_probs) else None,
         weight_version=None,
-        finish_reason=None if segment is None or segment.finish_reason is None else str(segment.finish_reason),
+        finish_reason=None if segment is None else segment.finish_reason,
         error=record.error,
         began_at=record.started_at,
         seconds=record.seconds,

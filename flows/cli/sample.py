@@ -9,6 +9,7 @@ import typer
 from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption
 from cairn.flows.cli.printing import print_json, say, tell
 from cairn.flows.cli.reading import open_ledger
+from cairn.flows.text import number
 from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
@@ -202,20 +203,9 @@ def lineage(
     if json:
         print_json(found.model_dump(mode="json"))
     else:
-        _print(found)
+        from cairn.flows.cli.tables import print_facts
 
-
-def _print(found: "Lineage") -> None:
-    from rich.text import Text
-
-    from cairn.flows.cli.tables import console
-    from cairn.flows.text import printable
-
-    out = console()
-    facts = list(_facts(found))
-    width = max(len(name) for name, _ in facts)
-    for name, fact in facts:
-        out.print(Text.assemble((name.ljust(width + 3), "dim"), printable(fact)), soft_wrap=True)
+        print_facts(list(_facts(found)), "dim")
 
 
 def _facts(found: "Lineage") -> Iterator[tuple[str, str]]:
@@ -260,11 +250,11 @@ def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]
         yield "trained on", "not by any update"
         return
     if update.estimated_by is not None:
-        yield "advantage", f"{_number(update.advantage)}, age {_count(update.age)}; {_made(update.estimated_by)}"
+        yield "advantage", f"{number(update.advantage, '.6g')}, age {number(update.age)}; {_made(update.estimated_by)}"
     versions = f"version {update.weight_version_in} → {update.weight_version_out}"
     yield (
         "trained on",
-        f"{versions}, 1 of {update.samples} samples, loss {_number(update.loss)}; {_made(update.made_by)}",
+        f"{versions}, 1 of {update.samples} samples, loss {number(update.loss, '.6g')}; {_made(update.made_by)}",
     )
     yield "left", f"state {_short(update.state_digest)}, published {_short(update.published_digest)}"
     kept = [str(saved.iteration) for saved in found.checkpoints if not saved.retired]
@@ -275,21 +265,24 @@ def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]
 
 def _token(token: "Token") -> str:
     facts = {
-        "id": str(token.token_id),
-        "segment": str(token.segment),
-        "weight version": str(token.weight_version),
-        "log-prob": _number(token.log_prob),
-        "loss mask": str(token.loss_mask),
-        "advantage": _number(token.advantage),
-        "return": _number(token.returned),
-        "age": _count(token.age),
-        "old log-prob": _number(token.old_log_prob),
-        "ratio": _number(token.ratio),
-        "reference log-prob": _number(token.ref_log_prob),
-        "teacher log-prob": _number(token.teacher_log_prob),
-        "value": _number(token.value),
+        "id": token.token_id,
+        "segment": token.segment,
+        "weight version": token.weight_version,
+        "log-prob": token.log_prob,
+        "loss mask": token.loss_mask,
+        "advantage": token.advantage,
+        "return": token.returned,
+        "age": token.age,
+        "old log-prob": token.old_log_prob,
+        "ratio": token.ratio,
+        "reference log-prob": token.ref_log_prob,
+        "teacher log-prob": token.teacher_log_prob,
+        "value": token.value,
     }
-    return ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact != "–")
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    return ", ".join(
+        f"{name} {fact:.6g}" if isinstance(fact, float) else f"{name} {fact}" for name, fact in known.items()
+    )
 
 
 def _made(made: "Made") -> str:
@@ -298,14 +291,6 @@ def _made(made: "Made") -> str:
 
 def _short(digest: str | None) -> str:
     return "–" if digest is None else digest[:_DIGITS]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.6g}"
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else str(value)
 
 
 def _line(text: str) -> str:

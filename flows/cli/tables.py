@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cairn.flows.cli.printing import say
-from cairn.flows.text import printable
+from cairn.flows.text import number, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from cairn.flows.reading.samples import SampleView, Scores
     from cairn.flows.reading.views import Groups, Retries, RunStatus
@@ -52,7 +53,7 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
             status.run,
             Text(status.state, STATE_STYLES[status.state]),
             f"{status.iterations}/{status.num_rollout}",
-            _number(status.reward),
+            number(status.reward, ".3f"),
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
         )
@@ -73,11 +74,11 @@ def print_status(status: "RunStatus", balance: str | None = None) -> None:
         "iterations": f"{status.iterations} of {status.num_rollout}{place}",
         "weight version": str(status.weight_version),
         "state digest": status.state_digest or "–",
-        "reward": _number(status.reward) + _chosen(status),
+        "reward": number(status.reward, ".3f") + _chosen(status),
     }
     if status.reward is None and status.loss is not None:
         del facts["reward"]
-        facts["loss"] = _number(status.loss)
+        facts["loss"] = number(status.loss, ".3f")
     if status.parent is not None:
         why = f": {status.parent.reason}" if status.parent.reason else ""
         facts["forked from"] = f"{status.parent.run}@{status.parent.iteration}{why}"
@@ -104,11 +105,17 @@ def print_status(status: "RunStatus", balance: str | None = None) -> None:
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
             for version in status.written_by
         )
-    out, width = console(), max(map(len, facts))
-    for name, fact in facts.items():
-        out.print(
-            Text.assemble(name.ljust(width + 3), printable(fact) if isinstance(fact, str) else fact), soft_wrap=True
-        )
+    print_facts(list(facts.items()))
+
+
+def print_facts(facts: Sequence[tuple[str, "str | Text"]], style: str = "") -> None:
+    """Print a fact a line, after its name. `style`: of the names."""
+    from rich.text import Text
+
+    out, width = console(), max(len(name) for name, _ in facts)
+    for name, fact in facts:
+        shown = printable(fact) if isinstance(fact, str) else fact
+        out.print(Text.assemble((name.ljust(width + 3), style), shown), soft_wrap=True)
 
 
 def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
@@ -144,8 +151,8 @@ def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = Fa
         out.print(Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim"))
         fate = str(view.disposition or "not filtered yet") + (f" ({view.reason})" if view.reason else "")
         facts = {
-            "reward": _number(view.reward),
-            "advantage": _number(view.advantage),
+            "reward": number(view.reward, ".3f"),
+            "advantage": number(view.advantage, ".3f"),
             "label": view.label if view.label is not None else "–",
             "finish": view.finish_reason,
             "fate": fate,
@@ -171,24 +178,21 @@ def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = Fa
 
 def print_verified(run: str, checks: Sequence["Verified"]) -> None:
     """Print the findings, and the amount of data that was read."""
+    from cairn.storage.upkeep.verification import counts
+
     findings = [finding for check in checks for finding in check.findings]
     for finding in findings:
         say(f"{finding.fault}: {finding.message}")
-    size = sum(check.bytes for check in checks)
-    upgrades = sum(check.name.startswith("upgrades/") for check in checks)
-    decisions = sum(check.name.startswith("decisions/") for check in checks)
-    commits = sum(check.is_commit for check in checks)
-    read = f"{commits} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
-    retired = sum(check.retired for check in checks)
-    if retired:
-        read += f" ({retired} older files are retired)"
-    redacted = sum(check.redacted for check in checks)
-    if redacted:
-        read += f" ({redacted} of them redacted)"
-    if decisions:
-        read += f", {decisions} decision{'s' if decisions > 1 else ''} of people"
-    if upgrades:
-        read += f", {upgrades} upgrade{'s' if upgrades > 1 else ''} to another version of the code"
+    of = counts(checks)
+    read = f"{of['commits']} commits, {of['files']} files, {of['bytes'] / 1e6:.1f} MB"
+    if of["retired"]:
+        read += f" ({of['retired']} older files are retired)"
+    if of["redacted"]:
+        read += f" ({of['redacted']} of them redacted)"
+    if of["decisions"]:
+        read += f", {of['decisions']} decision{'s' if of['decisions'] > 1 else ''} of people"
+    if of["upgrades"]:
+        read += f", {of['upgrades']} upgrade{'s' if of['upgrades'] > 1 else ''} to another version of the code"
     verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
     for groups in (check.groups for check in checks if check.groups is not None):
         _print_groups(groups)
@@ -308,7 +312,7 @@ def age(moment: float | None) -> str:
 
 def _chosen(status: "RunStatus") -> str:
     """Return the reward of the trained samples as text, where it differs from that of all samples."""
-    return "" if status.trained_reward == status.reward else f" ({_number(status.trained_reward)} of its batch)"
+    return "" if status.trained_reward == status.reward else f" ({number(status.trained_reward, '.3f')} of its batch)"
 
 
 def _gate(run: str, gate: "GateStanding") -> str:
@@ -331,10 +335,6 @@ def _last(scores: "Scores") -> str:
     from cairn.flows.reading.metrics import spell_score
 
     return spell_score(scores.last, scores.last_failed, scores.last_graded)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def print_table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None:

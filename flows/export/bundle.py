@@ -21,8 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
-import pyarrow.compute as pc
-
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import SampleView, iteration_samples
@@ -30,7 +28,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import TRAJECTORIES
-from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.ledger.snapshots import read_table, sample_rows
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
@@ -86,7 +84,8 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
         )
     view = views[number]
     config = from_manifest(ledger.owner(view.iteration).manifest.config)
-    rollout = _rollout_of(ledger, view)
+    rollout = ledger.find(view.iteration, Step.ROLLOUT, view.shard)
+    assert rollout is not None
     uses = _uses(ledger, view, rollout, iteration)
     chain = {commit.name: commit for commit in _back_from(ledger, [rollout, *uses])}
     saved = newest_checkpoint(ledger, view.iteration - 1 - ledger.lag) if weights and view.iteration else None
@@ -125,20 +124,9 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
     return contents
 
 
-def _rollout_of(ledger: Ledger, view: SampleView) -> Commit:
-    for commit in ledger.commits(view.iteration):
-        if commit.step is Step.ROLLOUT and sample_row(ledger, commit, view.group_id, view.sample_index) is not None:
-            return commit
-    raise LookupError(f"no rollout of iteration {view.iteration} contains group {view.group_id}")
-
-
 def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int) -> dict[str, Any] | None:
     """Return a sample's row in the only table of a commit; None where it has none."""
-    table = read_table(ledger.store, commit.run, commit.table)
-    found = table.filter(
-        pc.and_(pc.equal(table.column("group_id"), group_id), pc.equal(table.column("sample_index"), sample_index))
-    )
-    return found.to_pylist()[0] if found.num_rows else None
+    return sample_rows(read_table(ledger.store, commit.run, commit.table), {group_id}).get((group_id, sample_index))
 
 
 def _uses(ledger: Ledger, view: SampleView, rollout: Commit, iteration: int) -> list[Commit]:

@@ -157,7 +157,7 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             graded = None if found is None else ledger.find(found.iteration, Step.REWARD, found.shard)
             recorded = None if graded is None else sample_row(ledger, graded, contents.group_id, contents.sample_index)
             newest = ledger.find(*_place(contents.newest))
-        except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise BadBundle(f"{file} cannot be read: {error}") from None
         if row is None:
             raise BadBundle(f"{file} has no row of the sample that it names")

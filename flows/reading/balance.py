@@ -11,13 +11,13 @@ known once k more iterations are complete; work is cut to the window. Time witho
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from itertools import chain
 from statistics import fmean
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import ON_TRAINING, engine_of
-from cairn.flows.reading.metrics import covered_seconds
+from cairn.flows.reading.metrics import covered_seconds, read_iterations
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
@@ -28,8 +28,6 @@ LEAST = 3
 """Number of iterations that are measured at least: fewer are not conclusive."""
 NOTABLE = 0.1
 """Share of the time below which a wait does not matter."""
-_READERS = 4
-"""Number of iterations whose commits are read concurrently."""
 _ON_ROLLOUT = frozenset({Step.ROLLOUT, Step.EVAL})
 _COLLECTING = frozenset({Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.EVAL})
 """Steps that `lagged` runs concurrently with the learning of an earlier iteration; evaluations use the same engines."""
@@ -151,9 +149,7 @@ def measured(ledger: Ledger, config: RunConfig, complete: int) -> Balance | None
     first = max(ledger.first_iteration + 1 + lag, last - WINDOW + 1)
     if last - first + 1 < LEAST or not config.samples_responses:
         return None
-    with ThreadPoolExecutor(_READERS) as readers:
-        read = readers.map(ledger.commits, range(first - 1 - lag, complete))
-        commits = [commit for iteration in read for commit in iteration]
+    commits = list(chain.from_iterable(read_iterations(ledger, range(first - 1 - lag, complete))))
     window = _Window(commits, _end(commits, first - 1, ON_TRAINING), _end(commits, last, ON_TRAINING))
     if window.seconds <= 0:
         return None

@@ -11,14 +11,15 @@ so that `reserved = starting + work + idle + uncommitted`, in device-seconds.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Literal, TypeVar
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.algorithm import LearnsFrom
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.reading.metrics import busy_seconds
+from cairn.flows.reading.metrics import busy_seconds, read_iterations, retries
 from cairn.storage.evals import Evaluation, results
 from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.leases import LeaseState, Outcome, all_leases
@@ -153,19 +154,12 @@ class Waste(Record):
 
 
 def wasted(
-    iterations: Sequence[Sequence[Commit]],
-    leases: Sequence[LeaseState],
-    config: RunConfig,
-    price_per_device_hour: float | None = None,
+    iterations: Sequence[Sequence[Commit]], leases: Sequence[LeaseState], config: RunConfig
 ) -> tuple[Waste, ...]:
     """Return the waste in the commits of each iteration and all drivers of a run, without causes that did not occur."""
-    commits = [commit for found in iterations for commit in found]
+    commits = list(chain.from_iterable(iterations))
     found = [*_retried(commits, config), *_interrupted(commits, leases, config), *_dropped(iterations, config)]
-    return tuple(
-        waste.model_copy(update={"price": priced(waste.device_seconds, price_per_device_hour)})
-        for waste in found
-        if waste.count
-    )
+    return tuple(waste for waste in found if waste.count)
 
 
 def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
@@ -174,9 +168,8 @@ def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
     lost, waited = 0.0, 0.0
     told = True
     for commit in commits:
-        retries = {name: count for name, count in commit.metrics.items() if name.startswith("retries/")}
-        if retries:
-            tries.update({name.removeprefix("retries/"): int(count) for name, count in retries.items()})
+        if counted := retries(commit):
+            tries.update(counted)
             share = devices_of(commit, config)
             told = told and "failed_tries" in commit.timings
             lost += commit.timings.get("failed_tries", 0.0) * share
@@ -267,9 +260,6 @@ def _dropped(iterations: Sequence[Sequence[Commit]], config: RunConfig) -> Itera
     yield Waste(cause="failed samples", count=failed, unit="samples", after_fault=True)
 
 
-_REQUESTS = 8
-
-
 class StepCost(Record):
     """Cost of one kind of step."""
 
@@ -330,58 +320,39 @@ class Costs(Record):
     """Price of all reserved device-seconds."""
 
 
-def step_costs(
-    commits: Collection[Commit], config: RunConfig, price_per_device_hour: float | None = None
-) -> tuple[StepCost, ...]:
-    """Return the costs of some iterations' commits by step, in the order of the DAG."""
-    found = []
+def step_costs(commits: Collection[Commit], config: RunConfig) -> Iterator[StepCost]:
+    """Yield the costs of some iterations' commits by step, in the order of the DAG."""
     for step in Step:
-        own = [commit for commit in commits if commit.step is step]
+        own = sorted((commit for commit in commits if commit.step is step), key=attrgetter("iteration"))
         if own:
-            by_iteration = _by(own, lambda commit: commit.iteration).values()
-            spent = sum(device_seconds(part, config) for part in by_iteration)
+            by_iteration = [list(part) for _, part in groupby(own, attrgetter("iteration"))]
             counted = [count for commit in own if (count := tokens(commit)) is not None]
-            found.append(
-                StepCost(
-                    step=step,
-                    commits=len(own),
-                    seconds=sum(map(busy_seconds, by_iteration)),
-                    device_seconds=spent,
-                    tokens=sum(counted) if counted else None,
-                    price=priced(spent, price_per_device_hour),
-                )
+            yield StepCost(
+                step=step,
+                commits=len(own),
+                seconds=sum(map(busy_seconds, by_iteration)),
+                device_seconds=sum(device_seconds(part, config) for part in by_iteration),
+                tokens=sum(counted) if counted else None,
             )
-    return tuple(found)
 
 
-def evaluation_costs(
-    commits: Iterable[Commit], config: RunConfig, price_per_device_hour: float | None = None
-) -> tuple[EvaluationCost, ...]:
-    """Return the cost of each benchmark at each weight version, ordered by version."""
-    found = []
+def evaluation_costs(commits: Iterable[Commit], config: RunConfig) -> Iterator[EvaluationCost]:
+    """Yield the cost of each benchmark at each weight version."""
     for commit in commits:
         if commit.step is Step.EVAL:
-            spent = device_seconds([commit], config)
-            found.append(
-                EvaluationCost(
-                    benchmark=str(commit.values["benchmark"]),
-                    trained=commit.iteration + 1 if commit.weight_version_in else 0,
-                    samples=rows(commit),
-                    seconds=busy_seconds([commit]),
-                    device_seconds=spent,
-                    tokens=tokens(commit) or 0,
-                    price=priced(spent, price_per_device_hour),
-                )
+            yield EvaluationCost(
+                benchmark=str(commit.values["benchmark"]),
+                trained=commit.iteration + 1 if commit.weight_version_in else 0,
+                samples=rows(commit),
+                seconds=busy_seconds([commit]),
+                device_seconds=device_seconds([commit], config),
+                tokens=tokens(commit) or 0,
             )
-    return tuple(sorted(found, key=lambda cost: (cost.trained, cost.benchmark)))
 
 
-def apart_costs(
-    results: Iterable[Evaluation], run: str, config: RunConfig, price_per_device_hour: float | None = None
-) -> tuple[EvaluationCost, ...]:
-    """Return the costs of stored results that were computed for weights of a run, each by one engine. Results adopted
+def apart_costs(results: Iterable[Evaluation], run: str, config: RunConfig) -> Iterator[EvaluationCost]:
+    """Yield the costs of stored results that were computed for weights of a run, each by one engine. Results adopted
     from the run's own evaluations are not counted again."""
-    found = []
     for result in results:
         if result.origin.get("run") == run and result.adopted is None:
             on_gpu = devices(config).kind == "GPU"
@@ -389,29 +360,45 @@ def apart_costs(
             seconds = result.committed_at - result.started_at
             samples = sum(output.rows or 0 for output in result.outputs)
             iteration = result.origin.get("iteration")
-            found.append(
-                EvaluationCost(
-                    benchmark=result.key.benchmark,
-                    trained=iteration + 1 if isinstance(iteration, int) else 0,
-                    samples=samples,
-                    seconds=seconds,
-                    device_seconds=seconds * held,
-                    tokens=round(samples * result.metrics.get("response_len_mean", 0.0)),
-                    price=priced(seconds * held, price_per_device_hour),
-                    apart=True,
-                )
+            yield EvaluationCost(
+                benchmark=result.key.benchmark,
+                trained=iteration + 1 if isinstance(iteration, int) else 0,
+                samples=samples,
+                seconds=seconds,
+                device_seconds=seconds * held,
+                tokens=round(samples * result.metrics.get("response_len_mean", 0.0)),
+                apart=True,
             )
-    return tuple(sorted(found, key=lambda cost: (cost.trained, cost.benchmark)))
 
 
-def run_costs(ledger: Ledger, price_per_device_hour: float | None = None) -> Costs:
-    """Return all costs of a run. Reads all its commits, and the results of evaluations in its store, but no samples."""
+Cost = TypeVar("Cost", StepCost, EvaluationCost, Waste)
+
+
+def with_prices(costs: Iterable[Cost], per_device_hour: float | None) -> tuple[Cost, ...]:
+    """Return the costs with their prices, in the currency of `per_device_hour`."""
+    return tuple(cost.model_copy(update={"price": priced(cost.device_seconds, per_device_hour)}) for cost in costs)
+
+
+def run_costs(
+    ledger: Ledger, price_per_device_hour: float | None = None, read: Iterable[Sequence[Commit]] | None = None
+) -> Costs:
+    """Return all costs of a run. Reads the results of evaluations in its store, but no samples.
+
+    Args:
+        read: commits of each iteration; None: they are read too.
+    """
     config, leases = from_manifest(ledger.manifest.config), all_leases(ledger.store, ledger.run)
-    own = [iteration for iteration in ledger.iterations() if iteration >= ledger.first_iteration]
-    with ThreadPoolExecutor(_REQUESTS) as readers:
-        iterations = [commits for commits in readers.map(ledger.commits, own) if commits]
-    commits = [commit for found in iterations for commit in found]
-    held, steps = devices(config), step_costs(commits, config, price_per_device_hour)
+    first = ledger.first_iteration
+    if read is None:
+        read = read_iterations(ledger, [index for index in ledger.iterations() if index >= first])
+    iterations = [commits for commits in read if commits and commits[0].iteration >= first]
+    commits = list(chain.from_iterable(iterations))
+    held, steps = devices(config), with_prices(step_costs(commits, config), price_per_device_hour)
+    by_version = attrgetter("trained", "benchmark")
+    evaluations = [
+        *sorted(evaluation_costs(commits, config), key=by_version),
+        *sorted(apart_costs(results(ledger.store), ledger.run, config), key=by_version),
+    ]
     drivers = [driver_seconds(lease, [c for c in commits if c.epoch == lease.epoch]) for lease in leases]
     whole, starting, uncommitted = (held.reserved * sum(times[part] for times in drivers) for part in range(3))
     work = sum(cost.device_seconds for cost in steps)
@@ -437,17 +424,7 @@ def run_costs(ledger: Ledger, price_per_device_hour: float | None = None) -> Cos
         accepted_samples=accepted,
         device_seconds_per_accepted_sample=whole / accepted if accepted else None,
         tokens_per_accepted_sample=sample_tokens / accepted if accepted else None,
-        evaluations=(
-            *evaluation_costs(commits, config, price_per_device_hour),
-            *apart_costs(results(ledger.store), ledger.run, config, price_per_device_hour),
-        ),
-        wasted=wasted(iterations, leases, config, price_per_device_hour),
+        evaluations=with_prices(evaluations, price_per_device_hour),
+        wasted=with_prices(wasted(iterations, leases, config), price_per_device_hour),
         price=priced(whole, price_per_device_hour),
     )
-
-
-def _by(commits: Iterable[Commit], key: Callable[[Commit], int]) -> dict[int, list[Commit]]:
-    groups: dict[int, list[Commit]] = {}
-    for commit in commits:
-        groups.setdefault(key(commit), []).append(commit)
-    return groups

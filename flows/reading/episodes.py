@@ -12,12 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
 from cairn.engines.types.trajectories import FIRST_CALL
-from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import (
     SEQUENCES,
@@ -27,9 +25,10 @@ from cairn.storage.ledger.schemas import (
     TRAJECTORY_ROLES,
     TURN_REWARDS,
 )
-from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.ledger.snapshots import read_recorded_table, sample_rows
 from cairn.storage.logs.call_log import calls_of
 from cairn.storage.records import Record
+from cairn.storage.store.errors import Damaged, Retired
 
 # Texts of tokens, from the run's own tokenizer, if it is still where the run had it.
 
@@ -79,17 +78,21 @@ class Texts:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def texts_of(model: str, tried: Iterable[tuple[np.ndarray, str]]) -> Texts | None:
-    """Return the texts with the tokenizer in a model's folder. None where there is none, or where it does not decode
-    the ids in `tried` to the run's own responses next to them."""
+def run_texts(ledger: Ledger, tried: Iterable[tuple[np.ndarray, str]] = ()) -> Texts | None:
+    """Return the texts with the tokenizer in the folder of a run's model. None where there is none, or where it does
+    not decode the ids in `tried` to the run's own responses next to them."""
     from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.engines.types.errors import BadModel
 
     try:
-        texts = Texts(load_tokenizer(model))
+        texts = Texts(load_tokenizer(from_manifest(ledger.manifest.config).model.path))
     except BadModel:
         return None
     return texts if all(texts.are_of(ids, response) for ids, response in tried) else None
+
+
+def _text(texts: Texts | None, ids: Sequence[int]) -> str | None:
+    return None if texts is None else texts.whole(np.asarray(ids, np.int32))
 
 
 SampleKey = tuple[int, int]
@@ -124,6 +127,12 @@ class CallView(Record):
     began_at: float
     """Unix seconds."""
     seconds: float
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> "CallView":
+        """Return the view of a call. `call`: its columns in `calls.parquet`."""
+        columns = cls.model_fields.keys() - {"began_at"}
+        return cls(**{name: call[name] for name in columns}, began_at=call["started_at"])
 
 
 class WorldView(Record):
@@ -160,6 +169,26 @@ class AnswerView(Record):
     began_at: float | None
     """Unix seconds; None: not recorded."""
     seconds: float | None
+
+    @classmethod
+    def of(
+        cls,
+        texts: Texts | None,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        loss_mask: Sequence[int],
+        **others: Any,
+    ) -> "AnswerView":
+        """Return the view of sampled tokens. `others`: the fields that do not follow from them."""
+        return cls(
+            ids=tuple(ids),
+            text=_text(texts, ids),
+            trained_tokens=sum(loss_mask),
+            loss_mask=tuple(loss_mask),
+            log_probs=tuple(log_probs),
+            log_prob=float(np.mean(log_probs)) if log_probs else None,
+            **others,
+        )
 
 
 class TurnView(Record):
@@ -203,22 +232,37 @@ class EpisodeView(Record):
 
 
 def episodes(
-    ledger: Ledger, places: Mapping[SampleKey, tuple[int, str | None]], *, every: bool = False
+    ledger: Ledger,
+    places: Mapping[SampleKey, tuple[int, str | None]],
+    *,
+    every: bool = False,
+    skip_lost: bool = False,
 ) -> dict[SampleKey, EpisodeView]:
     """Return the episodes of samples with more than one call of the policy, or with other calls in their code.
 
     Args:
         places: iteration and shard of the rollout of each requested sample.
         every: include samples with a single response to their prompt.
+        skip_lost: leave out samples whose tables are retired or damaged; else raise Retired or Damaged.
     """
     found: dict[SampleKey, EpisodeView] = {}
     texts: list[Texts | None] = []
     for place in dict.fromkeys(places.values()):
-        commit = ledger.find(place[0], Step.ROLLOUT, place[1])
-        assert commit is not None
         wanted = {key for key, own in places.items() if own == place}
-        rows = _rows(read_recorded_table(ledger.store, commit.run, commit.table, _COLUMNS), wanted)
-        calls = _calls(ledger, commit, wanted)
+        groups = {group for group, _ in wanted}
+        try:
+            commit = ledger.find(place[0], Step.ROLLOUT, place[1])
+            assert commit is not None
+            rows = sample_rows(read_recorded_table(ledger.store, commit.run, commit.table, _COLUMNS), groups)
+            called = calls_of(ledger.store, commit, groups)
+        except (Damaged, Retired):
+            if skip_lost:
+                continue
+            raise
+        rows = {key: row for key, row in rows.items() if key in wanted}
+        calls: dict[SampleKey, list[dict[str, Any]]] = {}
+        for call in called:
+            calls.setdefault((call["group_id"], call["sample_index"]), []).append(call)
         several = {
             key: row
             for key, row in rows.items()
@@ -228,25 +272,6 @@ def episodes(
             tried = [(_last_ids(row), row["response_text"]) for row in several.values() if row["response_ids"]]
             texts = [run_texts(ledger, tried[:_TRIED])]
         found |= {key: _Episode(row, calls.get(key), texts[0]).view() for key, row in several.items()}
-    return found
-
-
-def run_texts(ledger: Ledger, tried: Sequence[tuple[np.ndarray, str]] = ()) -> Texts | None:
-    """Return the texts of a run's tokens. `tried`: see `texts_of`."""
-    return texts_of(from_manifest(ledger.manifest.config).model.path, tried)
-
-
-def _rows(table: pa.Table, wanted: set[SampleKey]) -> dict[SampleKey, dict[str, Any]]:
-    few = table.filter(pc.is_in(table["group_id"], pa.array(sorted({group for group, _ in wanted}), pa.int64())))
-    rows = {(row["group_id"], row["sample_index"]): row for row in few.to_pylist()}
-    return {key: row for key, row in rows.items() if key in wanted}
-
-
-def _calls(ledger: Ledger, commit: Commit, wanted: set[SampleKey]) -> dict[SampleKey, list[dict[str, Any]]]:
-    """Return the calls of samples in the order of their responses; calls without a response come last."""
-    found: dict[SampleKey, list[dict[str, Any]]] = {}
-    for row in calls_of(ledger.store, commit, {group for group, _ in wanted}):
-        found.setdefault((row["group_id"], row["sample_index"]), []).append(row)
     return found
 
 
@@ -272,25 +297,14 @@ class _Episode:
         self.after: dict[str | None, list[CallView]] = {}
         for call in self.calls or ():
             if call["kind"] != "sample":
-                self.after.setdefault(self._answer_before(call), []).append(_call_view(call))
+                self.after.setdefault(self._answer_before(call), []).append(CallView.of(call))
 
     def view(self) -> EpisodeView:
-        trajectories = tuple(
-            TrajectoryView(
-                prompt=None if prompt is None else self._world(prompt),
-                turns=tuple(self._turns(prompt, start, end)),
-                role=role,
-                reward=reward,
-            )
-            for (prompt, start, end), role, reward in zip(
-                self._spans(), self._of_each(TRAJECTORY_ROLES.name), self._of_each(TRAJECTORY_REWARDS.name), strict=True
-            )
-        )
         began = [call["started_at"] for call in self.calls or ()]
         ended = [call["started_at"] + call["seconds"] for call in self.calls or ()]
         return EpisodeView(
             prompt_ids=tuple(self.row["prompt_ids"]),
-            trajectories=trajectories,
+            trajectories=tuple(self._trajectories()),
             opening=tuple(self.after.get(None, ())),
             unused=tuple(self._unused(call) for id, call in self.of_policy.items() if id not in self.shown),
             recorded=self.calls is not None,
@@ -298,18 +312,18 @@ class _Episode:
             seconds=max(ended) - min(began) if began else None,
         )
 
-    def _spans(self) -> Iterator[tuple[Sequence[int] | None, int, int]]:
-        """Yield for each trajectory its own prompt, and the bounds of its tokens in the response."""
+    def _trajectories(self) -> Iterator[TrajectoryView]:
         lengths = self.row.get(TRAJECTORIES.name) or [len(self.row["response_ids"])]
-        prompts = self.row.get(TRAJECTORY_PROMPTS.name) or [None] * len(lengths)
+        columns = (TRAJECTORY_PROMPTS.name, TRAJECTORY_ROLES.name, TRAJECTORY_REWARDS.name)
+        known = (self.row.get(name) or [None] * len(lengths) for name in columns)
         spans = pairwise(np.cumsum([0, *lengths]).tolist())
-        for prompt, (start, end) in zip(prompts, spans, strict=True):
-            yield prompt, start, end
-
-    def _of_each(self, name: str) -> list[Any]:
-        """Return a column's value for each trajectory."""
-        found: list[Any] | None = self.row.get(name)
-        return [None] * len(self.row.get(TRAJECTORIES.name) or [0]) if found is None else found
+        for (start, end), prompt, role, reward in zip(spans, *known, strict=True):
+            yield TrajectoryView(
+                prompt=None if prompt is None else self._world(prompt),
+                turns=tuple(self._turns(prompt, start, end)),
+                role=role,
+                reward=reward,
+            )
 
     def _segments(self) -> Iterator[tuple[int, int, Mapping[str, Any], float | None]]:
         """Yield start and end of each segment in the response, the segment, and its reward."""
@@ -348,50 +362,40 @@ class _Episode:
         return TurnView(world=self._world(world) if world else None, answer=answer, calls=calls, reward=reward)
 
     def _answer(self, segment: Mapping[str, Any], start: int, end: int, given: int) -> AnswerView:
-        row, recorded = self.row, self.of_policy.get(segment["call"])
-        log_probs, versions = row["log_probs"][start:end], row["weight_versions"][start:end]
-        return AnswerView(
+        columns = ("response_ids", "log_probs", "loss_mask", "weight_versions")
+        ids, log_probs, loss_mask, versions = (self.row[name][start:end] for name in columns)
+        recorded = self.of_policy.get(segment["call"], {})
+        return AnswerView.of(
+            self.texts,
+            ids,
+            log_probs,
+            loss_mask,
             call=segment["call"],
-            ids=tuple(row["response_ids"][start:end]),
-            text=self._text(row["response_ids"][start:end]),
             given_tokens=given,
-            cached_tokens=None if recorded is None else recorded["cached_tokens"],
-            trained_tokens=sum(row["loss_mask"][start:end]),
-            loss_mask=tuple(row["loss_mask"][start:end]),
-            log_probs=tuple(log_probs),
-            log_prob=float(np.mean(log_probs)) if log_probs else None,
+            cached_tokens=recorded.get("cached_tokens"),
             weight_version=max(versions, default=None),
             finish_reason=segment["finish_reason"],
             error=None,
-            began_at=None if recorded is None else recorded["started_at"],
-            seconds=None if recorded is None else recorded["seconds"],
+            began_at=recorded.get("started_at"),
+            seconds=recorded.get("seconds"),
         )
 
     def _unused(self, call: Mapping[str, Any]) -> TurnView:
-        ids, log_probs = call["response_ids"] or [], call["log_probs"] or []
-        answer = AnswerView(
-            call=call["call"],
-            ids=tuple(ids),
-            text=self._text(ids),
-            given_tokens=call["given_tokens"],
-            cached_tokens=call["cached_tokens"],
-            trained_tokens=0,
-            loss_mask=(0,) * len(ids),
-            log_probs=tuple(log_probs),
-            log_prob=float(np.mean(log_probs)) if log_probs else None,
+        ids = call["response_ids"] or []
+        same = ("call", "given_tokens", "cached_tokens", "finish_reason", "error", "seconds")
+        answer = AnswerView.of(
+            self.texts,
+            ids,
+            call["log_probs"] or [],
+            [0] * len(ids),
             weight_version=max(call["weight_versions"] or (), default=None),
-            finish_reason=call["finish_reason"],
-            error=call["error"],
             began_at=call["started_at"],
-            seconds=call["seconds"],
+            **{name: call[name] for name in same},
         )
         return self._turn([], answer)
 
     def _world(self, ids: Sequence[int]) -> WorldView:
-        return WorldView(ids=tuple(ids), text=self._text(ids))
-
-    def _text(self, ids: Sequence[int]) -> str | None:
-        return None if self.texts is None else self.texts.whole(np.asarray(ids, np.int32))
+        return WorldView(ids=tuple(ids), text=_text(self.texts, ids))
 
     def _answer_before(self, call: Mapping[str, Any]) -> str | None:
         """Return the id of the response that a call follows; None where it came before all responses."""
@@ -408,18 +412,3 @@ def _task(call: str) -> str:
 def _same_line(one: str, other: str) -> bool:
     """Whether one of two tasks started the other, or both are the same."""
     return one.startswith(other) or other.startswith(one)
-
-
-def _call_view(call: Mapping[str, Any]) -> CallView:
-    return CallView(
-        call=call["call"],
-        kind=call["kind"],
-        name=call["name"],
-        order=call["order"],
-        arguments=call["arguments"],
-        result=call["result"],
-        result_digest=call["result_digest"],
-        error=call["error"],
-        began_at=call["started_at"],
-        seconds=call["seconds"],
-    )

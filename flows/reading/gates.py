@@ -5,11 +5,9 @@
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.reading.samples import evaluations
-from cairn.storage.ledger.commits import Step
+from cairn.flows.reading.samples import evaluations, scored
 from cairn.storage.ledger.decisions import Decision, Gate, GateStanding, GateState, Verdict, gates
 from cairn.storage.ledger.ledger import Ledger
-from cairn.tasks.evaluation.evaluate import eval_shard
 
 
 def holding(ledger: Ledger, index: int) -> GateStanding | None:
@@ -120,12 +118,9 @@ def _fall(ledger: Ledger, config: RunConfig, index: int) -> str | None:
         return None
     benchmark = next(benchmark for benchmark in config.eval.benchmarks if benchmark.name == fall.benchmark)
     since = _last_approved_fall(ledger, index) - 1 - config.rollout.weights_lag
-    scores: list[tuple[int, float]] = []
-    for iteration, version in evaluations(ledger):
-        if max(since, 0) <= iteration <= newest:
-            commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
-            if commit is not None and fall.benchmark in commit.metrics:
-                scores.append((iteration, commit.metrics[fall.benchmark]))
+    places = [place for place in evaluations(ledger) if max(since, 0) <= place[0] <= newest]
+    found = scored(ledger, benchmark, places)
+    scores = [(iteration, metrics[fall.benchmark]) for iteration, _, metrics in found if fall.benchmark in metrics]
     if not scores or scores[-1][0] != newest:
         return None
     best, last = max(score for _, score in scores), scores[-1][1]

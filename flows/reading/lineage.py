@@ -21,7 +21,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import DATA, Disposition
-from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.ledger.snapshots import read_table, sample_rows
 from cairn.storage.records import Environment, Record
 from cairn.storage.store.canonical import from_json
 
@@ -168,35 +168,6 @@ class Token(Record):
     ratio: float | None
     """Probability under the policy before the update divided by that under the rollout engine."""
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        position: int,
-        segment: int,
-        row: Mapping[str, Any],
-        trained: Mapping[str, Any],
-        scores: Mapping[str, float | None],
-    ) -> "Token":
-        """Create the record from the token's values in the tables, by column."""
-        old, sampled = scores.get("log_probs"), row["log_probs"]
-        return cls(
-            position=position,
-            segment=segment,
-            token_id=row["response_ids"],
-            log_prob=sampled,
-            loss_mask=row["loss_mask"],
-            weight_version=row["weight_versions"],
-            advantage=trained["advantages"],
-            returned=trained["returns"],
-            age=trained["ages"],
-            old_log_prob=old,
-            ref_log_prob=scores.get("ref_log_probs"),
-            teacher_log_prob=scores.get("teacher_log_probs"),
-            value=scores.get("values"),
-            ratio=None if old is None or sampled is None else math.exp(old - sampled),
-        )
-
 
 class Lineage(Record):
     """Origin and use of a sample."""
@@ -288,11 +259,8 @@ def _judgements(ledger: Ledger, rollout: Commit, group_id: int) -> Iterator[Judg
         for row in found:
             yield Judgement(
                 iteration=iteration,
-                disposition=row["disposition"],
-                reason=row["reason"],
-                mean_reward=row["mean_reward"],
-                std_reward=row["std_reward"],
                 made_by=_made(selection),
+                **_columns(row, "disposition", "reason", "mean_reward", "std_reward"),
             )
         if not found or found[0]["disposition"] not in _WAITS:
             return
@@ -319,17 +287,12 @@ def _sampled(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Sampled:
         response=row["response_text"],
         tokens=len(row["response_ids"]),
         log_prob=None if row["engine"] == DATA else float(sum(row["log_probs"])),
-        finish_reason=row["finish_reason"],
-        status=row["status"],
-        error=row["error"],
-        seed=row["seed"],
-        engine=row["engine"],
-        seconds=row["seconds"],
         segments=len(row["segments"] or [None]),
         weights=() if row["engine"] == DATA else tuple(_weights(ledger, rollout, version) for version in versions),
         model_digest=ledger.terms_of(rollout).inputs.get("model"),
         environment=rollout.environment,
         made_by=_made(rollout),
+        **_columns(row, "finish_reason", "status", "error", "seed", "engine", "seconds"),
     )
 
 
@@ -342,11 +305,10 @@ def _weights(ledger: Ledger, rollout: Commit, version: int) -> Weights:
         if commit is None or (commit.weight_version_out or 0) < version:
             break
         if commit.weight_version_out == version:
-            published = ledger.find(trained, Step.SYNC)
             return Weights(
                 version=version,
                 state_digest=commit.state_digest,
-                published_digest=None if published is None else _text(published.values.get("digest")),
+                published_digest=_published(ledger, trained),
                 made_by=_made(commit),
             )
         trained -= 1
@@ -362,15 +324,10 @@ def _train_step(commit: Commit) -> int | None:
 def _grade(ledger: Ledger, commit: Commit, row: dict[str, Any]) -> Grade:
     sources = {name: digest for name, digest in ledger.terms_of(commit).inputs.items() if name.startswith("reward.")}
     return Grade(
-        reward=row["reward"],
-        components=row["components"],
-        grader=row["grader"],
-        grader_version=row["grader_version"],
         sources=sources,
-        status=row["status"],
-        error=row["error"],
         environment=commit.environment,
         made_by=_made(commit),
+        **_columns(row, "reward", "components", "grader", "grader_version", "status", "error"),
     )
 
 
@@ -381,7 +338,6 @@ def _update(
     trained = ledger.find(iteration, Step.TRAIN)
     if trained is None:
         return None
-    published = ledger.find(iteration, Step.SYNC)
     ages = (row or {}).get("ages")
     return Update(
         reward=None if row is None else row["reward"],
@@ -390,7 +346,7 @@ def _update(
         weight_version_in=trained.weight_version_in,
         weight_version_out=trained.weight_version_out,
         state_digest=trained.state_digest,
-        published_digest=None if published is None else _text(published.values.get("digest")),
+        published_digest=_published(ledger, iteration),
         loss=trained.metrics.get("loss"),
         samples=(advantage or rollout).table.rows or 0,
         estimated_by=None if advantage is None else _made(advantage),
@@ -427,23 +383,33 @@ def _token(
     token: int,
 ) -> Token:
     scored = None if trained_in is None else ledger.find(trained_in, Step.SCORE)
-    scores = {} if scored is None else _row(ledger, scored, key) or {}
+    scores = None if scored is None else _row(ledger, scored, key)
     ends = accumulate(segment["tokens"] for segment in row["segments"] or [])
-    own = {name: row[name][token] for name in ("response_ids", "log_probs", "loss_mask", "weight_versions")}
+    old, sampled = _at(scores, "log_probs", token), row["log_probs"][token]
     if row["engine"] == DATA:  # which nobody sampled
-        own["log_probs"] = None
-    return Token.of(
+        sampled = None
+    return Token(
         position=token,
+        token_id=row["response_ids"][token],
         segment=sum(end <= token for end in ends),
-        row=own,
-        trained={name: _at(estimated or {}, name, token) for name in ("advantages", "returns", "ages")},
-        scores={name: _at(scores, name, token) for name in scores if name not in ("group_id", "sample_index")},
+        log_prob=sampled,
+        loss_mask=row["loss_mask"][token],
+        weight_version=row["weight_versions"][token],
+        advantage=_at(estimated, "advantages", token),
+        returned=_at(estimated, "returns", token),
+        age=_at(estimated, "ages", token),
+        old_log_prob=old,
+        ref_log_prob=_at(scores, "ref_log_probs", token),
+        teacher_log_prob=_at(scores, "teacher_log_probs", token),
+        value=_at(scores, "values", token),
+        ratio=None if old is None or sampled is None else math.exp(old - sampled),
     )
 
 
-def _at(row: Mapping[str, Any], column: str, token: int) -> Any:
-    """Return a token's value in a list column that may be null."""
-    return None if row.get(column) is None else row[column][token]
+def _at(row: Mapping[str, Any] | None, column: str, token: int) -> Any:
+    """Return a token's value in a list column; None where the row or the list is missing."""
+    values = (row or {}).get(column)
+    return None if values is None else values[token]
 
 
 def _rows(ledger: Ledger, commit: Commit, condition: pc.Expression) -> list[dict[str, Any]]:
@@ -452,8 +418,11 @@ def _rows(ledger: Ledger, commit: Commit, condition: pc.Expression) -> list[dict
 
 
 def _row(ledger: Ledger, commit: Commit, key: tuple[int, int]) -> dict[str, Any] | None:
-    found = _rows(ledger, commit, (pc.field("group_id") == key[0]) & (pc.field("sample_index") == key[1]))
-    return found[0] if found else None
+    return sample_rows(read_table(ledger.store, commit.run, commit.table), {key[0]}).get(key)
+
+
+def _columns(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: row[name] for name in names}
 
 
 def _missing(ledger: Ledger, iteration: int, group_id: int, sample_index: int, rollout: Commit | None) -> str:
@@ -477,5 +446,8 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+def _published(ledger: Ledger, iteration: int) -> str | None:
+    """Return the digest of the weights that an iteration published."""
+    commit = ledger.find(iteration, Step.SYNC)
+    digest = None if commit is None else commit.values.get("digest")
+    return digest if isinstance(digest, str) else None

@@ -7,13 +7,15 @@ computed here, from start and commit times of steps and from the sizes of their 
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.plan.peaks import peak_tflops
 from cairn.engines.rollout.plan import kind_of
 from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -495,6 +497,8 @@ _TIMES = {
     "perf/eval_time": Step.EVAL,
 }
 _ROLLOUT = (Step.ROLLOUT, Step.REWARD, Step.FILTER)
+_READERS = 4
+"""Number of iterations whose commits are read concurrently."""
 
 
 @functools.cache
@@ -534,6 +538,23 @@ def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str,
     return metrics | _of_episodes(metrics) | _performance(commits, metrics, config)
 
 
+def retries(commit: Commit) -> dict[str, int]:
+    """Return the number of new tries of a step by the class of the error."""
+    tries = commit.metrics.items()
+    return {name.removeprefix("retries/"): int(count) for name, count in tries if name.startswith("retries/")}
+
+
+def retry_seconds(commits: Iterable[Commit]) -> float:
+    """Return the seconds of waits before new tries of steps and of samples, summed over shards."""
+    return sum(commit.timings.get(name, 0.0) for commit in commits for name in ("retry_wait", "grader_wait"))
+
+
+def mean_reward(metrics: Mapping[str, float]) -> float | None:
+    """Return the mean reward of the samples that an iteration generated, or of the trained ones where only that is
+    known. `metrics`: see `iteration_metrics`."""
+    return metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+
+
 def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
     """Return the metrics of evaluations, by the number of iterations that the evaluated weights were trained for."""
     points: dict[int, dict[str, float]] = {}
@@ -542,6 +563,12 @@ def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
             trained = commit.iteration + 1 if commit.weight_version_in else 0
             points.setdefault(trained, {}).update(shown_metrics(commit))
     return points
+
+
+def read_iterations(ledger: Ledger, iterations: Iterable[int]) -> Iterator[list[Commit]]:
+    """Yield the commits of each iteration. Reads several iterations at a time. Raises Damaged."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        yield from readers.map(ledger.commits, iterations)
 
 
 def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
@@ -590,7 +617,7 @@ def _of_episodes(metrics: dict[str, float]) -> dict[str, float]:
 def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: RunConfig) -> dict[str, float]:
     seconds = step_seconds(commits)
     performance = {name: seconds[step] for name, step in _TIMES.items() if step in seconds}
-    waits = sum(commit.timings.get(name, 0.0) for commit in commits for name in ("retry_wait", "grader_wait"))
+    waits = retry_seconds(commits)
     if waits:
         performance["perf/retry_wait_time"] = waits
     stalls = [commit.timings["update_stall"] for commit in commits if "update_stall" in commit.timings]

@@ -1,6 +1,6 @@
 """The samples of one iteration for people: prompt, response, reward, advantage and the filter's decision."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ from cairn.flows.reading.episodes import EpisodeView, episodes
 from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import IMAGES, Disposition
-from cairn.storage.ledger.snapshots import read_recorded_table, read_table
+from cairn.storage.ledger.snapshots import read_recorded_table, read_table, sample_rows
 from cairn.storage.records import Record
 from cairn.tasks.durable.versions import weight_version_after
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard, initial_eval_due
@@ -48,6 +48,17 @@ def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
             yield iteration, before + (iteration + 1 - first) * steps
 
 
+def scored(
+    ledger: Ledger, benchmark: BenchmarkConfig, places: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int, Mapping[str, float]]]:
+    """Yield (iteration, weight version, metrics) of a benchmark's committed evaluations. `places`: those to look for,
+    see `evaluations`. Needs one request for each."""
+    for iteration, version in places:
+        commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
+        if commit is not None:
+            yield iteration, version, commit.metrics
+
+
 def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, float]]:
     """Return every score of every benchmark, by the number of iterations that the weights were trained for. Where
     samples failed, the mean over the others is stored under `<benchmark>, graded`."""
@@ -55,16 +66,16 @@ def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, f
     if last is None:
         return {}
     scores: dict[str, dict[int, float]] = {benchmark.name: {} for benchmark in config.eval.benchmarks}
-    for iteration, version in evaluations(ledger):
-        for benchmark in config.eval.benchmarks if iteration <= last else ():
-            commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
-            if commit is None or benchmark.name not in commit.metrics:
-                continue
-            trained = iteration + 1 if version else 0
-            scores[benchmark.name][trained] = commit.metrics[benchmark.name]
-            graded = graded_score(commit.metrics, benchmark.name)
-            if graded is not None and commit.metrics.get(f"{benchmark.name}-failed_samples"):
-                scores.setdefault(f"{benchmark.name}, graded", {})[trained] = graded
+    places = [place for place in evaluations(ledger) if place[0] <= last]
+    for benchmark in config.eval.benchmarks:
+        name = benchmark.name
+        for iteration, version, metrics in scored(ledger, benchmark, places):
+            if name in metrics:
+                trained = iteration + 1 if version else 0
+                scores[name][trained] = metrics[name]
+                graded = graded_score(metrics, name)
+                if graded is not None and metrics.get(f"{name}-failed_samples"):
+                    scores.setdefault(f"{name}, graded", {})[trained] = graded
     return scores
 
 
@@ -72,16 +83,11 @@ def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -
     """Return the first and the newest score of every benchmark; read no others."""
     places = [place for place in evaluations(ledger) if last is not None and place[0] <= last]
 
-    def metrics(benchmark: BenchmarkConfig, places: Sequence[tuple[int, int]]) -> Mapping[str, float]:
-        for iteration, version in places:
-            commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
-            if commit is not None:
-                return commit.metrics
-        return {}
-
     def scores(benchmark: BenchmarkConfig) -> Scores:
         name = benchmark.name
-        first, last = metrics(benchmark, places[:1]), metrics(benchmark, places[::-1])
+        nothing: tuple[int, int, Mapping[str, float]] = (0, 0, {})
+        first = next(scored(ledger, benchmark, places[:1]), nothing)[2]
+        last = next(scored(ledger, benchmark, places[::-1]), nothing)[2]
         return Scores(
             first=first.get(name),
             last=last.get(name),
@@ -175,41 +181,41 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
     places = {(commit.iteration, commit.shard) for commit in rollouts}
     places |= {(row["iteration"], row["shard"]) for row in groups.values()}
     advantages = next((_advantages(ledger, commit) for commit in commits if commit.step is Step.ADVANTAGE), {})
-    found = []
+    found: list[SampleView] = []
     for origin, shard in sorted(places, key=lambda place: (place[0], place[1] or "")):
         generated = ledger.find(origin, Step.ROLLOUT, shard)
         graded = ledger.find(origin, Step.REWARD, shard)
         assert generated is not None
-        rewards = {} if graded is None else _by_sample(_read(ledger, graded, _REWARD))
+        rewards = {} if graded is None else sample_rows(_read(ledger, graded, _REWARD))
         sampled = read_recorded_table(ledger.store, generated.run, generated.table, [*_ROLLOUT, IMAGES.name])
-        for key, row in _by_sample(sampled).items():
-            group = groups.get(row["group_id"], {})
+        for key, row in sample_rows(sampled).items():
+            group, grade = groups.get(row["group_id"], {}), rewards.get(key, {})
             was_continued = group and (group["iteration"], group["shard"]) != (origin, shard)
-            if (origin == iteration or group) and not was_continued:
-                found.append((origin, shard, key, row, rewards.get(key, {}), group, advantages.get(key)))
-    return [
-        SampleView(
-            number=number,
-            group_id=key[0],
-            sample_index=key[1],
-            iteration=origin,
-            shard=shard,
-            prompt=row["prompt_text"],
-            response=row["response_text"],
-            label=row["label"],
-            reward=graded_row.get("reward"),
-            advantage=advantage,
-            finish_reason=row["finish_reason"],
-            status=graded_row.get("status"),
-            disposition=group.get("disposition"),
-            reason=group.get("reason"),
-            error=graded_row.get("error"),
-            prompt_tokens=len(row["prompt_ids"]),
-            response_tokens=len(row["response_ids"]),
-            images=tuple(ImageView(**image) for image in row.get(IMAGES.name) or ()),
-        )
-        for number, (origin, shard, key, row, graded_row, group, advantage) in enumerate(found)
-    ]
+            if was_continued or not (origin == iteration or group):
+                continue
+            found.append(
+                SampleView(
+                    number=len(found),
+                    group_id=key[0],
+                    sample_index=key[1],
+                    iteration=origin,
+                    shard=shard,
+                    prompt=row["prompt_text"],
+                    response=row["response_text"],
+                    label=row["label"],
+                    reward=grade.get("reward"),
+                    advantage=advantages.get(key),
+                    finish_reason=row["finish_reason"],
+                    status=grade.get("status"),
+                    disposition=group.get("disposition"),
+                    reason=group.get("reason"),
+                    error=grade.get("error"),
+                    prompt_tokens=len(row["prompt_ids"]),
+                    response_tokens=len(row["response_ids"]),
+                    images=tuple(ImageView(**image) for image in row.get(IMAGES.name) or ()),
+                )
+            )
+    return found
 
 
 def with_episodes(ledger: Ledger, views: Sequence[SampleView]) -> list[SampleView]:
@@ -222,10 +228,6 @@ def _read(ledger: Ledger, commit: Commit, columns: list[str] | None = None) -> p
     return read_table(ledger.store, commit.run, commit.table, columns)
 
 
-def _by_sample(table: pa.Table) -> dict[tuple[int, int], dict]:
-    return {(row["group_id"], row["sample_index"]): row for row in table.to_pylist()}
-
-
 def _advantages(ledger: Ledger, commit: Commit) -> dict[tuple[int, int], float]:
     table = _read(ledger, commit, ["group_id", "sample_index", "advantages"])
-    return {key: float(np.mean(row["advantages"])) for key, row in _by_sample(table).items() if row["advantages"]}
+    return {key: float(np.mean(row["advantages"])) for key, row in sample_rows(table).items() if row["advantages"]}

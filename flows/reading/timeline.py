@@ -13,6 +13,7 @@ from typing import Any
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import ON_TRAINING, engine_of
+from cairn.flows.reading.metrics import retries
 from cairn.storage.ledger.commits import Commit, Step
 
 TraceEvent = dict[str, Any]
@@ -77,9 +78,8 @@ def _slices(commit: Commit, began: float) -> Iterator[TraceEvent]:
         }
 
     start, end = commit.started_at, commit.committed_at
-    retries = {name.removeprefix("retries/"): n for name, n in commit.metrics.items() if name.startswith("retries/")}
-    if retries:
-        yield piece(f"{commit.step}: failed tries and waits", "retry", _first_try(commit), start, **retries)
+    if tries := retries(commit):
+        yield piece(f"{commit.step}: failed tries and waits", "retry", _first_try(commit), start, **tries)
     name = commit.name.partition("/")[2]
     yield piece(
         name,

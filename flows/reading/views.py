@@ -15,6 +15,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.gates import holding
+from cairn.flows.reading.metrics import retries, retry_seconds
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import GateStanding, GateState
@@ -299,12 +300,9 @@ def _written_by(ledger: Ledger) -> tuple[WrittenBy, ...]:
 def _retries(commits: Sequence[Commit]) -> Retries:
     by_error: Counter[str] = Counter()
     for commit in commits:
-        for name, count in commit.metrics.items():
-            if name.startswith("retries/"):
-                by_error[name.removeprefix("retries/")] += int(count)
+        by_error.update(retries(commit))
     graded = sum(int(n) for c in commits for name, n in c.metrics.items() if name.endswith("graded_again"))
-    waited = sum(c.timings.get(name, 0.0) for c in commits for name in ("retry_wait", "grader_wait"))
-    return Retries(by_error=dict(sorted(by_error.items())), samples=graded, waited=waited)
+    return Retries(by_error=dict(sorted(by_error.items())), samples=graded, waited=retry_seconds(commits))
 
 
 def _state(lease: LeaseState | None, gate: GateStanding | None, done: bool) -> RunState:

@@ -110,11 +110,8 @@ def shortened(values: pa.ChunkedArray | pa.Array, most: int) -> tuple[Any, int |
     sizes = pc.binary_length(pc.fill_null(values, "")).to_numpy(zero_copy_only=False)
     if int(sizes.sum()) <= most:
         return values, None
-    low, high = 0, int(sizes.max())
-    while low < high:  # the longest cut that fits
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if int(np.minimum(sizes, middle).sum()) <= most else (low, middle - 1)
-    return pc.utf8_slice_codeunits(values, 0, low), low
+    cut = _longest_cut(sizes, most)
+    return pc.utf8_slice_codeunits(values, 0, cut), cut
 
 
 def joined(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -143,7 +140,7 @@ def token_blocks(
         texts: returns a text for each id of a sample; None: ids only.
     """
     rows, begins, lengths = np.unique(tokens.column("row").to_numpy(), return_index=True, return_counts=True)
-    longest = _cut(lengths, most)
+    longest = _longest_cut(lengths, most)
     heads = np.where(lengths <= longest, lengths, int(longest * _HEAD))
     tails = np.where(lengths <= longest, 0, longest - heads)
     places = [
@@ -168,8 +165,8 @@ def token_blocks(
     return samples, values
 
 
-def _cut(lengths: np.ndarray, most: int) -> int:
-    """Return the longest length at which all samples together have at most `most` tokens."""
+def _longest_cut(lengths: np.ndarray, most: int) -> int:
+    """Return the longest length to which all can be cut so that they have at most `most` together."""
     low, high = 0, int(lengths.max(initial=0))
     while low < high:
         middle = (low + high + 1) // 2

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.reading.costs import run_costs
-from cairn.flows.reading.episodes import EpisodeView, Texts, episodes, texts_of
+from cairn.flows.reading.episodes import EpisodeView, Texts, episodes, run_texts
 from cairn.flows.reading.views import run_status
 from cairn.flows.report.blocks import Block, shortened, text_blocks, token_blocks, turn_block
 from cairn.flows.report.data import History, Progress, Samples, Why, choose, read_history, read_samples, read_tokens
@@ -34,7 +33,6 @@ from cairn.flows.report.page import chosen_panels, meaning, write_page
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record, code_version
-from cairn.storage.store.errors import Damaged, Retired
 from cairn.storage.upkeep.verification import Verified, verify
 from cairn.tasks.batch.sequences import last_trajectory
 
@@ -87,9 +85,8 @@ def write_report(
         price: price of a device for an hour.
     """
     status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
-    checks = _verified(ledger, tell) if verified else None
-    history = read_history(ledger, tell)
-    costs = run_costs(ledger, price)
+    verification = verification_facts(list(_verified(ledger, tell))) if verified else None
+    history = read_history(ledger, tell, price)
     samples = read_samples(ledger, tell)
     groups = groups_of(samples)
     why = choose(
@@ -101,24 +98,24 @@ def write_report(
     tokens = read_tokens(ledger, samples, np.flatnonzero(why != Why.NONE).tolist(), tell)
     with_tokens = pc.count_distinct(tokens.column("row")).as_py()
     tell("packing", 0, 0)
-    texts = _texts(config.model.path, samples, tokens)
+    texts = _texts(ledger, samples, tokens)
     blocks, cut = _blocks(history, samples, groups, why, tokens, texts, config)
     if blocks.keys() != {"curves"}:
         blocks["turns"] = turn_block(_episodes(ledger, samples, why)).to_bytes()
     facts = {
         "run": run_facts(status, config, history),
         "parts": _PARTS,
-        "tiles": tiles(status, history, samples, checks),
+        "tiles": tiles(status, history, samples, verification),
         "history": history,
         "time": time_facts(history),
-        "costs": cost_tables(costs),
-        "wasted": bool(costs.wasted),
+        "costs": cost_tables(history.costs),
+        "wasted": bool(history.costs.wasted),
         "selection": selection_facts(groups),
         "evaluation": evaluation_facts(history, config),
         "samples": _samples_facts(samples, with_tokens, cut),
         "lineage": lineage_facts(ledger, status, history),
         "configuration": configuration_facts(ledger),
-        "verification": verification_facts(checks),
+        "verification": verification,
         "made": {"version": code_version().package, "at": time.time(), "store": ledger.store.url},
     }
     size = _write(file, facts, blocks)
@@ -129,19 +126,17 @@ def write_report(
         iterations=len(history.iterations),
         samples=samples.rows.num_rows,
         with_tokens=with_tokens,
-        findings=None if checks is None else sum(len(check.findings) for check in checks),
+        findings=None if verification is None else len(verification["findings"]),
     )
 
 
-def _verified(ledger: Ledger, tell: Progress) -> list[Verified]:
-    checks: list[Verified] = []
-    for check in verify(ledger):
-        checks.append(check)
-        tell("verifying", len(checks), 0)
-    return checks
+def _verified(ledger: Ledger, tell: Progress) -> Iterator[Verified]:
+    for done, check in enumerate(verify(ledger), 1):
+        tell("verifying", done, 0)
+        yield check
 
 
-def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
+def _texts(ledger: Ledger, samples: Samples, tokens: pa.Table) -> Texts | None:
     """Return the texts of tokens; None if the model's tokenizer is missing, or does not decode the ids to the
     responses."""
     if not tokens.num_rows:
@@ -151,26 +146,19 @@ def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
     responses = samples.rows.column("response").take(pa.array(tried)).to_pylist()
     lengths = samples.rows.column("trajectories").take(pa.array(tried)).to_pylist()
     last = [last_trajectory(ids[rows == row], own) for row, own in zip(tried, lengths, strict=True)]
-    return texts_of(path, zip(map(np.asarray, last), responses, strict=True))
+    return run_texts(ledger, zip(map(np.asarray, last), responses, strict=True))
 
 
 def _episodes(ledger: Ledger, samples: Samples, why: np.ndarray) -> dict[int, EpisodeView]:
-    """Return the episodes of samples that have their tokens in the report, by row, without those whose tables are no
-    longer retained."""
+    """Return the episodes of samples that have their tokens in the report, by row. Those whose tables are lost are left
+    out: the samples' notes say so."""
     chosen = np.flatnonzero(why != Why.NONE)
-    names = ("iteration", "shard", "group_id", "sample_index")
-    columns = (samples.rows.column(name).take(pa.array(chosen)).to_pylist() for name in names)
-    found: dict[int, EpisodeView] = {}
-    by_place: dict[tuple[int, str | None], dict[tuple[int, int], int]] = {}
-    for row, iteration, shard, group, index in zip(chosen.tolist(), *columns, strict=True):
-        by_place.setdefault((iteration, shard), {})[group, index] = row
-    for place, rows in by_place.items():
-        try:
-            for key, view in episodes(ledger, dict.fromkeys(rows, place)).items():
-                found[rows[key]] = view
-        except (Damaged, Retired):  # the samples' notes say so
-            continue
-    return dict(sorted(found.items()))
+    names = ("group_id", "sample_index", "iteration", "shard")
+    columns = [samples.rows.column(name).take(pa.array(chosen)).to_pylist() for name in names]
+    keys = list(zip(*columns[:2], strict=True))
+    rows = dict(zip(keys, chosen.tolist(), strict=True))
+    found = episodes(ledger, dict(zip(keys, zip(*columns[2:], strict=True), strict=True)), skip_lost=True)
+    return {rows[key]: view for key, view in sorted(found.items(), key=lambda item: rows[item[0]])}
 
 
 def _blocks(

@@ -1,15 +1,16 @@
 """Data of a report, read from the ledger: iterations from commits, samples and their tokens from the SQL views."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_seconds
+from cairn.flows.reading.costs import Costs, run_costs
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, read_iterations, step_seconds
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import DATA
@@ -72,8 +73,6 @@ def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) ->
     return why
 
 
-_READERS = 4
-"""Number of iterations whose commits are read concurrently."""
 Progress = Callable[[str, int, int], None]
 """Function of (current work, number done, total number)."""
 
@@ -92,8 +91,9 @@ class Iteration:
 
 @dataclass
 class History:
-    """A run's iterations and evaluations, in order."""
+    """A run's iterations and evaluations, in order, and its costs."""
 
+    costs: Costs
     iterations: list[Iteration] = field(default_factory=list)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by the number of iterations that the evaluated weights were trained for."""
@@ -101,32 +101,30 @@ class History:
     """(device, host, threads) → steps that ran there."""
 
 
-def read_history(ledger: Ledger, tell: Progress) -> History:
-    """Read every commit of a run. Raises Damaged."""
-    config = from_manifest(ledger.manifest.config)
-    history, evaluations = History(), []
-    numbers = ledger.iterations()
-    with ThreadPoolExecutor(_READERS) as readers:
-        for done, (number, commits) in enumerate(zip(numbers, readers.map(ledger.commits, numbers), strict=True), 1):
-            tell("reading commits", done, len(numbers))
-            if not commits:
-                continue
-            for commit in commits:
-                place = commit.environment
-                history.machines.setdefault((place.device, place.host or "", place.threads), set()).add(commit.step)
-            evaluations += [commit for commit in commits if commit.step is Step.EVAL]
-            own = [commit for commit in commits if commit.step is not Step.EVAL]
-            if own:
-                history.iterations.append(
-                    Iteration(
-                        number,
-                        iteration_metrics(own, config),
-                        step_seconds(commits),
-                        min(commit.started_at for commit in own),
-                        max(commit.committed_at for commit in own),
-                    )
+def read_history(ledger: Ledger, tell: Progress, price: float | None = None) -> History:
+    """Read every commit of a run. `price`: of a device for an hour. Raises Damaged."""
+    config, numbers = from_manifest(ledger.manifest.config), ledger.iterations()
+    read = []
+    for done, commits in enumerate(read_iterations(ledger, numbers), 1):
+        tell("reading commits", done, len(numbers))
+        read.append(commits)
+    history = History(run_costs(ledger, price, read))
+    for commits in filter(None, read):
+        for commit in commits:
+            place = commit.environment
+            history.machines.setdefault((place.device, place.host or "", place.threads), set()).add(commit.step)
+        own = [commit for commit in commits if commit.step is not Step.EVAL]
+        if own:
+            history.iterations.append(
+                Iteration(
+                    own[0].iteration,
+                    iteration_metrics(own, config),
+                    step_seconds(commits),
+                    min(commit.started_at for commit in own),
+                    max(commit.committed_at for commit in own),
                 )
-    history.evaluations = dict(sorted(eval_metrics(evaluations).items()))
+            )
+    history.evaluations = dict(sorted(eval_metrics(chain.from_iterable(read)).items()))
     return history
 
 

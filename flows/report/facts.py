@@ -1,13 +1,13 @@
 """The report's tables: its text content, for screen and print."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from cairn.configs.loader import from_manifest
@@ -16,10 +16,11 @@ from cairn.flows.history.diff import differing_options
 from cairn.flows.reading.costs import Costs
 from cairn.flows.reading.views import RunState, RunStatus
 from cairn.flows.report.data import History, Samples
+from cairn.flows.text import number
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Disposition
-from cairn.storage.upkeep.verification import Verified
+from cairn.storage.upkeep.verification import Verified, counts
 
 # Cost tables: devices, tokens and money by step, and waste.
 
@@ -39,7 +40,13 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
 
     def row(name: str, seconds: float | None, tokens: int | None) -> list[str]:
         price = [] if rate is None else ["–" if seconds is None else f"{seconds / 3600 * rate:,.2f}"]
-        return [name, _number(seconds), _share(seconds, costs.reserved_device_seconds), _count(tokens), *price]
+        return [
+            name,
+            number(seconds, ",.1f"),
+            _share(seconds, costs.reserved_device_seconds),
+            number(tokens, ","),
+            *price,
+        ]
 
     heads = [unit, "Share", "Tokens", *priced]
     parts = [row(str(step.step), step.device_seconds, step.tokens) for step in costs.steps if step.device_seconds]
@@ -68,16 +75,8 @@ def _due_to(after_fault: bool) -> str:
     return "a fault" if after_fault else "the algorithm"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}"
-
-
 def _share(value: float | None, whole: float) -> str:
     return "–" if value is None or not whole else f"{100 * value / whole:.1f} %"
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
 
 
 Facts = dict[str, Any]
@@ -128,8 +127,8 @@ def _recipe(config: RunConfig) -> str:
     )
 
 
-def tiles(status: RunStatus, history: History, samples: Samples, checks: Sequence[Verified] | None) -> list[Facts]:
-    """Return the key figures of a run."""
+def tiles(status: RunStatus, history: History, samples: Samples, verification: Facts | None) -> list[Facts]:
+    """Return the key figures of a run. `verification`: see `verification_facts`."""
     found: list[Facts] = []
     rewards = [one.metrics["rollout/raw_reward"] for one in history.iterations if "rollout/raw_reward" in one.metrics]
     if rewards:
@@ -153,11 +152,10 @@ def tiles(status: RunStatus, history: History, samples: Samples, checks: Sequenc
                 "note": f"{duration(whole / len(history.iterations))} each",
             }
         )
-    if checks is not None:
-        findings = sum(len(check.findings) for check in checks)
+    if verification is not None:
+        findings = len(verification["findings"])
         verdict = "intact" if not findings else f"{findings:,} finding{'s' if findings > 1 else ''}"
-        commits = sum("/" in c.name and not c.name.startswith("upgrades/") for c in checks)
-        found.append({"name": "Ledger", "value": verdict, "note": f"{commits:,} commits read again"})
+        found.append({"name": "Ledger", "value": verdict, "note": f"{verification['commits']:,} commits read again"})
     return found
 
 
@@ -333,20 +331,12 @@ def _spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def verification_facts(checks: Sequence[Verified] | None) -> Facts | None:
-    """Return counts of the findings of `cairn verify`."""
-    if checks is None:
-        return None
+def verification_facts(checks: Sequence[Verified]) -> Facts:
+    """Return counts of the checks and findings of `cairn verify`."""
     findings = [finding for check in checks for finding in check.findings]
-    faults = pc.value_counts(pa.array([str(finding.fault) for finding in findings], pa.string())).to_pylist()
-    return {
-        "commits": sum("/" in check.name and not check.name.startswith("upgrades/") for check in checks),
-        "files": sum(check.files for check in checks),
-        "bytes": sum(check.bytes for check in checks),
-        "retired": sum(check.retired for check in checks),
-        "findings": [finding.model_dump(mode="json") for finding in findings],
-        "faults": [(fault["values"], fault["counts"]) for fault in faults],
-    }
+    faults = Counter(str(finding.fault) for finding in findings)
+    found = [finding.model_dump(mode="json") for finding in findings]
+    return {**counts(checks), "findings": found, "faults": list(faults.items())}
 
 
 def duration(seconds: float | None) -> str:

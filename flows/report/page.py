@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from cairn.flows.reading.metrics import find_metric
 from cairn.flows.report.facts import duration
+from cairn.flows.text import number
 
 # Groups of metrics that are drawn together. A metric that a run lacks is left out, and so is a panel without any.
 
@@ -207,8 +208,8 @@ def _template() -> Any:
         "span": _span,
         "duration": duration,
         "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
-        "decimal": lambda value, digits=3: "–" if value is None else f"{value:.{digits}f}",
-        "count": lambda value: "–" if value is None else f"{value:,.0f}",
+        "decimal": lambda value, digits=3: number(value, f".{digits}f"),
+        "count": lambda value: number(value, ",.0f"),
         "plural": lambda count, one: f"{count:,} {one}{'' if count == 1 else 's'}",
         "size": _size,
     }

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
-from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, mean_reward, spell_score, step_seconds
 from cairn.flows.text import printable
 from cairn.storage.ledger.commits import Step
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
@@ -84,7 +84,7 @@ class Progress:
         for name, spent in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
         parts = [f"[{self._done}/{self._config.rollout.num_rollout}] iteration {event.iteration}"]
-        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        reward = mean_reward(metrics)
         if reward is not None:
             self._rewards.append(reward)
             parts.append(f"reward {self._rewards[-1]:.3f}")

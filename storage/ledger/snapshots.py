@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cairn.storage.ledger import layout
@@ -315,6 +316,12 @@ def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str
     if place is not None and place[1] in SCHEMAS:
         table = complete(table, SCHEMAS[place[1]])
     return table if columns is None else table.select(list(columns))
+
+
+def sample_rows(table: pa.Table, groups: Collection[int] | None = None) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the rows of a table of samples by (group, sample); with `groups`, those of these groups."""
+    few = table if groups is None else table.filter(pc.is_in(table["group_id"], pa.array(sorted(groups), pa.int64())))
+    return {(row["group_id"], row["sample_index"]): row for row in few.to_pylist()}
 
 
 def read_recorded_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:

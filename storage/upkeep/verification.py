@@ -126,6 +126,16 @@ class Verified(Record):
         return _COMMIT_NAME.match(self.name) is not None
 
 
+def counts(checks: Sequence[Verified]) -> dict[str, int]:
+    """Return the numbers of commits, upgrades, decisions and files that were checked, and of their bytes."""
+    return {
+        "commits": sum(check.is_commit for check in checks),
+        "upgrades": sum(check.name.startswith("upgrades/") for check in checks),
+        "decisions": sum(check.name.startswith("decisions/") for check in checks),
+        **{name: sum(getattr(check, name) for check in checks) for name in ("files", "bytes", "retired", "redacted")},
+    }
+
+
 def verify(ledger: Ledger) -> Iterator[Verified]:
     """Verify every marker and every committed file of a run, in the order of iterations.
 

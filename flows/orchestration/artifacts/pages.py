@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import StepCost
-from cairn.flows.reading.metrics import find_metric
+from cairn.flows.reading.metrics import find_metric, iteration_metrics, step_seconds
 from cairn.flows.text import block, code, plain, table
 from cairn.flows.watching.progress import sparkline
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import sample_rows
+from cairn.tasks.durable.versions import version_of
 
 # Best, median and worst sample that an iteration generated.
 
@@ -33,8 +36,8 @@ class Picked:
     group_id: int
     sample_index: int
     reward: float
-    prompt: str
-    response: str
+    prompt_text: str
+    response_text: str
     label: str | None
     finish_reason: str
 
@@ -63,21 +66,8 @@ def picked_samples(commits: Sequence[Commit], read: Read) -> list[Picked]:
         if place in seen:
             continue
         seen.add(place)
-        table = read(rollouts[shard], _TEXT)
-        ours = pc.and_(pc.equal(table.column("group_id"), group), pc.equal(table.column("sample_index"), index))
-        (row,) = table.filter(ours).to_pylist()
-        found.append(
-            Picked(
-                title=title,
-                group_id=group,
-                sample_index=index,
-                reward=-negative,
-                prompt=row["prompt_text"],
-                response=row["response_text"],
-                label=row["label"],
-                finish_reason=row["finish_reason"],
-            )
-        )
+        row = sample_rows(read(rollouts[shard], _TEXT), {group})[group, index]
+        found.append(Picked(title=title, reward=-negative, **row))
     return found
 
 
@@ -89,81 +79,67 @@ POINTS = 60
 """Number of points of the reward curve at most; more iterations are averaged."""
 
 
-@dataclass(frozen=True)
-class IterationFacts:
-    """Contents of the page of an iteration."""
-
-    run: str
-    store: str
-    iteration: int
-    total: int
-    """Number of iterations of the run."""
-    commits: Sequence[Commit]
-    metrics: Mapping[str, float]
-    seconds: Mapping[Step, float]
-    samples: Sequence[Picked] | None
-    """Samples to show; None where they are no longer retained."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Contents of the page of a run."""
-
-    run: str
-    store: str
-    done: int
-    """Number of complete iterations."""
-    total: int
-    weight_version: int
-    state_digest: str | None
-    rewards: Mapping[int, float]
-    """Mean reward of the generated samples, by iteration."""
-    scores: Mapping[str, Mapping[int, float]]
-    """Scores of each benchmark, by the number of iterations that the weights were trained for."""
-    costs: Sequence[StepCost] = ()
-    """Costs of this driver's iterations, by step."""
-
-
-def iteration_page(facts: IterationFacts) -> str:
-    """Return a page with metrics, samples and files of one iteration."""
-    reward = facts.metrics.get("rollout/raw_reward")
+def iteration_page(
+    ledger: Ledger, config: RunConfig, commits: Sequence[Commit], samples: Sequence[Picked] | None
+) -> str:
+    """Return a page with metrics, samples and files of one iteration. `samples`: None where they are no longer
+    retained."""
+    run, store, index = ledger.run, ledger.store.url, commits[0].iteration
+    metrics = iteration_metrics(commits, config)
+    reward = metrics.get("rollout/raw_reward")
     parts = [
-        f"# {code(facts.run)}, iteration {facts.iteration} of {facts.total}",
+        f"# {code(run)}, iteration {index} of {config.rollout.num_rollout}",
         " · ".join(
             [
                 *([f"reward **{reward:.4f}**"] if reward is not None else []),
-                f"{facts.metrics['perf/step_time']:.2f} s",
-                *(f"{step} {seconds:.2f} s" for step, seconds in facts.seconds.items()),
+                f"{metrics['perf/step_time']:.2f} s",
+                *(f"{step} {seconds:.2f} s" for step, seconds in step_seconds(commits).items()),
             ]
         ),
         "## Samples",
-        *_samples(facts.samples),
+        *_samples(samples),
         "## Metrics",
-        table(["metric", "value", "unit"], [_metric(name, value) for name, value in sorted(facts.metrics.items())]),
+        table(["metric", "value", "unit"], [_metric(name, value) for name, value in sorted(metrics.items())]),
         "## Snapshots",
-        _files(facts),
+        _files(commits, store),
         "More:",
         block(
-            f"cairn show {facts.run} {facts.iteration} --store {facts.store}\n"
-            f"cairn export {facts.run}@{facts.iteration} FOLDER --store {facts.store}",
+            f"cairn show {run} {index} --store {store}\ncairn export {run}@{index} FOLDER --store {store}",
             RESPONSE_CHARACTERS,
         ),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def run_page(facts: RunFacts) -> str:
-    """Return a page with rewards, evaluations and times of a run."""
+def run_page(
+    ledger: Ledger,
+    config: RunConfig,
+    done: int,
+    newest: Commit | None,
+    rewards: Mapping[int, float],
+    scores: Mapping[str, Mapping[int, float]],
+    costs: Sequence[StepCost] = (),
+) -> str:
+    """Return a page with rewards, evaluations and times of a run.
+
+    Args:
+        done: number of complete iterations.
+        newest: newest train step.
+        rewards: mean reward of the generated samples, by iteration.
+        scores: scores of each benchmark, by the number of iterations that the weights were trained for.
+        costs: costs of this driver's iterations, by step.
+    """
+    state = "of the initial weights" if newest is None or newest.state_digest is None else newest.state_digest
     parts = [
-        f"# {code(facts.run)}",
-        f"{facts.done} of {facts.total} iterations, weight version {facts.weight_version}, state "
-        f"{code(facts.state_digest or 'of the initial weights')}, in {code(facts.store)}.",
+        f"# {code(ledger.run)}",
+        f"{done} of {config.rollout.num_rollout} iterations, weight version {version_of(newest)}, state {code(state)}, "
+        f"in {code(ledger.store.url)}.",
         "## Reward",
-        *_rewards(facts.rewards),
+        *_rewards(rewards),
         "## Evaluation",
-        _scores(facts.scores),
+        _scores(scores),
     ]
-    if facts.costs:
+    if costs:
         rows = [
             [
                 str(cost.step),
@@ -172,13 +148,13 @@ def run_page(facts: RunFacts) -> str:
                 f"{cost.device_seconds:,.1f}",
                 "" if cost.tokens is None else f"{cost.tokens:,}",
             ]
-            for cost in facts.costs
+            for cost in costs
         ]
         parts += [
             "## Cost of this driver's iterations",
             table(["step", "commits", "seconds", "device-seconds", "tokens"], rows),
             "For the whole run, with idle and wasted time:",
-            block(f"cairn costs {facts.run} --store {facts.store}", RESPONSE_CHARACTERS),
+            block(f"cairn costs {ledger.run} --store {ledger.store.url}", RESPONSE_CHARACTERS),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -195,9 +171,9 @@ def _samples(samples: Sequence[Picked] | None) -> list[str]:
         parts += [
             f"### {sample.title}: reward {sample.reward:.4g}",
             f"{about}{label}. Prompt:",
-            block(sample.prompt, PROMPT_CHARACTERS),
+            block(sample.prompt_text, PROMPT_CHARACTERS),
             "Response:",
-            block(sample.response, RESPONSE_CHARACTERS),
+            block(sample.response_text, RESPONSE_CHARACTERS),
         ]
     return parts
 
@@ -211,9 +187,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _files(facts: IterationFacts) -> str:
-    files = [(commit, output) for commit in facts.commits for output in commit.outputs]
-    root = facts.store.rstrip("/")
+def _files(commits: Sequence[Commit], store: str) -> str:
+    files = [(commit, output) for commit in commits for output in commit.outputs]
+    root = store.rstrip("/")
     rows = [
         [code(commit.name), code(f"{root}/{layout.in_run(commit.run, output.path)}"), f"{output.bytes:,}"]
         for commit, output in files[:FILES]

@@ -26,16 +26,9 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
-from cairn.flows.orchestration.artifacts.pages import (
-    IterationFacts,
-    Picked,
-    RunFacts,
-    iteration_page,
-    picked_samples,
-    run_page,
-)
+from cairn.flows.orchestration.artifacts.pages import Picked, iteration_page, picked_samples, run_page
 from cairn.flows.reading.costs import StepCost, step_costs
-from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_seconds
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, mean_reward
 from cairn.flows.reading.samples import benchmark_scores, generated_reward
 from cairn.flows.text import slug
 from cairn.storage.ledger.commits import Commit, Step
@@ -43,7 +36,6 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.errors import Damaged, Retired, StoreError
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, StepStarted
-from cairn.tasks.durable.versions import version_of
 
 # Prefect artifacts for pages: created, queried and replaced by their keys.
 #
@@ -89,20 +81,14 @@ class Board:
             path_params={"id": artifact},
         )
 
-    def descriptions(self, suffix: str, limit: int) -> list[str]:
-        """Return the descriptions of the newest artifacts with a key, newest first."""
-        found: list[str] = []
-        while len(found) < limit:
-            page = self._connected().read_artifacts(
-                artifact_filter=ArtifactFilter.model_validate({"key": {"any_": [self._key + suffix]}}),
-                sort=ArtifactSort.CREATED_DESC,
-                limit=min(PAGE, limit - len(found)),
-                offset=len(found),
-            )
-            found += [artifact.description or "" for artifact in page]
-            if len(page) < PAGE:
-                break
-        return found
+    def descriptions(self, suffix: str) -> list[str]:
+        """Return the descriptions of the newest artifacts with a key, newest first; at most `PAGE`."""
+        found = self._connected().read_artifacts(
+            artifact_filter=ArtifactFilter.model_validate({"key": {"any_": [self._key + suffix]}}),
+            sort=ArtifactSort.CREATED_DESC,
+            limit=PAGE,
+        )
+        return [artifact.description or "" for artifact in found]
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -319,7 +305,7 @@ class Pages:
 
     def _iteration_done(self, index: int, commits: Sequence[Commit]) -> None:
         metrics = iteration_metrics(commits, self._run.config)
-        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        reward = mean_reward(metrics)
         if reward is not None:
             self._rewards[index] = reward
         for trained, scores in eval_metrics(commits).items():
@@ -347,49 +333,28 @@ class Pages:
 
     def _make_owed(self) -> None:
         if self._made is None:
-            self._made = set(map(_iteration_of, self._board.descriptions(ITERATION, 2 * CATCH_UP)))
+            self._made = set(map(_iteration_of, self._board.descriptions(ITERATION)))
         for index in sorted(self._owed):
             if index not in self._made:
                 commits = self._owed[index] or self._run.ledger.commits(index)
                 flow_run = self._flow_runs.get(index, self._driver)
-                page = iteration_page(self._facts(index, commits))
+                page = iteration_page(self._run.ledger, self._run.config, commits, self._samples(commits))
                 self._board.create(ITERATION, "markdown", page, _description(index), flow_run)
                 self._made.add(index)
             del self._owed[index]
             self._flow_runs.pop(index, None)
 
-    def _facts(self, index: int, commits: Sequence[Commit]) -> IterationFacts:
-        run = self._run
-        samples: list[Picked] | None
+    def _samples(self, commits: Sequence[Commit]) -> list[Picked] | None:
         try:
-            samples = picked_samples(commits, run.read)
+            return picked_samples(commits, self._run.read)
         except (Retired, Damaged, StoreError):
-            samples = None
-        return IterationFacts(
-            run=run.ledger.run,
-            store=run.ledger.store.url,
-            iteration=index,
-            total=run.config.rollout.num_rollout,
-            commits=commits,
-            metrics=iteration_metrics(commits, run.config),
-            seconds=step_seconds(commits),
-            samples=samples,
-        )
+            return None
 
     def _show_run(self) -> None:
-        run, newest = self._run, self._newest
-        facts = RunFacts(
-            run=run.ledger.run,
-            store=run.ledger.store.url,
-            done=self._done,
-            total=run.config.rollout.num_rollout,
-            weight_version=version_of(newest),
-            state_digest=None if newest is None else newest.state_digest,
-            rewards=self._rewards,
-            scores=self._scores,
-            costs=[self._costs[step] for step in Step if step in self._costs],
-        )
-        page, description = run_page(facts), f"{self._done} of {facts.total} iterations"
+        costs = [self._costs[step] for step in Step if step in self._costs]
+        ledger, config = self._run.ledger, self._run.config
+        page = run_page(ledger, config, self._done, self._newest, self._rewards, self._scores, costs)
+        description = f"{self._done} of {config.rollout.num_rollout} iterations"
         if self._page is None:
             self._page = self._board.create("", "markdown", page, description, self._driver)
         else:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Event, IterationDone, RunStarted
-from cairn.flows.reading.metrics import eval_metrics, step_seconds
+from cairn.flows.reading.metrics import eval_metrics, mean_reward, retries, step_seconds
 from cairn.flows.reading.samples import first_and_last_scores
 from cairn.flows.watching.alarms import MetricHistory
 from cairn.storage.ledger.commits import Step
@@ -104,15 +104,16 @@ class Prometheus:
         """Set the gauges of an iteration."""
         metrics = self._history.metrics(done.iteration, done.commits)
         self._set("cairn_last_commit_timestamp_seconds", max(commit.committed_at for commit in done.commits))
-        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        reward = mean_reward(metrics)
         if reward is not None:
             self._set("cairn_reward", reward)
         for name, value in metrics.items():
             self._set("cairn_metric", value, name)
             if name.startswith("alarm/"):
                 self._set("cairn_alarm", value, name.removeprefix("alarm/"))
+        seconds = step_seconds(done.commits)
         for step in Step:
-            self._set("cairn_step_seconds", step_seconds(done.commits).get(step, 0.0), step)
+            self._set("cairn_step_seconds", seconds.get(step, 0.0), step)
         for _, scores in sorted(eval_metrics(done.commits).items()):
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
@@ -133,9 +134,8 @@ class Prometheus:
                 self._count("cairn_generated_tokens", commit.metrics.get("response_tokens", 0))
             if commit.step is Step.TRAIN:
                 self._count("cairn_trained_tokens", commit.metrics.get("tokens", 0))
-            for name, value in commit.metrics.items():
-                if name.startswith("retries/"):
-                    self._count("cairn_retries", value, name.removeprefix("retries/"))
+            for error, count in retries(commit).items():
+                self._count("cairn_retries", count, error)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._gauges[name].labels(self._ledger.run, *labels).set(value)

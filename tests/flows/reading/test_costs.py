@@ -21,6 +21,7 @@ from cairn.flows.reading.costs import (
     run_costs,
     step_costs,
     wasted,
+    with_prices,
 )
 from cairn.storage.evals import Evaluation, EvaluationKey
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
@@ -113,7 +114,7 @@ def test_devices_are_those_that_the_configuration_reserves(
 
 
 def test_an_evaluation_is_priced_by_itself(commits: list[Commit], config: RunConfig) -> None:
-    (cost,) = evaluation_costs(commits, config, price_per_device_hour=900)
+    (cost,) = with_prices(evaluation_costs(commits, config), 900)
     assert (cost.benchmark, cost.trained, cost.samples, cost.tokens) == ("heldout", 0, 1, 3)
     assert (cost.device_seconds, cost.price) == (8, 2)
 
@@ -136,7 +137,7 @@ def test_evaluations_by_engines_of_their_own_stand_apart(config: RunConfig) -> N
         made.model_copy(update={"origin": {"run": "another", "iteration": 1}}),
         made.model_copy(update={"origin": {"model": "/models/one"}}),
     ]
-    (cost,) = apart_costs([made, *others], "toy", config, price_per_device_hour=60)
+    (cost,) = with_prices(apart_costs([made, *others], "toy", config), 60)
     assert (cost.benchmark, cost.trained, cost.samples, cost.tokens) == ("gsm8k", 2, 10, 70)
     assert (cost.seconds, cost.device_seconds, cost.price, cost.apart) == (30, 60, 1, True)
 
@@ -176,7 +177,7 @@ def test_waste_is_named_by_its_cause(commits: list[Commit], config: RunConfig) -
 
 
 def test_an_undisturbed_run_wastes_only_what_its_filter_drops(commits: list[Commit], config: RunConfig) -> None:
-    found = wasted([commits], [lease(1, 0, 22, Outcome.COMPLETED)], config, price_per_device_hour=3600)
+    found = with_prices(wasted([commits], [lease(1, 0, 22, Outcome.COMPLETED)], config), 3600)
     assert [(waste.cause, waste.count, waste.device_seconds, waste.tokens, waste.price) for waste in found] == [
         ("dropped groups: zero_std_1", 1, 9 / 3, 18 / 3, 9 / 3)
     ]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -20,16 +19,8 @@ from markdown_it import MarkdownIt
 from cairn.flows.events import IterationDone, RunDone, RunStarted
 from cairn.flows.orchestration.artifacts import publishing
 from cairn.flows.orchestration.artifacts import publishing as progress
-from cairn.flows.orchestration.artifacts.pages import (
-    IterationFacts,
-    Picked,
-    RunFacts,
-    iteration_page,
-    picked_samples,
-    run_page,
-)
+from cairn.flows.orchestration.artifacts.pages import Picked, iteration_page, picked_samples, run_page
 from cairn.flows.orchestration.artifacts.publishing import Pages, run_key
-from cairn.flows.reading.metrics import iteration_metrics, step_seconds
 from cairn.flows.text import block, code, plain, table
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
@@ -76,18 +67,12 @@ def read_of(ledger: Ledger) -> Any:
     return read
 
 
-def facts_of(ledger: Ledger, iteration: int = 0) -> IterationFacts:
-    commits = ledger.commits(iteration)
-    return IterationFacts(
-        run=ledger.run,
-        store=ledger.store.url,
-        iteration=iteration,
-        total=3,
-        commits=commits,
-        metrics=iteration_metrics(commits, config_of(ledger)),
-        seconds=step_seconds(commits),
-        samples=picked_samples(commits, read_of(ledger)),
-    )
+def picked_of(ledger: Ledger, iteration: int = 0) -> list[Picked]:
+    return picked_samples(ledger.commits(iteration), read_of(ledger))
+
+
+def page_of(ledger: Ledger, iteration: int, samples: list[Picked] | None) -> str:
+    return iteration_page(ledger, config_of(ledger), ledger.commits(iteration), samples)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -106,44 +91,42 @@ def test_hostile_text_is_shown_and_does_nothing(text: str) -> None:
 def test_samples_and_names_on_a_page_are_harmless_and_long_ones_are_cut(ledger: Ledger) -> None:
     hostile = "".join(HOSTILE)
     sample = Picked("Best", 0, 0, 1.0, hostile * 20, "x" * 10_000, hostile, hostile)
-    html = rendered(iteration_page(replace(facts_of(ledger), samples=[sample])))
+    html = rendered(page_of(ledger, 0, [sample]))
     assert not re.search(r"<(script|img|b|a)\b", html)
     assert "… and 7,000 characters more" in html
     assert len(html) < 40_000
 
 
 def test_best_median_and_worst_are_those_of_the_rewards_each_once(ledger: Ledger) -> None:
-    picked = facts_of(ledger).samples
-    assert picked is not None
+    picked = picked_of(ledger)
     # Rewards of groups 0, 1, 2 are (1, 0), (1, 0), (1, 1): sorted 1 1 1 1 0 0, of equal ones the earlier first.
     assert [(one.title, one.reward, one.group_id, one.sample_index) for one in picked] == [
         ("Best", 1.0, 0, 0),
         ("Median", 1.0, 2, 1),
         ("Worst", 0.0, 1, 1),
     ]
-    assert picked[0].prompt == "[0] 2 + 2 ="
+    assert picked[0].prompt_text == "[0] 2 + 2 ="
 
 
 def test_the_page_of_an_iteration_has_its_metrics_samples_and_files(ledger: Ledger) -> None:
-    facts = facts_of(ledger, 1)
-    page = iteration_page(facts)
+    page = page_of(ledger, 1, picked_of(ledger, 1))
     assert page.startswith("# `toy`, iteration 1 of 3\n\nreward **0.6667**")
     assert "| `train/grad_norm` | 2 |  |" in page
     assert "| `rollout/response_len/mean` |" in page or "| `rollout/trained/response_len/mean` | 2.5 | tokens |" in page
     assert "### Worst: reward 0" in page
-    for commit in facts.commits:
+    for commit in ledger.commits(1):
         for output in commit.outputs:
             assert f"{ledger.store.url}/runs/toy/{output.path}" in page
-    assert "The run no longer stores them." in iteration_page(replace(facts, samples=None))
+    assert "The run no longer stores them." in page_of(ledger, 1, None)
 
 
 def test_the_page_of_a_run_has_rewards_scores_and_place(ledger: Ledger) -> None:
-    facts = RunFacts("toy", "s3://b/p", 2, 3, 4, "d" * 64, {0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}})
-    page = run_page(facts)
-    assert "2 of 3 iterations, weight version 4" in page
+    config, newest = config_of(ledger), ledger.find(1, Step.TRAIN)
+    page = run_page(ledger, config, 2, newest, {0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}})
+    assert f"2 of 3 iterations, weight version 2, state `{2:064x}`, in `{ledger.store.url}`." in page
     assert "▁█  0.250 → 0.750" in page
     assert "| 2 | 0.5000 |" in page
-    many = run_page(replace(facts, rewards={index: index / 1000 for index in range(1000)}))
+    many = run_page(ledger, config, 2, newest, {index: index / 1000 for index in range(1000)}, {})
     assert len(many) < 4000
     assert "| 0 to 16 | 0.0080 |" in many
 
@@ -171,7 +154,7 @@ class Kept:
         self._answer()
         self.artifacts[artifact] |= {"data": data, "description": description}
 
-    def descriptions(self, suffix: str, limit: int) -> list[str]:
+    def descriptions(self, suffix: str) -> list[str]:
         self._answer()
         return [one["description"] for one in self.artifacts.values() if one["suffix"] == suffix]
 
