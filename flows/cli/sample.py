@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption
-from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.cli.reading import open_ledger
+from cairn.configs.errors import BadInput
+from cairn.flows.cli.command import FAILED, IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.printing import print_parts, tell
+from cairn.flows.cli.tables import lines_of, sample_lines
 from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
@@ -20,17 +21,13 @@ if TYPE_CHECKING:
     from cairn.storage.ledger.ledger import Ledger
 
 
-# `cairn episode`: the code of one sample.
-
-
 _PLACE = re.compile(r"(\d+)(?:/(\d+))?")
 
 
 def episode(
+    root: Root,
     run: RunArgument,
-    iteration: Annotated[
-        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
-    ],
+    iteration: IterationArgument,
     sample: Annotated[
         str, typer.Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
     ],
@@ -42,8 +39,7 @@ def episode(
         typer.Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error."),
     ] = False,
     json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Show one sample turn by turn, or run its code again from the record.
 
     A replay works offline: it starts no engine and calls no tool, grader or clock. Effects of the code that bypass its
@@ -62,20 +58,14 @@ def episode(
         raise BadInput("--debugger needs --replay: use both")
     if debugger and json:
         raise BadInput("--debugger cannot print JSON: leave out --json")
-    ledger = open_ledger(store, run)
-    view, total = _sample(ledger, iteration, sample)
-    if replay:
-        _replay(ledger, view, debugger, json)
-        return
     from cairn.flows.reading.samples import with_episodes
 
+    ledger = root.ledger(run)
+    view, total = _sample(ledger, iteration, sample)
+    if replay:
+        return _replay(ledger, view, debugger, json)
     (view,) = with_episodes(ledger, [view])
-    if json:
-        print_json(view.model_dump(mode="json"))
-    else:
-        from cairn.flows.cli.tables import print_samples
-
-        print_samples([view], total, alone=True)
+    return Shown(view, sample_lines([view], total, alone=True))
 
 
 def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView", int]:
@@ -85,10 +75,8 @@ def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView",
     match = _PLACE.fullmatch(place)
     if match is None:
         raise BadInput(f"{place!r} is not a sample: use its number, such as 17, or its group and index, such as 12/1")
-    try:
+    with bad_input(LookupError):
         found = iteration_samples(ledger, iteration)
-    except LookupError as error:
-        raise BadInput(str(error)) from None
     first, index = int(match[1]), match[2]
     if index is None:
         if first >= len(found):
@@ -102,10 +90,10 @@ def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView",
     raise BadInput(f"iteration {iteration} of run {ledger.run!r} has no sample {index} of group {first}")
 
 
-def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) -> None:
+def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) -> Shown:
     from bdb import BdbQuit
 
-    from cairn.flows.history.replay_episode import NotReplayable, replay_episode
+    from cairn.flows.history.replay_episode import replay_episode
 
     try:
         found = replay_episode(
@@ -116,40 +104,30 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
             given=(lambda record: None) if json else _printer(ledger),
             debugger=debugger,
         )
-    except NotReplayable as error:
-        raise BadInput(str(error)) from None
     except BdbQuit:
         tell("left the debugger")
         raise typer.Exit(FAILED) from None
-    if json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        if found.changed:
-            tell("the source of the function or of its tools has changed since the run")
-        say(
-            {
-                "same": f"the same trajectory, bit for bit, after {found.answers} answers",
-                "differs": f"another trajectory: {found.told}",
-                "failed": f"no trajectory: {found.told}",
-                "diverged": f"no trajectory: {found.told}",
-            }[found.outcome]
-        )
-    if found.outcome != "same":
-        raise typer.Exit(FAILED)
+    if found.changed and not json:
+        tell("the source of the function or of its tools has changed since the run")
+    said = {
+        "same": f"the same trajectory, bit for bit, after {found.answers} answers",
+        "differs": f"another trajectory: {found.told}",
+        "failed": f"no trajectory: {found.told}",
+        "diverged": f"no trajectory: {found.told}",
+    }
+    return Shown(found, said[found.outcome], failed=found.outcome != "same")
 
 
 def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
     """Return a function that prints answers one after the other."""
     from cairn.flows.cli.episode_lines import record_lines
-    from cairn.flows.cli.tables import console
     from cairn.flows.reading.episodes import run_texts
 
-    out, texts, began = console(), run_texts(ledger), list[float]()
+    texts, began = run_texts(ledger), list[float]()
 
     def printed(record: "CallRecord") -> None:
         began.append(record.started_at)
-        for line in record_lines(record, began[0], texts):
-            out.print(line, soft_wrap=True)
+        print_parts(record_lines(record, began[0], texts))
 
     return printed
 
@@ -161,6 +139,7 @@ _LAST_ID = 2**63 - 1
 
 
 def lineage(
+    root: Root,
     run: RunArgument,
     iteration: Annotated[
         int,
@@ -177,9 +156,7 @@ def lineage(
     token: Annotated[
         int | None, typer.Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")
     ] = None,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Show where a sample came from and how it was used.
 
     This is the prompt's row, the weights that sampled it and their digest, the grader and its source, the update that
@@ -195,27 +172,10 @@ def lineage(
     """
     from cairn.flows.reading.lineage import lineage as found_lineage
 
-    try:
-        found = found_lineage(open_ledger(store, run), iteration, group, sample, token)
-    except LookupError as error:
-        raise BadInput(str(error)) from None
-    if json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        _print(found)
-
-
-def _print(found: "Lineage") -> None:
-    from rich.text import Text
-
-    from cairn.flows.cli.tables import console
-    from cairn.flows.text import printable
-
-    out = console()
-    facts = list(_facts(found))
-    width = max(len(name) for name, _ in facts)
-    for name, fact in facts:
-        out.print(Text.assemble((name.ljust(width + 3), "dim"), printable(fact)), soft_wrap=True)
+    ledger = root.ledger(run)
+    with bad_input(LookupError):
+        found = found_lineage(ledger, iteration, group, sample, token)
+    return Shown(found, lines_of(_facts(found), style="dim"))
 
 
 def _facts(found: "Lineage") -> Iterator[tuple[str, str]]:
