@@ -5,8 +5,8 @@ rejected, 75 preempted (`cairn resume` continues the run), 130 interrupted, 143 
 """
 
 import io
-import json
 import sys
+from json import dumps
 from typing import Any
 
 import typer
@@ -87,7 +87,7 @@ def describe(error: Exception) -> str:
     if not isinstance(error, RunDiffers):
         return str(error)
     lines = [
-        f"  {field}: {_spell(recorded)} in the ledger, {_spell(given)} requested"
+        f"  {field}: {dumps(recorded, ensure_ascii=False)} in the ledger, {dumps(given, ensure_ascii=False)} requested"
         for field, recorded, given in error.differences
     ]
     return "\n".join(
@@ -99,7 +99,3 @@ def describe(error: Exception) -> str:
             "--run, or `cairn fork` the run at the last iteration to keep",
         ]
     )
-
-
-def _spell(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import Shown
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 def benchmarks(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="Show this benchmark in full: a name, or a YAML file of your own."),
+        str | None, Argument(metavar="[NAME]", help="Show this benchmark in full: a name, or a YAML file of your own.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="FILE", help="Rows for NAME: JSONL, Parquet or CSV; FILE@[0:100].")
+        str | None, Option("--data", metavar="FILE", help="Rows for NAME: JSONL, Parquet or CSV; FILE@[0:100].")
     ] = None,
 ) -> Shown:
     """List the benchmarks: the questions, the grader, the task of lm-evaluation-harness that each follows, and whether

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.printing import print_json, print_parts
@@ -35,18 +36,16 @@ FAILED = 1
 
 StoreOption = Annotated[
     str,
-    typer.Option(
-        "--store", envvar="CAIRN_STORE", metavar="URL", help="Root of the ledger: a folder or s3://bucket/prefix."
-    ),
+    Option("--store", envvar="CAIRN_STORE", metavar="URL", help="Root of the ledger: a folder or s3://bucket/prefix."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON for machines.")]
+RunArgument = Annotated[str, Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
 IterationArgument = Annotated[
-    int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    int, Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
 ]
 SignersOption = Annotated[
     Path | None,
-    typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: one of them must have signed every commit."),
+    Option("--signers", metavar="FILE", help="Lines of NAME KEY: one of them must have signed every commit."),
 ]
 
 

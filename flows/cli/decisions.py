@@ -4,7 +4,7 @@ such decisions."""
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import IterationArgument, Root, RunArgument, Shown, bad_input, writing
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 GateArgument = Annotated[
     int | None,
-    typer.Argument(
+    Argument(
         metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration; by default the one that waits.",
         show_default=False,
     ),
 ]  # fmt: skip
-WhyOption = Annotated[str | None, typer.Option("--why", metavar="TEXT", help="The reason, recorded in the ledger.")]
+WhyOption = Annotated[str | None, Option("--why", metavar="TEXT", help="The reason, recorded in the ledger.")]
 AsOption = Annotated[
-    str | None, typer.Option("--as", metavar="NAME", help="Name of the deciding person; by default user@host.")
+    str | None, Option("--as", metavar="NAME", help="Name of the deciding person; by default user@host.")
 ]
 
 
@@ -115,10 +115,8 @@ def unpin(
 def quarantine(
     root: Root,
     run: RunArgument,
-    prompt: Annotated[
-        int, typer.Option("--prompt", metavar="N", min=0, help="Row of the data set, from 0: `prompt_index`.")
-    ],
-    lift: Annotated[bool, typer.Option("--lift", help="Allow the prompt to be drawn again.")] = False,
+    prompt: Annotated[int, Option("--prompt", metavar="N", min=0, help="Row of the data set, from 0: `prompt_index`.")],
+    lift: Annotated[bool, Option("--lift", help="Allow the prompt to be drawn again.")] = False,
     why: WhyOption = None,
     by: AsOption = None,
 ) -> Shown:
@@ -142,10 +140,8 @@ def quarantine(
 
 
 def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key; must not exist yet.")],
-    by: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="Owner of the key; by default user@host.")
-    ] = None,
+    file: Annotated[Path, Argument(metavar="FILE", help="File for the private key; must not exist yet.")],
+    by: Annotated[str | None, Option("--as", metavar="NAME", help="Owner of the key; by default user@host.")] = None,
 ) -> None:
     """Create a key that signs what you write into ledgers, and print the line with which others check it.
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, Shown
@@ -23,25 +23,23 @@ if TYPE_CHECKING:
     from cairn.storage.store.store import Store
 
 EngineOption = Annotated[
-    str | None, typer.Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
+    str | None, Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
 ]
 BaselineOption = Annotated[
     str | None,
-    typer.Option("--baseline", metavar="RUN@ITER|FOLDER", help="Compare with the stored results of this run or model."),
+    Option("--baseline", metavar="RUN@ITER|FOLDER", help="Compare with the stored results of this run or model."),
 ]
-MarginOption = Annotated[float, typer.Option("--margin", min=0, help="Tolerated drop of a score below the baseline's.")]
-FailOption = Annotated[
-    bool, typer.Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")
-]
+MarginOption = Annotated[float, Option("--margin", min=0, help="Tolerated drop of a score below the baseline's.")]
+FailOption = Annotated[bool, Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")]
 GateOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--gate-on-regression",
         help="Let the run wait for approval before its next iteration if one is worse than the baseline.",
     ),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
+    str | None, Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
 ]
 
 
@@ -49,22 +47,22 @@ def evaluate(
     root: Root,
     names: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="[RUN[@ITER|@A:B]] BENCHMARK…",
             help="A run, unless --model is set, and benchmarks: their names or YAML files.",
         ),
     ],
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="A model folder in Hugging Face format.")
+        Path | None, Option("--model", metavar="FOLDER", help="A model folder in Hugging Face format.")
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option("--every", metavar="N", min=1, help="With RUN@A:B: only every N-th iteration, starting at A."),
+        Option("--every", metavar="N", min=1, help="With RUN@A:B: only every N-th iteration, starting at A."),
     ] = None,
-    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per question.")] = None,
+    n: Annotated[int | None, Option("-n", min=1, help="Responses per question.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--data",
             metavar="[NAME=]FILE",
             help="Rows of all benchmarks or of one: JSONL, Parquet or CSV; FILE@[0:100] for a part; repeatable.",
@@ -72,22 +70,20 @@ def evaluate(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change an option of the benchmarks; repeatable."),
+        Option("--set", metavar="SECTION.OPTION=VALUE", help="Change an option of the benchmarks; repeatable."),
     ] = None,
     engine: EngineOption = None,
     dtype: DtypeOption = None,
-    gpus: Annotated[
-        float | None, typer.Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the engine.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of all sampling.")] = None,
+    gpus: Annotated[float | None, Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")] = None,
+    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the engine.")] = None,
+    seed: Annotated[int | None, Option("--seed", help="Seed of all sampling.")] = None,
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,
     gate_on_regression: GateOption = False,
     export: Annotated[
         tuple[str, Path] | None,
-        typer.Option(
+        Option(
             "--export",
             metavar="inspect PATH",
             help="Write logs for Inspect's viewer: FILE.eval for one result, else a folder for one log each.",
@@ -152,7 +148,7 @@ def evaluate(
 def leaderboard(
     root: Root,
     benchmark: Annotated[
-        str | None, typer.Option("--benchmark", metavar="NAME", help="Only results of this benchmark.")
+        str | None, Option("--benchmark", metavar="NAME", help="Only results of this benchmark.")
     ] = None,
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,

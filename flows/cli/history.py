@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input, writing
@@ -62,19 +62,18 @@ def write_new(rows: "pa.Table", file: Path) -> None:
 def rescore(
     root: Root,
     place: Annotated[
-        str, typer.Argument(metavar="RUN[@ITER|@A:B]", help="A run, one iteration of it, or those from A to B.")
+        str, Argument(metavar="RUN[@ITER|@A:B]", help="A run, one iteration of it, or those from A to B.")
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="reward.OPTION=VALUE", help="Change one option of the grader; may be repeated."),
+        Option("--set", metavar="reward.OPTION=VALUE", help="Change one option of the grader; may be repeated."),
     ] = None,
     reward: Annotated[
-        str | None,
-        typer.Option("--reward", metavar="NAME|PATH", help="Another grader: one of Cairn's by name, or your own."),
+        str | None, Option("--reward", metavar="NAME|PATH", help="Another grader: one of Cairn's by name, or your own.")
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="Write the rewards of each sample into this new Parquet file."),
+        Option("--write", metavar="FILE", help="Write the rewards of each sample into this new Parquet file."),
     ] = None,
 ) -> Shown:
     """Grade the samples of a run again, with another grader or today's code of its own, and show what changes.
@@ -106,18 +105,16 @@ def rescore(
 
 def whatif(
     root: Root,
-    place: Annotated[str, typer.Argument(metavar="RUN@ITER", help="An iteration whose advantages are committed.")],
+    place: Annotated[str, Argument(metavar="RUN@ITER", help="An iteration whose advantages are committed.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="algorithm.OPTION=VALUE", help="Change one option; may be repeated."),
+        list[str] | None, Option("--set", metavar="algorithm.OPTION=VALUE", help="Change one option; may be repeated.")
     ] = None,
     group: Annotated[
-        int | None, typer.Option("--group", metavar="ID", help="Show the samples of one group instead of all groups.")
+        int | None, Option("--group", metavar="ID", help="Show the samples of one group instead of all groups.")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most N groups.")] = 16,
+    limit: Annotated[int, Option("--limit", metavar="N", min=1, help="At most N groups.")] = 16,
     write: Annotated[
-        Path | None,
-        typer.Option("--write", metavar="FILE", help="Write the advantages into this new Parquet file."),
+        Path | None, Option("--write", metavar="FILE", help="Write the advantages into this new Parquet file.")
     ] = None,
 ) -> Shown:
     """Show which advantages another algorithm would have given to the samples that an iteration trained on.
@@ -170,9 +167,9 @@ def _number(value: object) -> str:
 def fork(
     root: Root,
     origin: Annotated[
-        str, typer.Argument(metavar="RUN@ITER", help="A run, and the last iteration that the new one shares with it.")
+        str, Argument(metavar="RUN@ITER", help="A run, and the last iteration that the new one shares with it.")
     ],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new run.")],
+    new: Annotated[str, Argument(metavar="NEW", help="Name of the new run.")],
     overrides: SetOption = None,
 ) -> Shown:
     """Create a run that shares another run's iterations up to ITER and continues with other options.
@@ -207,20 +204,16 @@ def replay(
     root: Root,
     run: RunArgument,
     iteration: Annotated[
-        int | None,
-        typer.Argument(metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0."),
+        int | None, Argument(metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
     ] = None,
     step: Annotated[
         str | None,
-        typer.Argument(metavar="[STEP]", help="rollout, reward, filter, …, or one shard of a step: reward.00-000."),
+        Argument(metavar="[STEP]", help="rollout, reward, filter, …, or one shard of a step: reward.00-000."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every step of every iteration.")] = False,
-    kind: Annotated[
-        str | None, typer.Option("--step", metavar="KIND", help="With --all: only steps of this kind.")
-    ] = None,
+    everything: Annotated[bool, Option("--all", help="Every step of every iteration.")] = False,
+    kind: Annotated[str | None, Option("--step", metavar="KIND", help="With --all: only steps of this kind.")] = None,
     weights: Annotated[
-        bool,
-        typer.Option("--weights", help="Every update, from the committed batches: compares the final weights."),
+        bool, Option("--weights", help="Every update, from the committed batches: compares the final weights.")
     ] = False,
     json: JsonOption = False,
 ) -> Shown:
@@ -308,8 +301,8 @@ def _replayed(again: "Replayed") -> Iterator[str]:
 
 def diff(
     root: Root,
-    ours: Annotated[str, typer.Argument(metavar="A", help="A run.")],
-    theirs: Annotated[str, typer.Argument(metavar="B", help="Another run of the same store.")],
+    ours: Annotated[str, Argument(metavar="A", help="A run.")],
+    theirs: Annotated[str, Argument(metavar="B", help="Another run of the same store.")],
 ) -> Shown:
     """Name the first step at which two runs differ, and what differs there. Exits with 1 if they differ.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, SignersOption, bad_input, read_signers_of
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from cairn.storage.upkeep.signatures import Signed
     from cairn.storage.upkeep.verification import Verified
 
-OptionalRunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name of the run.")]
-EvalsOption = Annotated[bool, typer.Option("--evals", help="The results of evaluations, instead of a run.")]
+OptionalRunArgument = Annotated[str | None, Argument(metavar="RUN", help="Name of the run.")]
+EvalsOption = Annotated[bool, Option("--evals", help="The results of evaluations, instead of a run.")]
 
 
 def _require_one(run: str | None, evals: bool) -> None:
@@ -145,7 +146,7 @@ def gc(
     root: Root,
     run: OptionalRunArgument = None,
     evals: EvalsOption = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove the listed files.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Remove the listed files.")] = False,
 ) -> Shown:
     """List files of a run that nothing needs. `--apply` removes them.
 
@@ -216,14 +217,12 @@ def delete(
     root: Root,
     run: RunArgument,
     prompt: Annotated[
-        int | None,
-        typer.Option("--prompt", metavar="N", min=0, help="Only the samples of row N of the data set, from 0."),
+        int | None, Option("--prompt", metavar="N", min=0, help="Only the samples of row N of the data set, from 0.")
     ] = None,
     why: WhyOption = None,
     by: AsOption = None,
     yes_delete: Annotated[
-        str | None,
-        typer.Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it."),
+        str | None, Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it.")
     ] = None,
 ) -> None:
     """Delete a run with all its samples, checkpoints and metrics, or the samples of one prompt. This cannot be undone.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from cairn.flows.cli.command import Shown
 from cairn.flows.cli.tables import grid
@@ -19,30 +19,24 @@ def plan(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
+        str, Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
     ] = "h100",
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(
-            "--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."
-        ),
+        Option("--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."),
     ] = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Mean number of tokens in a prompt.")
+        float | None, Option("--prompt-tokens", metavar="N", min=1, help="Mean number of tokens in a prompt.")
     ] = None,
     response_tokens: Annotated[
         float | None,
-        typer.Option(
-            "--response-tokens", metavar="N", min=1, help="The same for a response; by default half the maximum."
-        ),
+        Option("--response-tokens", metavar="N", min=1, help="The same for a response; by default half the maximum."),
     ] = None,
     mfu: Annotated[
-        float | None,
-        typer.Option("--mfu", min=0.001, max=1, help="Share of a GPU's peak FLOP/s that training reaches."),
+        float | None, Option("--mfu", min=0.001, max=1, help="Share of a GPU's peak FLOP/s that training reaches.")
     ] = None,
     mbu: Annotated[
-        float | None,
-        typer.Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches."),
+        float | None, Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches.")
     ] = None,
 ) -> Shown:
     """Compute what a recipe needs, before you use a GPU: memory, cache, transfers and the time of an iteration.
@@ -97,22 +91,6 @@ def _parts(found: "Plan") -> "Iterator[RenderableType]":
         for row in memory.rows:
             table.add_row(f"  {row.what}", _gib(row.bytes), "")
     yield table
-    yield from _lines(found)
-    for problem in found.problems:
-        yield f"cannot run: {problem}"
-    for memory in found.memory:
-        if not memory.fits:
-            need = f"{_gib(memory.total)} of {_gib(memory.capacity)} GiB"
-            yield f"does not fit: {memory.of} would need {need}"
-    for remedy in found.remedies:
-        options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
-        yield f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}"
-    if not found.fits and not found.remedies:
-        yield "no tried change of the options would fit: use more or larger GPUs, or a smaller model"
-    yield "assumed: " + "; ".join(found.assumptions)
-
-
-def _lines(found: "Plan") -> Iterator[str]:
     if (cache := found.cache) is not None:
         fixed = f" and {cache.bytes_per_sample / 1e6:,.1f} MB a sample" if cache.bytes_per_sample else ""
         yield f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank"
@@ -128,6 +106,18 @@ def _lines(found: "Plan") -> Iterator[str]:
     parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in found.steps)
     side = ", rollout in parallel with the other steps" if found.overlapped else ""
     yield f"an iteration: {_seconds(found.seconds)}{side}: {parts}"
+    for problem in found.problems:
+        yield f"cannot run: {problem}"
+    for memory in found.memory:
+        if not memory.fits:
+            need = f"{_gib(memory.total)} of {_gib(memory.capacity)} GiB"
+            yield f"does not fit: {memory.of} would need {need}"
+    for remedy in found.remedies:
+        options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
+        yield f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}"
+    if not found.fits and not found.remedies:
+        yield "no tried change of the options would fit: use more or larger GPUs, or a smaller model"
+    yield "assumed: " + "; ".join(found.assumptions)
 
 
 def _machines(count: int) -> str:

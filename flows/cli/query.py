@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, Shown, bad_input
@@ -23,20 +23,17 @@ _WIDE = 60
 def sql(
     root: Root,
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", help="One SELECT over the views; `--schema` lists these.")
+        str | None, Argument(metavar="QUERY", help="One SELECT over the views; `--schema` lists these.")
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(
-            "--run", metavar="RUN", help="Only this run, with the iterations that it shares with its parents."
-        ),
+        Option("--run", metavar="RUN", help="Only this run, with the iterations that it shares with its parents."),
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help=f"At most N rows; {_ROWS} in a table, else all of them."),
+        int | None, Option("--limit", metavar="N", min=1, help=f"At most N rows; {_ROWS} in a table, else all of them.")
     ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="List the views and their columns.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with lists and maps as JSON.")] = False,
+    schema: Annotated[bool, Option("--schema", help="List the views and their columns.")] = False,
+    csv: Annotated[bool, Option("--csv", help="Print CSV, with lists and maps as JSON.")] = False,
     json: JsonOption = False,
 ) -> Shown:
     """Query the ledger with SQL.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli import tables
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cairn.flows.reading.costs import Costs
 
 PriceOption = Annotated[
-    float | None, typer.Option("--price", metavar="P", min=0, help="Price of a device per hour, in any currency.")
+    float | None, Option("--price", metavar="P", min=0, help="Price of a device per hour, in any currency.")
 ]
 
 
@@ -73,8 +73,8 @@ def show(
     root: Root,
     run: RunArgument,
     iteration: IterationArgument,
-    sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Only sample number N.")] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most N samples.")] = 4,
+    sample: Annotated[int | None, Option("--sample", metavar="N", min=0, help="Only sample number N.")] = None,
+    limit: Annotated[int, Option("--limit", metavar="N", min=1, help="At most N samples.")] = 4,
 ) -> Shown:
     """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on.
 
@@ -120,7 +120,7 @@ def timeline(
     root: Root,
     run: RunArgument,
     iteration: IterationArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="Where to write the trace.")],
 ) -> Shown:
     """Write an iteration as a trace for https://ui.perfetto.dev: engines are rows, steps and retries are slices.
 
@@ -208,14 +208,9 @@ def _spell(cell: object) -> str:
 def report(
     root: Root,
     run: RunArgument,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="File of the page; RUN.html by default.")
-    ] = None,
+    file: Annotated[Path | None, Argument(metavar="[FILE]", help="File of the page; RUN.html by default.")] = None,
     verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify/--no-verify", help="Compare every byte of the run with its digest, and show the result."
-        ),
+        bool, Option("--verify/--no-verify", help="Compare every byte of the run with its digest, and show the result.")
     ] = True,
     price: PriceOption = None,
     json: JsonOption = False,

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from cairn.configs.errors import BadInput
-from cairn.flows.cli.command import FAILED, IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.configs.errors import BadInput, Failure
+from cairn.flows.cli.command import IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input
 from cairn.flows.cli.printing import print_parts, tell
 from cairn.flows.cli.tables import lines_of, sample_lines
 from cairn.storage.ledger.layout import LAST_NUMBER
@@ -29,14 +29,11 @@ def episode(
     run: RunArgument,
     iteration: IterationArgument,
     sample: Annotated[
-        str, typer.Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
+        str, Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
     ],
-    replay: Annotated[
-        bool, typer.Option("--replay", help="Run the sample's code again with the recorded answers.")
-    ] = False,
+    replay: Annotated[bool, Option("--replay", help="Run the sample's code again with the recorded answers.")] = False,
     debugger: Annotated[
-        bool,
-        typer.Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error."),
+        bool, Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error.")
     ] = False,
     json: JsonOption = False,
 ) -> Shown:
@@ -105,8 +102,7 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
             debugger=debugger,
         )
     except BdbQuit:
-        tell("left the debugger")
-        raise typer.Exit(FAILED) from None
+        raise Failure("left the debugger") from None
     if found.changed and not json:
         tell("the source of the function or of its tools has changed since the run")
     said = {
@@ -143,19 +139,13 @@ def lineage(
     run: RunArgument,
     iteration: Annotated[
         int,
-        typer.Argument(
-            metavar="ITER", min=0, max=LAST_NUMBER, help="Iteration that generated the sample or trained on it."
-        ),
+        Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Iteration that generated the sample or trained on it."),
     ],
     group: Annotated[
-        int, typer.Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
+        int, Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
     ],
-    sample: Annotated[
-        int, typer.Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")
-    ],
-    token: Annotated[
-        int | None, typer.Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")
-    ] = None,
+    sample: Annotated[int, Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")],
+    token: Annotated[int | None, Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")] = None,
 ) -> Shown:
     """Show where a sample came from and how it was used.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cairn.configs.errors import ConfigError
 from cairn.flows.cli.app import BAD_INPUT, TERMINATED, describe, exit_code
@@ -43,14 +44,11 @@ MOST_RUNS = 12
 def up(
     root: Root,
     host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="Address to listen on; everyone who can reach it may start runs."
-        ),
+        str, Option("--host", metavar="ADDRESS", help="Address to listen on; everyone who can reach it may start runs.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the UI; 0 uses a free one.")] = 4200,
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the UI; 0 uses a free one.")] = 4200,
     no_ray: Annotated[
-        bool, typer.Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
+        bool, Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
     ] = False,
 ) -> None:
     """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork and verify them. Until Ctrl-C.
@@ -142,13 +140,13 @@ def _newest(store: str) -> list["RunStatus"]:
     return sorted(found, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
 
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
+RecipeArgument = Annotated[Path, Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
+    Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
 ]
 TakeoverOption = Annotated[
-    bool, typer.Option("--takeover", help="Take over the run from a driver that is still alive; that driver stops.")
+    bool, Option("--takeover", help="Take over the run from a driver that is still alive; that driver stops.")
 ]
 
 
@@ -156,7 +154,7 @@ def train(
     root: Root,
     recipe: RecipeArgument,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Name of the run; by default that of the recipe's file.")
+        str | None, Option("--run", metavar="NAME", help="Name of the run; by default that of the recipe's file.")
     ] = None,
     overrides: SetOption = None,
     takeover: TakeoverOption = False,
