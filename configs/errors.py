@@ -1,9 +1,18 @@
-"""Errors of configurations and of data."""
+"""Errors that a program expects, and those of configurations and data."""
 
 from collections.abc import Sequence
 
 
-class ConfigError(Exception):
+class BadInput(Exception):
+    """Input that does not exist or makes no sense. The message is one clear sentence."""
+
+
+class Failure(Exception):
+    """A failure that a correct program can have: of a machine, a service, a store or a computation. The message says
+    what failed."""
+
+
+class ConfigError(BadInput):
     """A configuration cannot be used. Each problem is one sentence that names the option and says how to correct it."""
 
     def __init__(self, problems: Sequence[str]):
@@ -11,7 +20,7 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
 
 
-class BadData(Exception):
+class BadData(BadInput):
     """The data cannot be used as the configuration says; a retry will not help. The message says what to do."""
 
 

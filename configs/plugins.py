@@ -15,8 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cairn.configs.errors import BadInput
 
-class BadPlugin(Exception):
+
+class BadPlugin(BadInput):
     """User code that a configuration names is not available. The message says why and what to do."""
 
 

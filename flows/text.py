@@ -21,9 +21,9 @@ def printable(text: str) -> str:
 
 
 def printable_json(value: Any, ascii_only: bool = False) -> str:
-    """Return the value as indented JSON with all control characters escaped; its meaning does not change. With
-    `ascii_only`, escape all other non-ASCII characters too."""
-    text = json.dumps(value, indent=2, ensure_ascii=ascii_only)
+    """Return the value, which may contain models, as indented JSON with all control characters escaped; its meaning
+    does not change. With `ascii_only`, escape all other non-ASCII characters too."""
+    text = json.dumps(value, indent=2, ensure_ascii=ascii_only, default=lambda model: model.model_dump(mode="json"))
     return _LEFT_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.engines.training.checkpoint import STATE
-from cairn.flows.cli.printing import say, tell
-from cairn.flows.cli.tables import print_status
+from cairn.flows.cli.printing import print_parts, say, tell
+from cairn.flows.cli.tables import status_lines
 from cairn.flows.driver.session import open_run
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.iteration import iteration
@@ -380,7 +380,7 @@ def test_an_endpoint_with_keys_is_not_repeated(monkeypatch: pytest.MonkeyPatch) 
 def test_text_of_a_store_steers_no_terminal(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
     title = "\x1b]0;owned\x07"
     reseal(store, layout.lease("tiny", 1), lambda fields: fields["holder"].update(host=title))
-    print_status(run_status(store, "tiny"))
+    print_parts(status_lines(run_status(store, "tiny")))
     tell(f"run {title}")
     say(f"run {title}")
     shown = capsys.readouterr()

@@ -1,10 +1,11 @@
 """Errors of engines, graders and training; each class says whether a retry can help."""
 
+from cairn.configs.errors import BadInput, Failure
 
 # Errors of engines, by remedy.
 
 
-class EngineError(Exception):
+class EngineError(Failure):
     """A failure of an engine that a retry can fix, on a restarted engine where needed."""
 
 
@@ -26,7 +27,7 @@ class GenerationFailed(EngineError):
     dead engine, a timeout or a lost connection raises another error."""
 
 
-class Superseded(Exception):
+class Superseded(Failure):
     """The engine belongs to a later driver of the run and refused a call of this one, which has to stop: no retry can
     help."""
 
@@ -57,20 +58,20 @@ class RequestRefused(ValueError):
         )
 
 
-class TeacherUnusable(Exception):
+class TeacherUnusable(Failure):
     """A teacher's server refuses a request, or its response is invalid; a retry will not help."""
 
 
-class BadModel(Exception):
+class BadModel(BadInput):
     """The model folder cannot be used; a retry will not help. The message gives the reason and the remedy."""
 
 
-class NotFinite(Exception):
+class NotFinite(Failure):
     """The loss or the gradient of an optimizer step is infinite or NaN; the step was not applied. The same weights and
     samples give the same result, so a retry will not help: the message says what to check."""
 
 
-class GraderFailed(Exception):
+class GraderFailed(Failure):
     """No grader process runs: its import failed, its code differs from what the run recorded, or the pool is closed."""
 
 

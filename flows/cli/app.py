@@ -1,66 +1,24 @@
-"""The application that commands register with, the options that they share, and the exit codes of errors.
+"""The application that commands register with, and the exit codes of errors.
 
 Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 3 the run waits for a person's approval or was
 rejected, 75 preempted (`cairn resume` continues the run), 130 interrupted, 143 `cairn up` was terminated.
 """
 
 import io
-import json
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any
+from json import dumps
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from cairn.configs.errors import BadInput, Failure
+from cairn.flows.cli.command import FAILED
 from cairn.flows.cli.printing import tell
 from cairn.flows.driver.signals import INTERRUPTED
 
-FAILED = 1
 BAD_INPUT = 2
 TERMINATED = 143
-
-StoreOption = Annotated[
-    str,
-    typer.Option(
-        "--store", envvar="CAIRN_STORE", metavar="URL", help="Root of the ledger: a folder or s3://bucket/prefix."
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
-
-OptionalRunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name of the run.")]
-EvalsOption = Annotated[bool, typer.Option("--evals", help="The results of evaluations, instead of a run.")]
-
-
-class BadInput(Exception):
-    """Input that does not exist or makes no sense. The message is one clear sentence."""
-
-
-@contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Raise BadInput where the path that the user named cannot be written. The error of a full disk is raised as it
-    is."""
-    from cairn.storage.store.errors import lacks_space
-
-    try:
-        yield
-    except OSError as error:
-        if lacks_space(error) or not _is_of(place.absolute(), error.filename):
-            raise
-        raise BadInput(f"{place} cannot be written: {error.strerror}; use another path") from None
-
-
-def _is_of(place: Path, file: Any) -> bool:
-    """Whether a file is the place, is below it, is one of its parent folders, or is a temporary file next to it."""
-    found = Path(os.fsdecode(file)).absolute() if isinstance(file, str | bytes) else None
-    if found is None or place.is_relative_to(found):
-        return found is not None
-    return found.is_relative_to(place.parent) and place.name in found.relative_to(place.parent).parts[0]
 
 
 class _Commands(TyperGroup):
@@ -112,41 +70,11 @@ def cairn() -> None:
 
 def exit_code(error: Exception) -> int | None:
     """Return the exit code of an error that is expected in a command; None for a bug, which keeps its traceback."""
-    from cairn.configs.errors import BadData, ConfigError
-    from cairn.configs.plugins import BadPlugin
-    from cairn.engines.types.errors import BadModel, EngineError, GraderFailed, NotFinite, Superseded, TeacherUnusable
-    from cairn.storage.store.errors import (
-        BeingDeleted,
-        Damaged,
-        LeaseHeld,
-        LeaseLost,
-        NoSpace,
-        Retired,
-        RunDiffers,
-        SharedWithForks,
-        StaleCommits,
-        StoreError,
-        StoreRefused,
-        lacks_space,
-    )
-    from cairn.tasks.selecting.filter import BatchNotFilled, NoSuchMetadata
-    from cairn.tasks.selecting.sample_filters import NothingLeft
-    from cairn.tasks.trainer.recovery import ReplayDiverged
+    from cairn.storage.store.errors import NoSpace, lacks_space
 
-    refused = (StoreRefused, RunDiffers, LeaseHeld, BeingDeleted, SharedWithForks)
-    bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
-    of_batch = (BatchNotFilled, NoSuchMetadata, NothingLeft)
-    run_failure = (TeacherUnusable, NotFinite, *of_batch, ReplayDiverged, GraderFailed)
-    failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, Superseded, EngineError, *run_failure)
     if isinstance(error, NoSpace) or (isinstance(error, OSError) and lacks_space(error)):
         return FAILED
-    if isinstance(error, bad_input):
-        return BAD_INPUT
-    if isinstance(error, failure):
-        return FAILED
-    # No import: the module brings Prefect, which takes seconds.
-    server = sys.modules.get("cairn.flows.orchestration.server")
-    return FAILED if server is not None and isinstance(error, server.ServerFailed) else None
+    return BAD_INPUT if isinstance(error, BadInput) else FAILED if isinstance(error, Failure) else None
 
 
 def describe(error: Exception) -> str:
@@ -159,7 +87,7 @@ def describe(error: Exception) -> str:
     if not isinstance(error, RunDiffers):
         return str(error)
     lines = [
-        f"  {field}: {_spell(recorded)} in the ledger, {_spell(given)} requested"
+        f"  {field}: {dumps(recorded, ensure_ascii=False)} in the ledger, {dumps(given, ensure_ascii=False)} requested"
         for field, recorded, given in error.differences
     ]
     return "\n".join(
@@ -171,18 +99,3 @@ def describe(error: Exception) -> str:
             "--run, or `cairn fork` the run at the last iteration to keep",
         ]
     )
-
-
-def require_one(run: str | None, evals: bool) -> None:
-    """Raise BadInput unless the user named a run or asked for the evaluations, and not both."""
-    if (run is None) != evals:
-        raise BadInput("name a run, or use --evals for the results of evaluations")
-
-
-def mind_interrupts() -> None:
-    """Let SIGINT stop this process even where it was ignored at the start, as in a background job of a script."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _spell(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

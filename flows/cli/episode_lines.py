@@ -12,11 +12,11 @@ MOST = 2000
 """Characters of a result that are shown. A longer one also shows its digest; `--json` shows all of it."""
 
 
-def episode_lines(episode: EpisodeView, most: int = MOST) -> Iterator[Text]:
-    """Yield a heading and a text for each part of an episode. `most`: maximum of characters of a result."""
+def episode_lines(episode: EpisodeView) -> Iterator[Text]:
+    """Yield a heading and a text for each part of an episode."""
     began = episode.began_at
     for call in episode.opening:
-        yield from call_lines(call, began, most)
+        yield from call_lines(call, began)
     several = len(episode.trajectories) > 1
     for number, trajectory in enumerate(episode.trajectories):
         about = [part for part in (trajectory.role, _reward(trajectory.reward)) if part]
@@ -24,10 +24,10 @@ def episode_lines(episode: EpisodeView, most: int = MOST) -> Iterator[Text]:
             yield Text(printable(", ".join([f"trajectory {number} of {len(episode.trajectories)}", *about])), "bold")
         if trajectory.prompt is not None:
             yield from world_lines(trajectory.prompt, "own prompt")
-        yield from _turns(trajectory.turns, began, most)
+        yield from _turns(trajectory.turns, began)
     if episode.unused:
         yield Text("answers that are in no trajectory", "bold")
-        yield from _turns(episode.unused, began, most)
+        yield from _turns(episode.unused, began)
     if episode.seconds is not None:
         yield Text(f"{episode.seconds:.2f} s from the first call to the end of the last", "dim")
 
@@ -64,19 +64,22 @@ def world_lines(world: WorldView, name: str = "environment") -> Iterator[Text]:
     yield _said(world.text, world.ids)
 
 
-def call_lines(call: CallView, began: float | None, most: int = MOST) -> Iterator[Text]:
-    """Yield lines for a call, its arguments and its result. `began`: start of the episode, in Unix seconds."""
+def call_lines(call: CallView, began: float | None) -> Iterator[Text]:
+    """Yield lines for a call, its arguments and its result.
+
+    `began`: start of the episode, in Unix seconds.
+    """
     what = f"{call.kind} {call.name}".strip()
     yield _heading(printable(what), f"call {call.call}", _timing(call.began_at, call.seconds, began))
     if call.arguments is not None:
-        yield Text(printable(shortened(call.arguments, most)))
+        yield Text(printable(shortened(call.arguments)))
     if call.order is None:
         yield Text("no answer is recorded: the process died during the call", "red")
     elif call.error is not None:
-        yield Text(printable(f"✗ {shortened(call.error, most)}"), "red")
+        yield Text(printable(f"✗ {shortened(call.error)}"), "red")
     else:
-        digest = f" (sha256 {call.result_digest})" if call.result_digest is not None else ""
-        yield Text(printable(f"→ {shortened(call.result or '', most)}{digest}"))
+        suffix = "" if call.result_digest is None else f" (sha256 {call.result_digest})"
+        yield Text(printable(f"→ {shortened(call.result or '')}{suffix}"))
 
 
 def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Iterator[Text]:
@@ -104,19 +107,19 @@ def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Itera
     yield from answer_lines(record.turn, answer, began)
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str) -> str:
     """Return the text, or its beginning and the number of characters that follow."""
-    return text if len(text) <= most else f"{text[:most]}… and {len(text) - most:,} characters more"
+    return text if len(text) <= MOST else f"{text[:MOST]}… and {len(text) - MOST:,} characters more"
 
 
-def _turns(turns: tuple[TurnView, ...], began: float | None, most: int) -> Iterator[Text]:
+def _turns(turns: tuple[TurnView, ...], began: float | None) -> Iterator[Text]:
     for number, turn in enumerate(turns):
         if turn.world is not None:
             yield from world_lines(turn.world)
         if turn.answer is not None:
             yield from answer_lines(number, turn.answer, began, _reward(turn.reward))
         for call in turn.calls:
-            yield from call_lines(call, began, most)
+            yield from call_lines(call, began)
 
 
 def _heading(name: str, *facts: str) -> Text:

@@ -1,65 +1,68 @@
-"""Commands that evaluate and compare models: eval, leaderboard, benchmarks."""
+"""Commands that evaluate and compare models: eval, leaderboard."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption
-from cairn.flows.cli.evaluation_logs import require_exportable, write_log
-from cairn.flows.cli.printing import print_json, say, tell
+from cairn.configs.errors import BadInput
+from cairn.flows.cli.command import JsonOption, Root, Shown
+from cairn.flows.cli.printing import tell
+from cairn.flows.cli.tables import age, grid
+from cairn.flows.text import printable
 
 if TYPE_CHECKING:
-    from cairn.configs.schema.evaluation import Benchmark
+    from rich.table import Table
+    from rich.text import Text
+
     from cairn.flows.evaluation.comparing import Standing
     from cairn.flows.evaluation.evaluating import Found, Watcher
     from cairn.flows.evaluation.models import Evaluable
     from cairn.storage.store.store import Store
 
 EngineOption = Annotated[
-    str | None, typer.Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
+    str | None, Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
 ]
 BaselineOption = Annotated[
     str | None,
-    typer.Option("--baseline", metavar="RUN@ITER|FOLDER", help="Compare with the stored results of this run or model."),
+    Option("--baseline", metavar="RUN@ITER|FOLDER", help="Compare with the stored results of this run or model."),
 ]
-MarginOption = Annotated[float, typer.Option("--margin", min=0, help="Tolerated drop of a score below the baseline's.")]
-FailOption = Annotated[
-    bool, typer.Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")
-]
+MarginOption = Annotated[float, Option("--margin", min=0, help="Tolerated drop of a score below the baseline's.")]
+FailOption = Annotated[bool, Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")]
 GateOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--gate-on-regression",
         help="Let the run wait for approval before its next iteration if one is worse than the baseline.",
     ),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
+    str | None, Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
 ]
 
 
 def evaluate(
+    root: Root,
     names: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="[RUN[@ITER|@A:B]] BENCHMARK…",
             help="A run, unless --model is set, and benchmarks: their names or YAML files.",
         ),
     ],
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="A model folder in Hugging Face format.")
+        Path | None, Option("--model", metavar="FOLDER", help="A model folder in Hugging Face format.")
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option("--every", metavar="N", min=1, help="With RUN@A:B: only every N-th iteration, starting at A."),
+        Option("--every", metavar="N", min=1, help="With RUN@A:B: only every N-th iteration, starting at A."),
     ] = None,
-    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per question.")] = None,
+    n: Annotated[int | None, Option("-n", min=1, help="Responses per question.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--data",
             metavar="[NAME=]FILE",
             help="Rows of all benchmarks or of one: JSONL, Parquet or CSV; FILE@[0:100] for a part; repeatable.",
@@ -67,30 +70,27 @@ def evaluate(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change an option of the benchmarks; repeatable."),
+        Option("--set", metavar="SECTION.OPTION=VALUE", help="Change an option of the benchmarks; repeatable."),
     ] = None,
     engine: EngineOption = None,
     dtype: DtypeOption = None,
-    gpus: Annotated[
-        float | None, typer.Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the engine.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of all sampling.")] = None,
+    gpus: Annotated[float | None, Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")] = None,
+    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the engine.")] = None,
+    seed: Annotated[int | None, Option("--seed", help="Seed of all sampling.")] = None,
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,
     gate_on_regression: GateOption = False,
     export: Annotated[
         tuple[str, Path] | None,
-        typer.Option(
+        Option(
             "--export",
             metavar="inspect PATH",
             help="Write logs for Inspect's viewer: FILE.eval for one result, else a folder for one log each.",
         ),
     ] = None,
     json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Evaluate weights on benchmarks, with an engine of their own.
 
     The results are stored in the store's `evals` folder. A result is identified by all that it depends on: weights,
@@ -111,62 +111,50 @@ def evaluate(
     - `cairn eval quickstart my_benchmark.yaml --export inspect logs`
     - `cairn eval quickstart gsm8k --data gsm8k/test.jsonl --baseline quickstart@initial --gate-on-regression`
     """
-    from cairn.flows.cli.evaluation_tables import print_results
-    from cairn.flows.cli.reading import answering_store
-
     asked = names if model is not None else names[1:]
     if not asked:
         raise BadInput("name at least one benchmark, such as gsm8k, or a YAML file of your own")
-    require_baseline(baseline, gate_on_regression)
+    _require_baseline(baseline, gate_on_regression)
     changes = _changes(overrides or [])
     from cairn.flows.evaluation.asking import benchmarks_of
-
-    opened = answering_store(store)
     from cairn.flows.evaluation.models import benchmarks_of_run
 
-    with _naming_bad_input():
-        own = None if model is not None else benchmarks_of_run(opened, names[0])
+    store, place = root.store, names[0] if model is None else None
+    own = None if place is None else benchmarks_of_run(store, place)
     benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own, seed=seed)
     from cairn.flows.evaluation.evaluating import SEED, evaluate_models
     from cairn.flows.evaluation.regression import evaluated_run, regressions
 
     given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
     options = {name: value for name, value in given.items() if value is not None}
-    with _naming_bad_input():
-        gate = evaluated_run(None if model is not None else names[0]) if gate_on_regression else None
-        models = _models(opened, names[0], model, every, options)
-        require_exportable(export, len(models) * len(benchmarks))
-        found: list[Found] = []
-        with _watched(hidden=json) as watcher:
-            for one in evaluate_models(
-                opened, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher
-            ):
-                found.append(one)
-                verdict = "computed" if one.computed else "found in the store, not computed"
-                watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
-                if export is not None:
-                    watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
-    if json:
-        print_json([_as_json(one) for one in found])
-    else:
-        print_results(found)
-    with _naming_bad_input():  # after what was found is shown: that stands also where there is no baseline
-        worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell, gate=gate)
-    if worse and fail_on_regression:
-        raise typer.Exit(FAILED)
+    gate = evaluated_run(place) if gate_on_regression else None
+    models = _models(store, place, model, every, options)
+    _require_exportable(export, len(models) * len(benchmarks))
+    found: list[Found] = []
+    with _watched(hidden=json) as watcher:
+        for one in evaluate_models(store, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
+            found.append(one)
+            watcher.says(f"{one.result.key.benchmark} on {one.model}: {_verdict(one)}")
+            if export is not None:
+                watcher.says(f"written for Inspect: {_write_log(store, one, export[1])}")
+
+    def regressed() -> bool:  # what was found is shown also where there is no baseline
+        worse = [] if baseline is None else regressions(store, found, baseline, margin, tell, gate=gate)
+        return bool(worse) and fail_on_regression
+
+    return Shown([_as_json(one) for one in found], [_results(found)], regressed)
 
 
 def leaderboard(
+    root: Root,
     benchmark: Annotated[
-        str | None, typer.Option("--benchmark", metavar="NAME", help="Only results of this benchmark.")
+        str | None, Option("--benchmark", metavar="NAME", help="Only results of this benchmark.")
     ] = None,
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,
     gate_on_regression: GateOption = False,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Show all evaluation results of a store, by benchmark, the best first.
 
     Results with equal questions, sampling and grading are in one group; engine and number format may differ. With
@@ -181,38 +169,32 @@ def leaderboard(
     - `cairn leaderboard --benchmark gsm8k --baseline quickstart@initial`
     - `cairn leaderboard --baseline models/qwen3 --margin 0.01 --fail-on-regression` exits with 1
     """
-    from cairn.flows.cli.evaluation_tables import print_standings
-    from cairn.flows.cli.reading import answering_store
-
-    require_baseline(baseline, gate_on_regression)
-    opened = answering_store(store)
+    _require_baseline(baseline, gate_on_regression)
     from cairn.flows.evaluation.comparing import leaderboard as standings
     from cairn.flows.evaluation.regression import open_gate, raise_event, sentence
 
-    found = standings(opened, benchmark, baseline, margin)
+    found = standings(root.store, benchmark, baseline, margin)
     if benchmark is not None and not found:
-        raise BadInput(f"there is no result of a benchmark {benchmark!r} in {store}; `cairn leaderboard` shows all")
+        raise BadInput(f"there is no result of a benchmark {benchmark!r} in {root.url}; `cairn leaderboard` shows all")
     if baseline is not None and not any(one.baseline for one in found):
         raise BadInput(f"there is no result of {baseline} to compare with; `cairn eval` makes one")
-    worse = [one for one in found if one.newest and one.comparison is not None and one.comparison.regressed]
-    if json:
-        print_json([_standing_as_json(one) for one in found])
-    elif not found:
-        say(f"no results in {store}; `cairn eval` makes some")
-    else:
-        print_standings(found, baseline)
-    for one in worse:
-        assert one.baseline is not None
-        assert one.comparison is not None
-        tell(said := sentence(one.result, one.baseline, one.comparison))
-        raise_event(one.result, one.baseline, one.comparison, tell)
-        if gate_on_regression and (run := one.result.origin.get("run")):
-            open_gate(opened, str(run), said, tell)
-    if worse and fail_on_regression:
-        raise typer.Exit(FAILED)
+
+    def regressed() -> bool:
+        worse = [one for one in found if one.newest and one.comparison is not None and one.comparison.regressed]
+        for one in worse:
+            assert one.baseline is not None
+            assert one.comparison is not None
+            tell(said := sentence(one.result, one.baseline, one.comparison))
+            raise_event(one.result, one.baseline, one.comparison, tell)
+            if gate_on_regression and (run := one.result.origin.get("run")):
+                open_gate(root.store, str(run), said, tell)
+        return bool(worse) and fail_on_regression
+
+    text = [_standings(found, baseline)] if found else f"no results in {root.url}; `cairn eval` makes some"
+    return Shown([_standing_as_json(one) for one in found], text, regressed)
 
 
-def require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
+def _require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
     """Raise BadInput where a gate is requested without a baseline."""
     if gate_on_regression and baseline is None:
         raise BadInput("--gate-on-regression needs --baseline: set it to the run or model to compare with")
@@ -237,24 +219,14 @@ def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _models(
-    store: "Store", place: str, folder: Path | None, every: int | None, options: dict[str, Any]
+    store: "Store", place: str | None, folder: Path | None, every: int | None, options: dict[str, Any]
 ) -> "Sequence[Evaluable]":
-    from cairn.flows.evaluation.models import weights_to_evaluate
-
-    run, model = (place, None) if folder is None else (None, str(folder))
-    return weights_to_evaluate(store, run, model, every, options, tell)
-
-
-@contextmanager
-def _naming_bad_input() -> Iterator[None]:
     from pydantic import ValidationError
 
-    from cairn.flows.evaluation.models import BadPlace
+    from cairn.flows.evaluation.models import weights_to_evaluate
 
     try:
-        yield
-    except BadPlace as error:
-        raise BadInput(str(error)) from None
+        return weights_to_evaluate(store, place, None if folder is None else str(folder), every, options, tell)
     except ValidationError as error:
         problem = error.errors()[0]
         raise BadInput(f"--{problem['loc'][0]} is {problem['input']!r}; {problem['msg']}") from None
@@ -312,114 +284,80 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
     }
 
 
-# The command `benchmarks`.
+def _results(found: "Sequence[Found]") -> "Table":
+    """Return a table, one result a line."""
+    from cairn.flows.evaluation.comparing import figures
+
+    rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), _verdict(one)) for one in found]
+    columns = list(dict.fromkeys(name for _, _, shown, _ in rows for name in shown))
+    table = grid("model", "benchmark", *columns, "result", right=columns, fold=True)
+    for model, benchmark, shown, verdict in rows:
+        table.add_row(_text(model), _text(benchmark), *(shown.get(name, "–") for name in columns), verdict)
+    return table
 
 
-def benchmarks(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="Show this benchmark in full: a name, or a YAML file of your own."),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="FILE", help="Rows for NAME: JSONL, Parquet or CSV; FILE@[0:100].")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """List the benchmarks: the questions, the grader, the task of lm-evaluation-harness that each follows, and whether
-    its rows are on this machine.
-
-    Nothing is downloaded: the rows are in a file that you name, or in Hugging Face's cache. With NAME the command shows
-    the benchmark's definition. If the rows are present, it also shows the digests that results carry, and the first
-    question as the model gets it.
-
-    Examples:
-
-    - `cairn benchmarks`
-    - `cairn benchmarks gsm8k --data gsm8k/test.jsonl`
-    - `cairn benchmarks my_benchmark.yaml --json`
-    """
-    from cairn.configs.catalogue import benchmark_names, load_benchmark
-    from cairn.flows.cli.app import BadInput
-    from cairn.tasks.evaluation.benchmarks.rows import how_to_get
-
-    if name is None and data is not None:
-        raise BadInput("--data needs the name of a benchmark, as in `cairn benchmarks gsm8k --data FILE`")
-    if name is None:
-        found = [load_benchmark(known) for known in benchmark_names()]
-        if json:
-            print_json([_described(benchmark) for benchmark in found])
-        else:
-            _print_list(found)
-        return
-    changes = {} if data is None else {"source": {"data": data}}
-    benchmark = load_benchmark(name, changes)
-    described = _described(benchmark) | _opened(benchmark)
-    if json:
-        print_json(described)
-        return
-    _print_one(described)
-    if described["local"] is None:
-        tell(how_to_get(benchmark))
+def _verdict(one: "Found") -> str:
+    return "computed" if one.computed else "found in the store, not computed"
 
 
-def _described(benchmark: "Benchmark") -> dict[str, Any]:
-    """Return a benchmark's definition, and the location of its rows on this machine."""
-    from cairn.tasks.evaluation.benchmarks.rows import local_data
+def _standings(found: "Sequence[Standing]", baseline: str | None) -> "Table":
+    """Return a table of all results. Comparable ones are next to each other, the best first."""
+    from cairn.flows.evaluation.comparing import figures
 
-    return {**benchmark.model_dump(mode="json"), "local": local_data(benchmark)}
-
-
-def _opened(benchmark: "Benchmark") -> dict[str, Any]:
-    """Return the version of the grader and, if the rows are present, their number, digests and the first row."""
-    from cairn.tasks.evaluation.benchmarks.rows import BenchmarkRows, benchmark_digests, benchmark_grader, local_data
-
-    grader = benchmark_grader(benchmark)
-    if local_data(benchmark) is None:
-        return {"grader_version": grader.version}
-    rows = BenchmarkRows.open(benchmark)
-    return {
-        "grader_version": grader.version,
-        "local_rows": len(rows),
-        "digests": benchmark_digests(benchmark, grader, rows.fingerprint),
-        "first": rows.read(0),
-    }
-
-
-def _print_list(found: list["Benchmark"]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from cairn.tasks.evaluation.benchmarks.rows import local_data
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for heading in ("benchmark", "rows", "n", "prompt", "grader", "follows", "on this machine"):
-        table.add_column(heading, justify="right" if heading in ("rows", "n") else "left")
-    for benchmark in found:
-        follows = benchmark.follows
-        shots = len(benchmark.prompt.examples)
+    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
+    against = [] if baseline is None else [f"against {baseline}"]
+    names = ("benchmark", "rank", "model", "engine", *columns, *against, "computed")
+    table = grid(*names, right=["rank", *columns], fold=True)
+    for one in found:
+        shown, settings = figures(one.result.metrics), one.result.key.settings
+        compared = one.comparison
+        versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
         table.add_row(
-            benchmark.name,
-            "–" if benchmark.rows is None else str(benchmark.rows),
-            str(benchmark.sampling.n),
-            benchmark.prompt.style + (f", {shots} examples" if shots else ""),
-            benchmark.grader.name,
-            "–" if follows is None else f"{follows.task} {follows.version}",
-            "yes" if local_data(benchmark) else "no" if benchmark.source.dataset else "with --data",
+            _text(one.result.key.benchmark) if one.rank == 1 else "",
+            str(one.rank),
+            _text(one.model),
+            f"{settings.get('engine')}, {settings.get('dtype')}",
+            *(shown.get(name, "–") for name in columns),
+            *([versus] if against else []),
+            age(one.result.committed_at),
         )
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=200)).print(table)
-    say("`cairn benchmarks NAME` shows one in full; a YAML file of your own works too: docs/benchmarks.md")
+    return table
 
 
-def _print_one(described: dict[str, Any]) -> None:
-    import yaml
+def _text(text: str) -> "Text":
+    from rich.text import Text
 
-    first = described.pop("first", None)
-    say(yaml.safe_dump(described, sort_keys=False, allow_unicode=True, width=100).rstrip())
-    if first is None:
+    return Text(printable(text))
+
+
+# Logs for the viewer of Inspect.
+
+
+def _require_exportable(export: tuple[str, Path] | None, results: int) -> None:
+    """Check `--export` before anything is computed, and create the folder. Raises BadInput."""
+    if export is None:
         return
-    say("\nthe first question, as the model gets it")
-    asked = first["prompt"]
-    for turn in [{"role": "plain", "content": asked}] if isinstance(asked, str) else asked:
-        say(f"── {turn['role']}\n{turn['content']}")
-    say(f"── label\n{first['label']}")
+    kind, path = export
+    if kind != "inspect":
+        raise BadInput(f"--export {kind} is not a format: use inspect, as in `--export inspect logs`")
+    if path.suffix == ".eval" and results > 1:
+        raise BadInput(f"{path} can contain only one log, but there are {results} results: use the name of a folder")
+    if path.suffix != ".eval" and path.exists() and not path.is_dir():
+        raise BadInput(f"{path} is a file, but not a log: use a folder, or a file name that ends in .eval")
+    try:
+        (path.parent if path.suffix == ".eval" else path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error}): use another path") from None
+
+
+def _write_log(store: "Store", found: "Found", path: Path) -> Path:
+    """Write a result's log to `path`, or into it, and return its path. Raises BadInput where it cannot be written."""
+    from cairn.flows.evaluation.inspect_log import export_inspect, log_name
+    from cairn.storage.evals import read_samples
+
+    file = path if path.suffix == ".eval" else path / log_name(found.result)
+    try:
+        export_inspect(found.result, read_samples(store, found.result), file, found.model)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written ({error}): use another path") from None
+    return file

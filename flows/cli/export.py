@@ -2,19 +2,28 @@
 
 import re
 import warnings
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, writing
-from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.cli.reading import open_ledger, read_signers_of
-from cairn.storage.ledger.layout import LAST_NUMBER
+from cairn.configs.errors import BadInput
+from cairn.flows.cli.command import (
+    IterationArgument,
+    Root,
+    RunArgument,
+    Shown,
+    SignersOption,
+    bad_input,
+    read_signers_of,
+    writing,
+)
+from cairn.flows.cli.printing import tell, tell_message
 
 if TYPE_CHECKING:
-    from cairn.flows.events import Event
+    from cairn.flows.export.unbundle import Checked
     from cairn.storage.ledger.ledger import Ledger
 
 
@@ -31,23 +40,17 @@ _PLACE = re.compile(r"(?P<run>[^@]+)(?:@(?P<iteration>\d{1,6}))?")
 
 
 def export(
+    root: Root,
     place: Annotated[
-        str,
-        typer.Argument(metavar="RUN[@ITER]", help="The run, and the iteration of the weights; the newest by default."),
+        str, Argument(metavar="RUN[@ITER]", help="The run, and the iteration of the weights; the newest by default.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write: new, or empty.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="The folder to write: new, or empty.")],
     format: Annotated[
         Format,
-        typer.Option(
-            "--format", help="hf: a model folder; atif: the iteration's samples, one JSON file per trajectory."
-        ),
+        Option("--format", help="hf: a model folder; atif: the iteration's samples, one JSON file per trajectory."),
     ] = Format.HF,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, in peft's format, not merged.")
-    ] = False,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+    adapter: Annotated[bool, Option("--adapter", help="Only the LoRA adapter, in peft's format, not merged.")] = False,
+) -> Shown:
     """Write a run's weights as a model folder in Hugging Face format, or the samples of an iteration.
 
     A model folder contains the tokenizer, and a card that names the weights' origin. With `--format atif` the command
@@ -68,69 +71,50 @@ def export(
     match = _PLACE.fullmatch(place)
     if match is None:
         raise BadInput(f"{place!r} is not RUN or RUN@ITER, such as quickstart@19")
-    ledger = open_ledger(store, match["run"])
+    ledger = root.ledger(match["run"])
     iteration = None if match["iteration"] is None else int(match["iteration"])
     if format is Format.ATIF:
         if adapter:
             raise BadInput("--adapter needs a model: leave out --adapter or --format atif")
-        _export_atif(ledger, folder, iteration, json)
-        return
+        return _export_atif(ledger, folder, iteration)
     # Warnings of Megatron about optional packages, and about its use of PyTorch: the user cannot fix these.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    from cairn.flows.export.model import CannotExport
     from cairn.flows.export.model import export as exported_to
-    from cairn.tasks.durable.events import Message
 
-    def on_event(event: "Event") -> None:
-        if isinstance(event, Message):
-            tell(event.text)
-
-    try:
-        with writing(folder):
-            exported = exported_to(ledger, folder, iteration, adapter=adapter, emit=on_event)
-    except CannotExport as error:
-        raise BadInput(str(error)) from None
-    if json:
-        print_json({"folder": str(folder), **exported.model_dump(mode="json")})
-        return
+    with writing(folder):
+        exported = exported_to(ledger, folder, iteration, adapter=adapter, emit=tell_message)
     kind = "adapter" if exported.adapter else "model"
-    say(f"{folder}: the {kind} of {exported.run} after iteration {exported.iteration}")
-    say(f"  weight version {exported.weight_version}, {exported.parameters:,} parameters in {exported.dtype}")
-    say(f"  digest of its tensors: {exported.tensors}")
+    said = [
+        f"{folder}: the {kind} of {exported.run} after iteration {exported.iteration}",
+        f"  weight version {exported.weight_version}, {exported.parameters:,} parameters in {exported.dtype}",
+        f"  digest of its tensors: {exported.tensors}",
+    ]
     if exported.published is not None:
-        say(f"  equal to what the run's sync step committed: {exported.published}")
+        said.append(f"  equal to what the run's sync step committed: {exported.published}")
+    return Shown({"folder": str(folder), **exported.model_dump(mode="json")}, said)
 
 
-def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None, json: bool) -> None:
+def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None) -> Shown:
     from cairn.flows.export.atif import export_atif
 
-    try:
-        with writing(folder):
-            written = export_atif(ledger, folder, iteration)
-    except (LookupError, FileExistsError) as error:
-        raise BadInput(str(error)) from None
-    if json:
-        print_json({"folder": str(folder), **written.model_dump(mode="json")})
-        return
-    say(
-        f"{folder}: {written.files} trajectories of {written.samples} samples, run {written.run}, "
-        f"iteration {written.iteration}"
+    with bad_input(LookupError, FileExistsError), writing(folder):
+        written = export_atif(ledger, folder, iteration)
+    said = f"{written.files} trajectories of {written.samples} samples, run {written.run}"
+    return Shown(
+        {"folder": str(folder), **written.model_dump(mode="json")},
+        f"{folder}: {said}, iteration {written.iteration}",
     )
-
-
-# The command `convert`.
 
 
 def convert(
     source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a Megatron checkpoint."),
+        Path, Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a Megatron checkpoint.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write; it must not exist.")],
+    target: Annotated[Path, Argument(metavar="TARGET", help="The folder to write; it must not exist.")],
     model: Annotated[
-        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its training started from.")
+        Path | None, Option("--model", help="For a checkpoint: the model folder that its training started from.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
 
@@ -192,22 +176,16 @@ def convert(
     tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
 
 
-# The commands for a single sample: bundle, unbundle.
-
-
 def bundle(
+    root: Root,
     run: RunArgument,
-    iteration: Annotated[
-        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
-    ],
-    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0, help="Number of the sample, as in `cairn show`.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The zip file to write; must not exist yet.")],
+    iteration: IterationArgument,
+    sample: Annotated[int, Argument(metavar="SAMPLE", min=0, help="Number of the sample, as in `cairn show`.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The zip file to write; must not exist yet.")],
     weights: Annotated[
-        bool, typer.Option("--weights", help="Add the newest checkpoint up to the weights that sampled it.")
+        bool, Option("--weights", help="Add the newest checkpoint up to the weights that sampled it.")
     ] = False,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Write one sample's full history into a file that can be read and checked without the store.
 
     The file contains the sample's prompt, response, tokens and log-probs, its grade, its advantage, the update that
@@ -222,33 +200,25 @@ def bundle(
     from cairn.flows.export.bundle import bundle as bundled
 
     try:
-        made = bundled(open_ledger(store, run), iteration, sample, file, weights=weights)
-    except (LookupError, FileExistsError) as error:
-        raise BadInput(
-            f"{file} exists already: use another name" if isinstance(error, FileExistsError) else str(error)
-        ) from None
+        with bad_input(LookupError):
+            made = bundled(root.ledger(run), iteration, sample, file, weights=weights)
+    except FileExistsError:
+        raise BadInput(f"{file} exists already: use another name") from None
     except OSError as error:
         raise BadInput(f"{file} cannot be written: {error.strerror}") from None
-    if json:
-        print_json(made.model_dump(mode="json"))
-        return
-    say(f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {made.newest}")
+    said = [f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {made.newest}"]
     if weights:
-        say(f"with the weights of {made.checkpoint}" if made.checkpoint else "without weights: there is no checkpoint")
-    say(f"check it with: cairn unbundle {file}")
+        said.append(
+            f"with the weights of {made.checkpoint}" if made.checkpoint else "without weights: there is no checkpoint"
+        )
+    return Shown(made, [*said, f"check it with: cairn unbundle {file}"])
 
 
 def unbundle(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that `cairn bundle` wrote.")],
-    signers: Annotated[
-        Path | None,
-        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: one of them must have signed every commit."),
-    ] = None,
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Run the grader's source that is in the bundle.")
-    ] = False,
-    json: JsonOption = False,
-) -> None:
+    file: Annotated[Path, Argument(metavar="FILE", help="The file that `cairn bundle` wrote.")],
+    signers: SignersOption = None,
+    trust_code: Annotated[bool, Option("--trust-code", help="Run the grader's source that is in the bundle.")] = False,
+) -> Shown:
     """Check a bundle without its store, and grade its sample again. Exits with 1 if anything is wrong.
 
     The command checks all digests, the chain of commits back to the first, and the signatures if signers are given. It
@@ -261,30 +231,25 @@ def unbundle(
     - `cairn unbundle sample.zip`
     - `cairn unbundle sample.zip --signers team.txt --json`
     """
-    from cairn.flows.export.unbundle import BadBundle, check
+    from cairn.flows.export.unbundle import check
 
     names = read_signers_of(signers)
     try:
         found = check(file, signers=names, trust_code=trust_code)
-    except BadBundle as error:
-        tell(str(error))
-        raise typer.Exit(FAILED) from None
     except OSError as error:
         raise BadInput(f"{file} cannot be read: {error.strerror}") from None
-    if json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        made = found.contents
-        for problem in found.problems:
-            say(problem)
-        sample = f"sample {made.sample_index} of group {made.group_id}"
-        say(f"{sample}, iteration {made.iteration} of run {made.run}, up to {made.newest}")
-        say(f"prompt    {found.prompt}")
-        say(f"response  {found.response}")
-        again = f"not graded again: {found.not_graded}" if found.not_graded else f"graded again: {found.graded_again}"
-        say(f"reward    {found.reward}, {again}")
-        verdict = f"{len(found.problems)} problems" if found.problems else "all of it is what was committed"
-        say(f"{found.commits} commits, {found.tables} tables and checkpoint files read; {verdict}")
-        say(f"digest of {made.newest}: {made.newest_digest}")
-    if found.problems:
-        raise typer.Exit(FAILED)
+    return Shown(found, _checked(found), failed=bool(found.problems))
+
+
+def _checked(found: "Checked") -> Iterator[str]:
+    made = found.contents
+    yield from found.problems
+    sample = f"sample {made.sample_index} of group {made.group_id}"
+    yield f"{sample}, iteration {made.iteration} of run {made.run}, up to {made.newest}"
+    yield f"prompt    {found.prompt}"
+    yield f"response  {found.response}"
+    again = f"not graded again: {found.not_graded}" if found.not_graded else f"graded again: {found.graded_again}"
+    yield f"reward    {found.reward}, {again}"
+    verdict = f"{len(found.problems)} problems" if found.problems else "all of it is what was committed"
+    yield f"{found.commits} commits, {found.tables} tables and checkpoint files read; {verdict}"
+    yield f"digest of {made.newest}: {made.newest_digest}"

@@ -1,232 +1,149 @@
-"""Commands that maintain a store, gc, delete and probe, and commands by which people decide about a run."""
+"""Commands that maintain a store: verify, gc, delete, probe."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from cairn.flows.cli.app import (
-    BadInput,
-    EvalsOption,
-    JsonOption,
-    OptionalRunArgument,
-    RunArgument,
-    StoreOption,
-    require_one,
-    writing,
-)
-from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.cli.reading import answering_store, open_ledger
-from cairn.flows.cli.tables import print_garbage, reporting
-from cairn.storage.ledger.layout import LAST_NUMBER
+from cairn.configs.errors import BadInput
+from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, SignersOption, bad_input, read_signers_of
+from cairn.flows.cli.decisions import AsOption, WhyOption
+from cairn.flows.cli.printing import tell
+from cairn.flows.cli.tables import grid, reporting
+from cairn.flows.text import printable
 
 if TYPE_CHECKING:
-    from cairn.storage.ledger.decisions import Decision
+    from rich.console import RenderableType
+
     from cairn.storage.ledger.ledger import Ledger
-    from cairn.storage.store.store import Store
+    from cairn.storage.ledger.redacted import Finding
+    from cairn.storage.upkeep.accounting import GroupCounts
+    from cairn.storage.upkeep.collector import Garbage
+    from cairn.storage.upkeep.retention import Retirement
+    from cairn.storage.upkeep.signatures import Signed
+    from cairn.storage.upkeep.verification import Verified
+
+OptionalRunArgument = Annotated[str | None, Argument(metavar="RUN", help="Name of the run.")]
+EvalsOption = Annotated[bool, Option("--evals", help="The results of evaluations, instead of a run.")]
 
 
-# Decisions of people about a run: approve, reject, pin, unpin, quarantine; and keygen, for keys that sign them.
+def _require_one(run: str | None, evals: bool) -> None:
+    """Raise BadInput unless the user named a run or asked for the evaluations, and not both."""
+    if (run is None) != evals:
+        raise BadInput("name a run, or use --evals for the results of evaluations")
 
 
-GateArgument = Annotated[
-    int | None,
-    typer.Argument(
-        metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration; by default the one that waits.",
-        show_default=False,
-    ),
-]  # fmt: skip
-WhyOption = Annotated[str | None, typer.Option("--why", metavar="TEXT", help="The reason, recorded in the ledger.")]
-AsOption = Annotated[
-    str | None, typer.Option("--as", metavar="NAME", help="Name of the deciding person; by default user@host.")
-]
-
-
-def approve(
-    run: RunArgument,
-    iteration: GateArgument = None,
-    why: WhyOption = None,
-    by: AsOption = None,
+def verify(
+    root: Root,
+    run: OptionalRunArgument = None,
+    evals: EvalsOption = False,
+    signers: SignersOption = None,
     json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
-    """Approve a run that waits for a person before an iteration. `approval` in its recipe says where it waits.
+) -> Shown:
+    """Read a whole run again, and check every byte against its digest and every commit against its inputs.
 
-    The verdict is a commit in the run's ledger, with its author, time and reason. A waiting driver begins the iteration
-    within seconds; if the driver has ended, `cairn resume` starts a new one. You may approve a rejected gate later, and
-    a future gate in advance; the run does not wait there then.
+    The command also accounts for every generated group. Exits with 1 if anything is missing, altered or made from
+    something else than the ledger says, or if a group is trained on twice or lost. With --evals it checks all
+    evaluation results instead, which belong to the store and not to a run.
 
-    Examples:
-
-    - `cairn approve quickstart --why "rewards look sound"`
-    - `cairn approve quickstart 20` before the run comes to iteration 20
-    """
-    _verdict(run, iteration, approved=True, why=why, by=by, json=json, store=store)
-
-
-def reject(
-    run: RunArgument,
-    iteration: GateArgument = None,
-    why: WhyOption = None,
-    by: AsOption = None,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
-    """Reject a run that waits for a person before an iteration. Its driver shuts down cleanly, with exit code 3.
-
-    No commit is lost: `cairn fork` continues from any iteration with other options, and `cairn approve` changes the
-    verdict.
+    With `--signers` it shows the authors of all files; a file that no signer has signed is a finding. `cairn keygen`
+    creates keys.
 
     Examples:
 
-    - `cairn reject quickstart --why "answers got shorter and shorter"`
+    - `cairn verify quickstart`
+    - `cairn verify quickstart --json | jq '.findings, .groups'`
+    - `cairn verify --evals`
+    - `cairn verify quickstart --signers team.txt`
+    - `cairn verify --evals --signers team.txt`
     """
-    _verdict(run, iteration, approved=False, why=why, by=by, json=json, store=store)
+    from cairn.storage.upkeep import evals as results
+    from cairn.storage.upkeep import signatures, verification
 
-
-PinnedArgument = Annotated[
-    int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
-]
-
-
-def pin(
-    run: RunArgument,
-    iteration: PinnedArgument,
-    why: WhyOption = None,
-    by: AsOption = None,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
-    """Keep an iteration's weights and samples permanently, whatever the run's retention says.
-
-    The iteration's snapshots and its checkpoint are kept. If it has no checkpoint, the last one before it and the
-    snapshots since then are kept: they restore the weights bit for bit. So you can fork, export, evaluate and inspect
-    the iteration later.
-
-    Examples:
-
-    - `cairn pin quickstart 30 --why "shipped as v2"`
-    """
-    from cairn.storage.upkeep.retention import pin as pinned
-
-    decision = _recorded(store, run, lambda ledger: pinned(ledger, iteration, by=by, why=why))
-    _print(decision, f"iteration {iteration} of run {run} is pinned, by {decision.by}", json)
-
-
-def unpin(
-    run: RunArgument,
-    iteration: PinnedArgument,
-    why: WhyOption = None,
-    by: AsOption = None,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
-    """Undo a pin: the run's retention applies to the iteration again.
-
-    Examples:
-
-    - `cairn unpin quickstart 30`, and `cairn gc quickstart` then shows what would go
-    """
-    from cairn.storage.upkeep.retention import unpin as released
-
-    decision = _recorded(store, run, lambda ledger: released(ledger, iteration, by=by, why=why))
-    _print(decision, f"iteration {iteration} of run {run} is not pinned any more", json)
-
-
-def quarantine(
-    run: RunArgument,
-    prompt: Annotated[
-        int, typer.Option("--prompt", metavar="N", min=0, help="Row of the data set, from 0: `prompt_index`.")
-    ],
-    lift: Annotated[bool, typer.Option("--lift", help="Allow the prompt to be drawn again.")] = False,
-    why: WhyOption = None,
-    by: AsOption = None,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
-    """Exclude a prompt from a run: it is not drawn from the next iteration on that the run begins.
-
-    The driver records that iteration before it draws its prompts. So the run can still be resumed, replayed and forked
-    exactly. Groups that are already drawn are finished and trained on.
-
-    Examples:
-
-    - `cairn quarantine quickstart --prompt 17 --why "its label is wrong"`
-    - `cairn quarantine quickstart --prompt 17 --lift`
-    """
-    from cairn.storage.ledger.decisions import Quarantine
-
-    what = Quarantine(prompt=prompt, passed_over=not lift)
-    decision = _recorded(store, run, lambda ledger: ledger.decisions.record(lambda so_far: what, by=by, why=why))
-    done = "may be drawn again" if lift else "is skipped"
-    _print(decision, f"prompt {prompt} {done} from the next iteration that run {run} begins, by {decision.by}", json)
-
-
-def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key; must not exist yet.")],
-    by: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="Owner of the key; by default user@host.")
-    ] = None,
-) -> None:
-    """Create a key that signs what you write into ledgers, and print the line with which others check it.
-
-    With `CAIRN_SIGNING_KEY=FILE` in the environment, Cairn signs every commit, decision and lease that you write. The
-    printed line goes into the file of `cairn verify RUN --signers`.
-
-    Examples:
-
-    - `cairn keygen ~/.cairn-key --as ada >> team.txt`, then `export CAIRN_SIGNING_KEY=~/.cairn-key`
-    """
-    from cairn.storage.ledger.decisions import this_user
-    from cairn.storage.store.signed import new_key
-
-    name = by or this_user()
-    if not name or set(name) & set(" \t\n#"):
-        raise BadInput(f"{name!r} is not a name for a signer: use one word without '#'")
-    with writing(file):
-        say(f"{name} {new_key(file)}")
-    tell(f"the private key is in {file}: keep it secret, and set CAIRN_SIGNING_KEY={file}")
-
-
-def _verdict(
-    run: str, iteration: int | None, *, approved: bool, why: str | None, by: str | None, json: bool, store: str
-) -> None:
-    from cairn.configs.loader import from_manifest
-    from cairn.flows.reading.gates import decide
-    from cairn.storage.ledger.decisions import Verdict
-
-    def decided(ledger: "Ledger") -> "Decision":
-        return decide(ledger, from_manifest(ledger.manifest.config), iteration, approved=approved, why=why, by=by)
-
-    decision = _recorded(store, run, decided)
-    assert isinstance(decision.what, Verdict)
-    word = "approved" if approved else "rejected"
-    _print(decision, f"run {run} is {word} before iteration {decision.what.iteration}, by {decision.by}", json)
-
-
-def _recorded(store: str, run: str, decide: Callable[["Ledger"], "Decision"]) -> "Decision":
-    ledger = open_ledger(store, run)
-    try:
-        return decide(ledger)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-
-
-def _print(decision: "Decision", sentence: str, json: bool) -> None:
-    if json:
-        print_json(decision.model_dump(mode="json") | {"digest": decision.digest})
+    _require_one(run, evals)
+    names = read_signers_of(signers)
+    signed: list[Signed] = []
+    counts: dict[str, Any]
+    if run is None:
+        checks = _with_progress(results.verify(root.store), hidden=json)
+        counts = {
+            "results": len(checks),
+            **{name: sum(getattr(check, name) for check in checks) for name in ("files", "bytes")},
+        }
+        if names:
+            signed = list(signatures.check_result_signatures(root.store, names))
     else:
-        say(f"{sentence} (decision {decision.number})")
+        ledger = root.ledger(run)
+        checks = _with_progress(verification.verify(ledger), hidden=json)
+        counts = {
+            "run": run,
+            **verification.counts(checks),
+            "groups": next(check.groups for check in checks if check.groups is not None),
+        }
+        if names:
+            signed = list(signatures.check_signatures(ledger, names))
+    findings = [finding for check in checks for finding in check.findings]
+    unsigned = [{"fault": "unsigned", "path": one.path, "message": one.problem} for one in signed if one.problem]
+    value = dict(counts)
+    if names:
+        value["signers"] = {one.path: one.signer for one in signed if one.signer}
+    value["findings"] = [*findings, *unsigned]
+    return Shown(value, _verified(counts, findings, signed), failed=bool(value["findings"]))
+
+
+def _with_progress(checks: Iterable["Verified"], hidden: bool) -> list["Verified"]:
+    """Return the checks, and meanwhile show the last one in a line on a terminal's stderr."""
+    found = []
+    with reporting(hidden) as progress:
+        for number, check in enumerate(checks):
+            progress(f"{number} commits read, last {check.name}")
+            found.append(check)
+    return found
+
+
+def _verified(counts: Mapping[str, Any], findings: Sequence["Finding"], signed: Sequence["Signed"]) -> Iterator[str]:
+    """Yield the findings, the amount of data that was read, and a line for each author of signed files."""
+    for finding in findings:
+        yield f"{finding.fault}: {finding.message}"
+    verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
+    read = f"{counts['files']} files, {counts['bytes'] / 1e6:.1f} MB"
+    if "results" in counts:
+        yield f"evaluations: {counts['results']} results, {read} read; {verdict}"
+    else:
+        yield _accounted(counts["groups"])
+        for name, what in (("retired", "older files are retired"), ("redacted", "of them redacted")):
+            read += f" ({counts[name]} {what})" if counts[name] else ""
+        for name, what in (("decisions", "of people"), ("upgrades", "to another version of the code")):
+            if count := counts[name]:
+                read += f", {count} {name if count > 1 else name[:-1]} {what}"
+        yield f"run {counts['run']}: {counts['commits']} commits, {read} read; {verdict}"
+    for one in signed:
+        if one.problem:
+            yield f"unsigned: {one.problem}"
+    for name, count in sorted(Counter(one.signer for one in signed if one.signer).items()):
+        yield f"{name} wrote {count} of {len(signed)} files of the ledger"
+
+
+def _accounted(groups: "GroupCounts") -> str:
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in groups.dropped.items())
+    dropped = f"{sum(groups.dropped.values())} dropped{f' ({reasons})' if reasons else ''}"
+    said = f"groups: {groups.trained} trained on, {dropped}, {groups.open} open"
+    for iterations, why in ((groups.retired, "are retired"), (groups.unreadable, "cannot be read")):
+        if iterations:
+            several = f"{len(iterations)} iterations from {iterations[0]} to {iterations[-1]}"
+            which = several if len(iterations) > 1 else f"iteration {iterations[0]}"
+            said += f"; groups of {which} could not be checked: their tables {why}"
+    return said
 
 
 def gc(
+    root: Root,
     run: OptionalRunArgument = None,
     evals: EvalsOption = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove the listed files.")] = False,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+    apply: Annotated[bool, Option("--apply", help="Remove the listed files.")] = False,
+) -> Shown:
     """List files of a run that nothing needs. `--apply` removes them.
 
     Interrupted drivers leave such files: attempts that lost, groups that are now in a committed shard, incomplete
@@ -240,42 +157,69 @@ def gc(
     - `cairn gc quickstart --apply`
     - `cairn gc --evals --apply`
     """
-    require_one(run, evals)
-    if run is None:
-        from cairn.flows.cli.reading import gc_evals
-
-        return gc_evals(answering_store(store), apply, json)
     from cairn.configs.loader import from_manifest
-    from cairn.storage.upkeep.collector import collect, garbage
+    from cairn.storage.upkeep import collector
+    from cairn.storage.upkeep import evals as results
     from cairn.storage.upkeep.retention import due, retire
 
-    ledger = open_ledger(store, run)
+    _require_one(run, evals)
+    if run is None:
+        found = list(results.garbage(root.store))
+        if apply:
+            results.collect(root.store, found)
+        return Shown({"removed": apply, "garbage": found}, _garbage_of_evals(found, removed=apply))
+    ledger = root.ledger(run)
     keep = from_manifest(ledger.manifest.config).checkpoint
     old = retire(ledger, keep, everything=True) if apply else list(due(ledger, keep, everything=True))
-    found = list(garbage(ledger))
+    found = list(collector.garbage(ledger))
     if apply:
-        collect(ledger, found)
-    if json:
-        rows = [one.model_dump(mode="json") for one in (*old, *found)]
-        print_json({"run": run, "removed": apply, "retention": rows[: len(old)], "garbage": rows[len(old) :]})
-    else:
-        print_garbage(run, old, found, removed=apply)
-    return None
+        collector.collect(ledger, found)
+    value = {"run": run, "removed": apply, "retention": old, "garbage": found}
+    return Shown(value, _garbage_of(run, old, found, removed=apply))
+
+
+def _garbage_of_evals(found: Sequence["Garbage"], removed: bool) -> Iterator[str]:
+    for one in found:
+        yield f"{one.reason}: {one.path}"
+    size = sum(one.bytes or 0 for one in found) / 1e6
+    yield f"evaluations: {len(found)} files, {size:.1f} MB, {_fate('--evals', len(found), removed)}"
+
+
+def _garbage_of(
+    run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool
+) -> "Iterator[RenderableType]":
+    """Yield the files of a run that can be removed, or were removed: one a line, but one line an iteration for those
+    that retention does not keep."""
+    from rich.text import Text
+
+    table = grid("path", "bytes", "why", right=("bytes",), fold=True)
+    for one in old:
+        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", str(one.bytes), f"old {one.kind}")
+    for garbage in found:
+        size = "–" if garbage.bytes is None else str(garbage.bytes)
+        table.add_row(Text(printable(garbage.path)), size, garbage.reason)
+    files = sum(len(one.files) for one in old) + len(found)
+    total = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
+    if files:
+        yield table
+    yield f"run {run}: {files} files, {total / 1e6:.1f} MB, {_fate(run, files, removed)}"
+
+
+def _fate(which: str, files: int, removed: bool) -> str:
+    return "removed" if removed else "can be removed" + (f": run `cairn gc {which} --apply`" if files else "")
 
 
 def delete(
+    root: Root,
     run: RunArgument,
     prompt: Annotated[
-        int | None,
-        typer.Option("--prompt", metavar="N", min=0, help="Only the samples of row N of the data set, from 0."),
+        int | None, Option("--prompt", metavar="N", min=0, help="Only the samples of row N of the data set, from 0.")
     ] = None,
     why: WhyOption = None,
     by: AsOption = None,
     yes_delete: Annotated[
-        str | None,
-        typer.Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it."),
+        str | None, Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it.")
     ] = None,
-    store: StoreOption = ".",
 ) -> None:
     """Delete a run with all its samples, checkpoints and metrics, or the samples of one prompt. This cannot be undone.
 
@@ -295,55 +239,50 @@ def delete(
     """
     from cairn.storage.upkeep.collector import delete_run
 
-    opened = answering_store(store)
+    store = root.store
     if prompt is not None:
-        _delete_prompt(store, run, prompt, by=by, why=why, yes_delete=yes_delete)
+        _delete_prompt(root.ledger(run), prompt, by=by, why=why, yes_delete=yes_delete)
         return
     if why is not None or by is not None:
         raise BadInput("--why and --as need --prompt: a deleted run has no ledger to record them")
-    if yes_delete is None:
-        yes_delete = _typed_name(opened, run)
-    if yes_delete != run:
-        raise BadInput(f"the confirmed name is {yes_delete!r}, not {run!r}; nothing was deleted")
-    try:
-        delete_run(opened, run)
-    except (FileNotFoundError, ValueError) as error:
-        raise BadInput(str(error)) from None
+    warning = f"This permanently deletes run {run!r} in {store.url}."
+    _require_confirmed(run, yes_delete, warning, "Type the run's name to delete it")
+    with bad_input(FileNotFoundError, ValueError):
+        delete_run(store, run)
     tell(f"run {run} is deleted")
 
 
-def _delete_prompt(
-    store_url: str, run: str, prompt: int, *, by: str | None, why: str | None, yes_delete: str | None
-) -> None:
+def _require_confirmed(run: str, typed: str | None, warning: str, request: str) -> None:
+    """Raise BadInput unless the user has typed the run's name, in an option or now. Where nobody can answer, it is
+    empty."""
+    if typed is None:
+        tell(warning)
+        typed = typer.prompt(request, err=True, default="", show_default=False)
+    if typed != run:
+        raise BadInput(f"the confirmed name is {typed!r}, not {run!r}; nothing was deleted")
+
+
+def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | None, yes_delete: str | None) -> None:
     from cairn.storage.ledger.decisions import Redaction
     from cairn.storage.upkeep.redaction import redact
     from cairn.tasks.durable.quarantine import wanted
 
-    ledger = open_ledger(store_url, run)
-    if yes_delete is None:
-        tell(
-            f"This permanently removes the text and the tokens of prompt {prompt} from run {run!r} in "
-            f"{ledger.store.url}."
-        )
-        yes_delete = typer.prompt("Type the run's name to do so", err=True, default="", show_default=False)
-    if yes_delete != run:
-        raise BadInput(f"the confirmed name is {yes_delete!r}, not {run!r}; nothing was deleted")
+    run, what = ledger.run, f"the text and the tokens of prompt {prompt}"
+    warning = f"This permanently removes {what} from run {run!r} in {ledger.store.url}."
+    _require_confirmed(run, yes_delete, warning, "Type the run's name to do so")
     unreached: list[str] = []
-    with reporting() as progress:
-        try:
-            decision = redact(ledger, prompt, by=by, why=why, progress=progress, unreached=unreached.append)
-        except ValueError as error:
-            raise BadInput(str(error)) from None
-    what = decision.what
-    assert isinstance(what, Redaction)
+    with reporting() as progress, bad_input(ValueError):
+        decision = redact(ledger, prompt, by=by, why=why, progress=progress, unreached=unreached.append)
+    done = decision.what
+    assert isinstance(done, Redaction)
     tell(
-        f"prompt {prompt} is redacted in run {run}: {what.samples} samples, {len(what.files)} tables (decision "
+        f"prompt {prompt} is redacted in run {run}: {done.samples} samples, {len(done.files)} tables (decision "
         f"{decision.number})"
     )
-    if what.trained_in:
-        iterations = ", ".join(map(str, what.trained_in))
+    if done.trained_in:
+        iterations = ", ".join(map(str, done.trained_in))
         tell(
-            f"updates of iteration {iterations} trained on them: weights from version {min(what.weight_versions)} on "
+            f"updates of iteration {iterations} trained on them: weights from version {min(done.weight_versions)} on "
             "contain their effect"
         )
     for sentence in unreached:
@@ -352,13 +291,7 @@ def _delete_prompt(
         tell(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
 
 
-def _typed_name(store: "Store", run: str) -> str:
-    """Ask the user to type the run's name, and return the input; empty where nobody can answer."""
-    tell(f"This permanently deletes run {run!r} in {store.url}.")
-    return typer.prompt("Type the run's name to delete it", err=True, default="", show_default=False)
-
-
-def probe(json: JsonOption = False, store: StoreOption = ".") -> None:
+def probe(root: Root) -> Shown:
     """Check whether a store can hold runs. Every run does this before it starts.
 
     The store must respond, return what was written, and refuse to create an existing file a second time. Nothing is
@@ -370,8 +303,5 @@ def probe(json: JsonOption = False, store: StoreOption = ".") -> None:
     """
     from cairn.storage.opening import open_for_runs
 
-    url = open_for_runs(store).url
-    if json:
-        print_json({"store": url, "fit": True})
-    else:
-        say(f"{url} can store runs")
+    url = open_for_runs(root.url).url
+    return Shown({"store": url, "fit": True}, f"{url} can store runs")

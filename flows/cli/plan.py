@@ -1,48 +1,44 @@
 """`cairn plan`: the resources that a recipe needs, computed before any machine is used."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from cairn.flows.cli.app import FAILED, JsonOption
-from cairn.flows.cli.printing import print_json, say
+from cairn.flows.cli.command import Shown
+from cairn.flows.cli.tables import grid
 from cairn.flows.cli.training import RecipeArgument, SetOption
 
 if TYPE_CHECKING:
-    from cairn.flows.plan.subject import Memory, Plan
+    from rich.console import RenderableType
+
+    from cairn.flows.plan.subject import Plan
 
 
 def plan(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
+        str, Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
     ] = "h100",
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(
-            "--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."
-        ),
+        Option("--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."),
     ] = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Mean number of tokens in a prompt.")
+        float | None, Option("--prompt-tokens", metavar="N", min=1, help="Mean number of tokens in a prompt.")
     ] = None,
     response_tokens: Annotated[
         float | None,
-        typer.Option(
-            "--response-tokens", metavar="N", min=1, help="The same for a response; by default half the maximum."
-        ),
+        Option("--response-tokens", metavar="N", min=1, help="The same for a response; by default half the maximum."),
     ] = None,
     mfu: Annotated[
-        float | None,
-        typer.Option("--mfu", min=0.001, max=1, help="Share of a GPU's peak FLOP/s that training reaches."),
+        float | None, Option("--mfu", min=0.001, max=1, help="Share of a GPU's peak FLOP/s that training reaches.")
     ] = None,
     mbu: Annotated[
-        float | None,
-        typer.Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches."),
+        float | None, Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches.")
     ] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Shown:
     """Compute what a recipe needs, before you use a GPU: memory, cache, transfers and the time of an iteration.
 
     Neither GPUs nor weights are needed. The command reads the model's config.json, or uses the published facts of a
@@ -72,28 +68,19 @@ def plan(
         response_tokens=response_tokens,
         rates={name: rate for name, rate in (("mfu", mfu), ("mbu", mbu)) if rate is not None},
     )
-    if json:
-        print_json({**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds})
-    else:
-        print_plan(found)
-    if not found.fits:
-        raise typer.Exit(FAILED)
+    value = {**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds}
+    return Shown(value, _parts(found), failed=not found.fits)
 
 
-def print_plan(found: "Plan") -> None:
-    """Print a table of the memories, and lines for everything else."""
-    from rich.table import Table
+def _parts(found: "Plan") -> "Iterator[RenderableType]":
+    """Yield a table of the memories, and lines for everything else."""
     from rich.text import Text
 
-    from cairn.flows.cli.tables import console
-
-    shown, model = console(), found.model
+    model = found.model
     on = f"{found.gpus:g} {found.gpu} on {_machines(found.machines)}" if found.gpus else "no GPU"
-    say(f"{found.recipe}: {model.name} ({model.architecture}, {model.layers} layers) on {on}")
-    say(f"config of the model: {model.source}")
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name, justify in (("", "left"), ("GiB", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    yield f"{found.recipe}: {model.name} ({model.architecture}, {model.layers} layers) on {on}"
+    yield f"config of the model: {model.source}"
+    table = grid("", "GiB", "", right=("GiB",))
     table.add_row("parameters", _billions(model.parameters), "billions")
     table.add_row("active per token", _billions(model.active_parameters), "billions")
     for memory in found.memory:
@@ -103,44 +90,34 @@ def print_plan(found: "Plan") -> None:
         table.add_row(Text(memory.of, style or "bold"), Text(_gib(memory.total), style), Text(verdict, style))
         for row in memory.rows:
             table.add_row(f"  {row.what}", _gib(row.bytes), "")
-    shown.print(table)
-    for line in _lines(found):
-        say(line)
-    for problem in found.problems:
-        say(f"cannot run: {problem}")
-    for memory in found.memory:
-        if not memory.fits:
-            say(_overflow(memory))
-    for remedy in found.remedies:
-        options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
-        say(f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}")
-    if not found.fits and not found.remedies:
-        say("no tried change of the options would fit: use more or larger GPUs, or a smaller model")
-    say("assumed: " + "; ".join(found.assumptions))
-
-
-def _lines(found: "Plan") -> list[str]:
-    lines = []
+    yield table
     if (cache := found.cache) is not None:
         fixed = f" and {cache.bytes_per_sample / 1e6:,.1f} MB a sample" if cache.bytes_per_sample else ""
-        lines.append(f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank")
-        lines.append(
+        yield f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank"
+        yield (
             f"rollout: the cache has room for {cache.samples_longest:,} samples of maximum length, or "
             f"{cache.samples_mean:,} of mean length; {cache.at_once:,} of {cache.asked:,} requested samples are "
             "generated at a time"
         )
     if found.sync is not None:
-        lines.append(f"sync: {_gb(found.sync.bytes)} GB, {_seconds(found.sync.seconds)}, {found.sync.how}")
+        yield f"sync: {_gb(found.sync.bytes)} GB, {_seconds(found.sync.seconds)}, {found.sync.how}"
     kept = found.checkpoint
-    lines.append(f"checkpoint: {_gb(kept.bytes)} GB, {_seconds(kept.seconds)}, {kept.how}")
+    yield f"checkpoint: {_gb(kept.bytes)} GB, {_seconds(kept.seconds)}, {kept.how}"
     parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in found.steps)
     side = ", rollout in parallel with the other steps" if found.overlapped else ""
-    lines.append(f"an iteration: {_seconds(found.seconds)}{side}: {parts}")
-    return lines
-
-
-def _overflow(memory: "Memory") -> str:
-    return f"does not fit: {memory.of} would need {_gib(memory.total)} of {_gib(memory.capacity)} GiB"
+    yield f"an iteration: {_seconds(found.seconds)}{side}: {parts}"
+    for problem in found.problems:
+        yield f"cannot run: {problem}"
+    for memory in found.memory:
+        if not memory.fits:
+            need = f"{_gib(memory.total)} of {_gib(memory.capacity)} GiB"
+            yield f"does not fit: {memory.of} would need {need}"
+    for remedy in found.remedies:
+        options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
+        yield f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}"
+    if not found.fits and not found.remedies:
+        yield "no tried change of the options would fit: use more or larger GPUs, or a smaller model"
+    yield "assumed: " + "; ".join(found.assumptions)
 
 
 def _machines(count: int) -> str:

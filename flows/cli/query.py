@@ -1,15 +1,18 @@
 """`cairn sql`: the ledger as a database."""
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from cairn.flows.cli.app import BadInput, JsonOption, StoreOption
-from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.cli.reading import answering_store
+from cairn.configs.errors import BadInput
+from cairn.flows.cli.command import JsonOption, Root, Shown, bad_input
+from cairn.flows.cli.printing import console, tell
+from cairn.flows.text import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from rich.console import RenderableType
 
 _ROWS = 100
 """Rows of a table that are shown by default."""
@@ -18,24 +21,21 @@ _WIDE = 60
 
 
 def sql(
+    root: Root,
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", help="One SELECT over the views; `--schema` lists these.")
+        str | None, Argument(metavar="QUERY", help="One SELECT over the views; `--schema` lists these.")
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(
-            "--run", metavar="RUN", help="Only this run, with the iterations that it shares with its parents."
-        ),
+        Option("--run", metavar="RUN", help="Only this run, with the iterations that it shares with its parents."),
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help=f"At most N rows; {_ROWS} in a table, else all of them."),
+        int | None, Option("--limit", metavar="N", min=1, help=f"At most N rows; {_ROWS} in a table, else all of them.")
     ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="List the views and their columns.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with lists and maps as JSON.")] = False,
+    schema: Annotated[bool, Option("--schema", help="List the views and their columns.")] = False,
+    csv: Annotated[bool, Option("--csv", help="Print CSV, with lists and maps as JSON.")] = False,
     json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Query the ledger with SQL.
 
     The views are `runs`, `steps`, `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`, `tokens`, `evals`,
@@ -52,27 +52,21 @@ def sql(
     if json and csv:
         raise BadInput("use --json or --csv, not both")
     if schema:
-        _print_schema(json)
-        return
+        return _schema()
     if query is None:
         raise BadInput('pass a query, as in `cairn sql "SELECT * FROM runs"`; `cairn sql --schema` lists the views')
     from cairn.storage.query.database import open_query
     from cairn.storage.store.errors import BadQuery
 
-    try:
-        asked = open_query(answering_store(store), run)
+    with bad_input(FileNotFoundError, ValueError, BadQuery):
+        asked = open_query(root.store, run)
         found = asked.sql(query)
-    except (FileNotFoundError, ValueError, BadQuery) as error:
-        raise BadInput(str(error)) from None
     for note in asked.notes:
         tell(note)
     shown = found.slice(0, limit or (found.num_rows if json or csv else _ROWS))
-    if json:
-        print_json([dict(zip(found.column_names, row, strict=True)) for row in _rows(shown)])
-    elif csv:
-        _print_csv(shown)
-    else:
-        _print_table(shown, found.num_rows)
+    rows = _rows(shown)
+    text = _csv(found.column_names, rows) if csv else _table(shown, rows, found.num_rows)
+    return Shown([dict(zip(found.column_names, row, strict=True)) for row in rows], text)
 
 
 def _rows(table: "pa.Table") -> list[list[Any]]:
@@ -121,25 +115,21 @@ def _text(value: Any, null: str) -> str:
     return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
 
 
-def _print_table(table: "pa.Table", total: int) -> None:
-    """Print one row a line, or one value a line if that is too wide."""
+def _table(table: "pa.Table", values: Sequence[Sequence[Any]], total: int) -> "Iterator[RenderableType]":
+    """Yield one row a line, or one value a line if that is too wide."""
     import pyarrow as pa
     from rich.table import Table
     from rich.text import Text
 
-    from cairn.flows.cli.tables import console
-    from cairn.flows.text import printable
-
     names = [printable(name) for name in table.column_names]
-    rows = [[printable(_text(value, "–")) for value in row] for row in _rows(table)]
+    rows = [[printable(_text(value, "–")) for value in row] for row in values]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    out = console()
-    if sum(min(width, _WIDE) + 3 for width in widths) > out.width:
+    if sum(min(width, _WIDE) + 3 for width in widths) > console().width:
         longest = max(map(len, names), default=0)
         for number, row in enumerate(rows):
-            out.print(Text(f"row {number} ".ljust(80, "─"), "dim"))
+            yield Text(f"row {number} ".ljust(80, "─"), "dim")
             for name, value in zip(names, row, strict=True):
-                out.print(Text.assemble((name.ljust(longest + 3), "dim"), value), soft_wrap=True)
+                yield Text.assemble((name.ljust(longest + 3), "dim"), value)
     else:
         printed = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for name, field in zip(names, table.schema, strict=True):
@@ -148,46 +138,42 @@ def _print_table(table: "pa.Table", total: int) -> None:
             printed.add_column(Text(name), justify="right" if number else "left", overflow="fold")
         for row in rows:
             printed.add_row(*map(Text, row))
-        out.print(printed)
+        yield printed
     if table.num_rows < total:
-        say(f"{table.num_rows} of {total} rows; --limit shows more")
+        yield f"{table.num_rows} of {total} rows; --limit shows more"
 
 
-def _print_csv(table: "pa.Table") -> None:
+def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     import csv
     import io
 
-    from cairn.flows.text import printable
-
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.column_names)
-    for row in _rows(table):
+    writer.writerow(names)
+    for row in rows:
         writer.writerow([repr(value) if isinstance(value, float) else _text(value, "") for value in row])
-    print(printable(out.getvalue()), end="")
+    return out.getvalue().removesuffix("\n")
 
 
-def _print_schema(json: bool) -> None:
-    from rich.table import Table
-
-    from cairn.flows.cli.tables import console
+def _schema() -> Shown:
     from cairn.storage.query.views import VIEWS
 
-    if json:
-        print_json(
-            {
-                view.name: {
-                    "row": view.about,
-                    "columns": {name: {"type": c.type, "about": c.about} for name, c in view.columns.items()},
-                }
-                for view in VIEWS.values()
-            }
-        )
-        return
-    for view in VIEWS.values():
-        say(f"{view.name}: a row is {view.about}")
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), show_header=False)
-        for name, column in view.columns.items():
-            table.add_row(name, column.type, column.about)
-        console().print(table)
-        say("")
+    def tables() -> "Iterator[RenderableType]":
+        from rich.table import Table
+
+        for view in VIEWS.values():
+            yield f"{view.name}: a row is {view.about}"
+            table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), show_header=False)
+            for name, column in view.columns.items():
+                table.add_row(name, column.type, column.about)
+            yield table
+            yield ""
+
+    value = {
+        view.name: {
+            "row": view.about,
+            "columns": {name: {"type": column.type, "about": column.about} for name, column in view.columns.items()},
+        }
+        for view in VIEWS.values()
+    }
+    return Shown(value, tables())

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption
-from cairn.flows.cli.printing import print_json, say, tell
-from cairn.flows.cli.reading import open_ledger
+from cairn.configs.errors import BadInput, Failure
+from cairn.flows.cli.command import IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.printing import print_parts, tell
+from cairn.flows.cli.tables import lines_of, sample_lines
 from cairn.flows.text import number
 from cairn.storage.ledger.layout import LAST_NUMBER
 
@@ -21,30 +22,22 @@ if TYPE_CHECKING:
     from cairn.storage.ledger.ledger import Ledger
 
 
-# `cairn episode`: the code of one sample.
-
-
 _PLACE = re.compile(r"(\d+)(?:/(\d+))?")
 
 
 def episode(
+    root: Root,
     run: RunArgument,
-    iteration: Annotated[
-        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
-    ],
+    iteration: IterationArgument,
     sample: Annotated[
-        str, typer.Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
+        str, Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
     ],
-    replay: Annotated[
-        bool, typer.Option("--replay", help="Run the sample's code again with the recorded answers.")
-    ] = False,
+    replay: Annotated[bool, Option("--replay", help="Run the sample's code again with the recorded answers.")] = False,
     debugger: Annotated[
-        bool,
-        typer.Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error."),
+        bool, Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error.")
     ] = False,
     json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+) -> Shown:
     """Show one sample turn by turn, or run its code again from the record.
 
     A replay works offline: it starts no engine and calls no tool, grader or clock. Effects of the code that bypass its
@@ -63,20 +56,14 @@ def episode(
         raise BadInput("--debugger needs --replay: use both")
     if debugger and json:
         raise BadInput("--debugger cannot print JSON: leave out --json")
-    ledger = open_ledger(store, run)
-    view, total = _sample(ledger, iteration, sample)
-    if replay:
-        _replay(ledger, view, debugger, json)
-        return
     from cairn.flows.reading.samples import with_episodes
 
+    ledger = root.ledger(run)
+    view, total = _sample(ledger, iteration, sample)
+    if replay:
+        return _replay(ledger, view, debugger, json)
     (view,) = with_episodes(ledger, [view])
-    if json:
-        print_json(view.model_dump(mode="json"))
-    else:
-        from cairn.flows.cli.tables import print_samples
-
-        print_samples([view], total, alone=True)
+    return Shown(view, sample_lines([view], total, alone=True))
 
 
 def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView", int]:
@@ -86,10 +73,8 @@ def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView",
     match = _PLACE.fullmatch(place)
     if match is None:
         raise BadInput(f"{place!r} is not a sample: use its number, such as 17, or its group and index, such as 12/1")
-    try:
+    with bad_input(LookupError):
         found = iteration_samples(ledger, iteration)
-    except LookupError as error:
-        raise BadInput(str(error)) from None
     first, index = int(match[1]), match[2]
     if index is None:
         if first >= len(found):
@@ -103,10 +88,10 @@ def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView",
     raise BadInput(f"iteration {iteration} of run {ledger.run!r} has no sample {index} of group {first}")
 
 
-def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) -> None:
+def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) -> Shown:
     from bdb import BdbQuit
 
-    from cairn.flows.history.replay_episode import NotReplayable, replay_episode
+    from cairn.flows.history.replay_episode import replay_episode
 
     try:
         found = replay_episode(
@@ -117,40 +102,29 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
             given=(lambda record: None) if json else _printer(ledger),
             debugger=debugger,
         )
-    except NotReplayable as error:
-        raise BadInput(str(error)) from None
     except BdbQuit:
-        tell("left the debugger")
-        raise typer.Exit(FAILED) from None
-    if json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        if found.changed:
-            tell("the source of the function or of its tools has changed since the run")
-        say(
-            {
-                "same": f"the same trajectory, bit for bit, after {found.answers} answers",
-                "differs": f"another trajectory: {found.told}",
-                "failed": f"no trajectory: {found.told}",
-                "diverged": f"no trajectory: {found.told}",
-            }[found.outcome]
-        )
-    if found.outcome != "same":
-        raise typer.Exit(FAILED)
+        raise Failure("left the debugger") from None
+    if found.changed and not json:
+        tell("the source of the function or of its tools has changed since the run")
+    said = {
+        "same": f"the same trajectory, bit for bit, after {found.answers} answers",
+        "differs": f"another trajectory: {found.told}",
+        "failed": f"no trajectory: {found.told}",
+        "diverged": f"no trajectory: {found.told}",
+    }
+    return Shown(found, said[found.outcome], failed=found.outcome != "same")
 
 
 def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
     """Return a function that prints answers one after the other."""
     from cairn.flows.cli.episode_lines import record_lines
-    from cairn.flows.cli.tables import console
     from cairn.flows.reading.episodes import run_texts
 
-    out, texts, began = console(), run_texts(ledger), list[float]()
+    texts, began = run_texts(ledger), list[float]()
 
     def printed(record: "CallRecord") -> None:
         began.append(record.started_at)
-        for line in record_lines(record, began[0], texts):
-            out.print(line, soft_wrap=True)
+        print_parts(record_lines(record, began[0], texts))
 
     return printed
 
@@ -162,25 +136,18 @@ _LAST_ID = 2**63 - 1
 
 
 def lineage(
+    root: Root,
     run: RunArgument,
     iteration: Annotated[
         int,
-        typer.Argument(
-            metavar="ITER", min=0, max=LAST_NUMBER, help="Iteration that generated the sample or trained on it."
-        ),
+        Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Iteration that generated the sample or trained on it."),
     ],
     group: Annotated[
-        int, typer.Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
+        int, Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
     ],
-    sample: Annotated[
-        int, typer.Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")
-    ],
-    token: Annotated[
-        int | None, typer.Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")
-    ] = None,
-    json: JsonOption = False,
-    store: StoreOption = ".",
-) -> None:
+    sample: Annotated[int, Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")],
+    token: Annotated[int | None, Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")] = None,
+) -> Shown:
     """Show where a sample came from and how it was used.
 
     This is the prompt's row, the weights that sampled it and their digest, the grader and its source, the update that
@@ -196,16 +163,10 @@ def lineage(
     """
     from cairn.flows.reading.lineage import lineage as found_lineage
 
-    try:
-        found = found_lineage(open_ledger(store, run), iteration, group, sample, token)
-    except LookupError as error:
-        raise BadInput(str(error)) from None
-    if json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        from cairn.flows.cli.tables import print_facts
-
-        print_facts(list(_facts(found)), "dim")
+    ledger = root.ledger(run)
+    with bad_input(LookupError):
+        found = found_lineage(ledger, iteration, group, sample, token)
+    return Shown(found, lines_of(_facts(found), style="dim"))
 
 
 def _facts(found: "Lineage") -> Iterator[tuple[str, str]]:

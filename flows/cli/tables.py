@@ -1,25 +1,20 @@
-"""Print tables and lines for people."""
+"""Texts and tables for people."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from cairn.flows.cli.printing import say
 from cairn.flows.text import number, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
+    from rich.table import Table
     from rich.text import Text
 
     from cairn.flows.reading.samples import SampleView, Scores
     from cairn.flows.reading.views import Groups, Retries, RunStatus
     from cairn.storage.ledger.decisions import GateStanding
-    from cairn.storage.upkeep.accounting import GroupCounts
-    from cairn.storage.upkeep.collector import Garbage
-    from cairn.storage.upkeep.retention import Retirement
-    from cairn.storage.upkeep.signatures import Signed
-    from cairn.storage.upkeep.verification import Verified
     from cairn.tasks.steps import StaleStep
 
 STATE_STYLES = {
@@ -37,17 +32,46 @@ STATE_STYLES = {
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-def print_runs(found: Sequence["RunStatus"], store: str) -> None:
-    """Print a table, one run a line."""
+def grid(*names: str, right: Collection[str] = (), fold: bool = False) -> "Table":
+    """Return a table without lines and rows. `right`: names of columns of numbers; `fold`: fold long cells."""
     from rich.table import Table
     from rich.text import Text
 
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=bool(names))
+    for name in names:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(Text(printable(name)), justify=justify, overflow="fold" if fold else "ellipsis")
+    return table
+
+
+def numbers(header: Collection[str], lines: Iterable[tuple[str, ...]]) -> "Table":
+    """Return a table of numbers, each under its name."""
+    from rich.text import Text
+
+    table = grid(*header, right=header)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def lines_of(facts: "Iterable[tuple[str, str | Text]]", style: str = "") -> "Iterator[Text]":
+    """Yield a line for each fact, after its name. `style`: of the names."""
+    from rich.text import Text
+
+    facts = list(facts)
+    width = max(len(name) for name, _ in facts) + 3
+    for name, fact in facts:
+        yield Text.assemble((name.ljust(width), style), printable(fact) if isinstance(fact, str) else fact)
+
+
+def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[RenderableType]":
+    """Yield a table, one run a line."""
+    from rich.text import Text
+
     if not found:
-        say(f"no runs in {store}; `cairn train RECIPE` starts one")
+        yield f"no runs in {store}; `cairn train RECIPE` starts one"
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("run", "state", "iterations", "reward", "eval", "last commit"):
-        table.add_column(name, justify="right" if name in ("iterations", "reward") else "left")
+    table = grid("run", "state", "iterations", "reward", "eval", "last commit", right=("iterations", "reward"))
     for status in found:
         table.add_row(
             status.run,
@@ -57,11 +81,11 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
         )
-    console().print(table)
+    yield table
 
 
-def print_status(status: "RunStatus", balance: str | None = None) -> None:
-    """Print everything known about one run, a fact a line.
+def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[Text]":
+    """Return everything known about one run, a fact a line.
 
     `balance` says whether engines or trainer wait, if there is enough data.
     """
@@ -105,17 +129,7 @@ def print_status(status: "RunStatus", balance: str | None = None) -> None:
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
             for version in status.written_by
         )
-    print_facts(list(facts.items()))
-
-
-def print_facts(facts: Sequence[tuple[str, "str | Text"]], style: str = "") -> None:
-    """Print a fact a line, after its name. `style`: of the names."""
-    from rich.text import Text
-
-    out, width = console(), max(len(name) for name, _ in facts)
-    for name, fact in facts:
-        shown = printable(fact) if isinstance(fact, str) else fact
-        out.print(Text.assemble((name.ljust(width + 3), style), shown), soft_wrap=True)
+    return lines_of(facts.items())
 
 
 def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
@@ -132,23 +146,23 @@ def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
     return lines
 
 
-def print_summary(status: "RunStatus") -> None:
-    """Print the results of a run, and commands for a closer look."""
+def summary_lines(status: "RunStatus") -> Iterator[str]:
+    """Yield the results of a run, and commands for a closer look."""
     for name, scores in status.eval.items():
-        say(f"{name}: {_change(scores)}")
+        yield f"{name}: {_change(scores)}"
     last = status.num_rollout - 1
-    say(f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}")
+    yield f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}"
 
 
-def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> None:
-    """Print each sample with its texts. `alone`: the user asked for one sample only."""
+def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> "Iterator[RenderableType]":
+    """Yield each sample with its texts. `alone`: the user asked for one sample only."""
+    from rich.console import Group
     from rich.text import Text
 
     from cairn.flows.cli.episode_lines import episode_lines
 
-    out = console()
     for view in views:
-        out.print(Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim"))
+        yield Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim")
         fate = str(view.disposition or "not filtered yet") + (f" ({view.reason})" if view.reason else "")
         facts = {
             "reward": number(view.reward, ".3f"),
@@ -164,104 +178,24 @@ def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = Fa
             facts["images"] = ", ".join(images)
         if view.error:
             facts["error"] = view.error
-        out.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items()))
+        named = (Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items())
+        yield Group(Text("   ").join(named))  # folded between words
         texts = {"prompt": view.prompt} | ({} if view.episode is not None else {"response": view.response})
         for name, text in texts.items():
-            out.print(Text(name, "bold dim"))
-            out.print(Text(printable(text)), soft_wrap=True)
+            yield Text(name, "bold dim")
+            yield Text(printable(text))
         if view.episode is not None:
-            for line in episode_lines(view.episode):
-                out.print(line, soft_wrap=True)
+            yield from episode_lines(view.episode)
     if len(views) < total and not alone:
-        out.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
-
-
-def print_verified(run: str, checks: Sequence["Verified"]) -> None:
-    """Print the findings, and the amount of data that was read."""
-    from cairn.storage.upkeep.verification import counts
-
-    findings = [finding for check in checks for finding in check.findings]
-    for finding in findings:
-        say(f"{finding.fault}: {finding.message}")
-    of = counts(checks)
-    read = f"{of['commits']} commits, {of['files']} files, {of['bytes'] / 1e6:.1f} MB"
-    if of["retired"]:
-        read += f" ({of['retired']} older files are retired)"
-    if of["redacted"]:
-        read += f" ({of['redacted']} of them redacted)"
-    if of["decisions"]:
-        read += f", {of['decisions']} decision{'s' if of['decisions'] > 1 else ''} of people"
-    if of["upgrades"]:
-        read += f", {of['upgrades']} upgrade{'s' if of['upgrades'] > 1 else ''} to another version of the code"
-    verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
-    for groups in (check.groups for check in checks if check.groups is not None):
-        _print_groups(groups)
-    say(f"run {run}: {read} read; {verdict}")
-
-
-def _print_groups(groups: "GroupCounts") -> None:
-    reasons = ", ".join(f"{reason}: {count}" for reason, count in groups.dropped.items())
-    dropped = f"{sum(groups.dropped.values())} dropped{f' ({reasons})' if reasons else ''}"
-    said = f"groups: {groups.trained} trained on, {dropped}, {groups.open} open"
-    for iterations, why in ((groups.retired, "are retired"), (groups.unreadable, "cannot be read")):
-        if iterations:
-            several = f"{len(iterations)} iterations from {iterations[0]} to {iterations[-1]}"
-            which = several if len(iterations) > 1 else f"iteration {iterations[0]}"
-            said += f"; groups of {which} could not be checked: their tables {why}"
-    say(said)
-
-
-def print_signed(signed: Sequence["Signed"]) -> None:
-    """Print the problems of unsigned files, then a line for each author of the ledger's files."""
-    from collections import Counter
-
-    for one in signed:
-        if one.problem:
-            say(f"unsigned: {one.problem}")
-    for name, count in sorted(Counter(one.signer for one in signed if one.signer).items()):
-        say(f"{name} wrote {count} of {len(signed)} files of the ledger")
-
-
-def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool) -> None:
-    """Print the files of a run that can be removed, or were removed: one a line, but one line an iteration for those
-    that retention does not keep."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("path", "bytes", "why"):
-        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for one in old:
-        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", str(one.bytes), f"old {one.kind}")
-    for garbage in found:
-        table.add_row(
-            Text(printable(garbage.path)), "–" if garbage.bytes is None else str(garbage.bytes), garbage.reason
-        )
-    files = sum(len(one.files) for one in old) + len(found)
-    size = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
-    if files:
-        console().print(table)
-    end = "removed" if removed else f"can be removed: run `cairn gc {run} --apply`" if files else "can be removed"
-    say(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
-
-
-def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verified"]:
-    """Yield the checks unchanged, and show the last one in a line on a terminal's stderr."""
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=hidden)
-    with console.status("reading") as line:
-        for number, check in enumerate(checks):
-            line.update(f"{number} commits read, last {check.name}")
-            yield check
+        yield Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim")
 
 
 @contextmanager
-def reporting() -> Iterator[Callable[[str], None]]:
+def reporting(hidden: bool = False) -> Iterator[Callable[[str], None]]:
     """Show the current activity in a line on a terminal's stderr. Yields the function that sets the line's text."""
     from rich.console import Console
 
-    with Console(stderr=True).status("reading") as line:
+    with Console(stderr=True, quiet=hidden).status("reading") as line:
         yield line.update
 
 
@@ -335,25 +269,3 @@ def _last(scores: "Scores") -> str:
     from cairn.flows.reading.metrics import spell_score
 
     return spell_score(scores.last, scores.last_failed, scores.last_graded)
-
-
-def print_table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None:
-    """Print columns of numbers, each under its name."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in header:
-        table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*map(Text, line))
-    console().print(table)
-
-
-def console() -> "Console":
-    """Return a console for the terminal, or for the file or pipe in its place."""
-    from rich.console import Console
-
-    terminal = Console(highlight=False)
-    # A file or a pipe has no width at which lines should be folded.
-    return terminal if terminal.is_terminal else Console(highlight=False, width=200)

@@ -6,25 +6,19 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from cairn.flows.cli.app import (
-    BAD_INPUT,
-    FAILED,
-    TERMINATED,
-    BadInput,
-    JsonOption,
-    RunArgument,
-    StoreOption,
-    describe,
-    exit_code,
-    mind_interrupts,
-)
-from cairn.flows.cli.printing import print_json, tell
-from cairn.flows.cli.tables import print_summary
+from cairn.configs.errors import ConfigError
+from cairn.flows.cli.app import BAD_INPUT, TERMINATED, describe, exit_code
+from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.printing import print_json, print_parts, tell
+from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
 from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, WITHHELD, mind_notices
 
 if TYPE_CHECKING:
@@ -33,6 +27,8 @@ if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
     from cairn.flows.deployments.up import Up
     from cairn.flows.events import Event
+    from cairn.flows.reading.views import RunStatus
+    from cairn.storage.ledger.ledger import Ledger
 
 
 # `cairn up`: operate runs from Prefect's interface.
@@ -46,17 +42,14 @@ MOST_RUNS = 12
 
 
 def up(
+    root: Root,
     host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="Address to listen on; everyone who can reach it may start runs."
-        ),
+        str, Option("--host", metavar="ADDRESS", help="Address to listen on; everyone who can reach it may start runs.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the UI; 0 uses a free one.")] = 4200,
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the UI; 0 uses a free one.")] = 4200,
     no_ray: Annotated[
-        bool, typer.Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
+        bool, Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
     ] = False,
-    store: StoreOption = ".",
 ) -> None:
     """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork and verify them. Until Ctrl-C.
 
@@ -73,7 +66,7 @@ def up(
     """
     from cairn.flows.orchestration.server import is_loopback
 
-    mind_interrupts()
+    _mind_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
     if not is_loopback(host):
         tell(
@@ -82,7 +75,7 @@ def up(
     from cairn.flows.deployments.up import start
 
     tell("starting; this takes some seconds")
-    running = start(store, host=host, port=port, ray=not no_ray)
+    running = start(root.url, host=host, port=port, ray=not no_ray)
     try:
         tell(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
         _show(running)
@@ -110,13 +103,11 @@ def _show(running: "Up") -> None:
 
 def _table(running: "Up") -> "RenderableType":
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    from cairn.flows.cli.tables import STATE_STYLES, age
     from cairn.flows.deployments.names import NAMES
 
-    parts = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    parts = grid()
     parts.add_row("Prefect", running.ui_url if running.server else f"{running.ui_url}, as configured")
     parts.add_row("deployments", f"{', '.join(NAMES)} ({running.serving.state})")
     if running.ray is not None:
@@ -124,9 +115,7 @@ def _table(running: "Up") -> "RenderableType":
     else:
         parts.add_row("Ray", running.ray_address or "each run starts its own")
     parts.add_row("store", running.store)
-    runs = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("run", "state", "iterations", "step", "reward", "last commit"):
-        runs.add_column(name)
+    runs = grid("run", "state", "iterations", "step", "reward", "last commit")
     for status in _newest(running.store):
         runs.add_row(
             status.run,
@@ -139,7 +128,7 @@ def _table(running: "Up") -> "RenderableType":
     return Group(parts, "", runs)
 
 
-def _newest(store: str) -> list[Any]:
+def _newest(store: str) -> list["RunStatus"]:
     from cairn.flows.reading.views import all_runs
     from cairn.storage.opening import open_store
     from cairn.storage.store.errors import StoreError
@@ -151,24 +140,24 @@ def _newest(store: str) -> list[Any]:
     return sorted(found, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
 
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
+RecipeArgument = Annotated[Path, Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
+    Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
 ]
 TakeoverOption = Annotated[
-    bool, typer.Option("--takeover", help="Take over the run from a driver that is still alive; that driver stops.")
+    bool, Option("--takeover", help="Take over the run from a driver that is still alive; that driver stops.")
 ]
 
 
 def train(
+    root: Root,
     recipe: RecipeArgument,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Name of the run; by default that of the recipe's file.")
+        str | None, Option("--run", metavar="NAME", help="Name of the run; by default that of the recipe's file.")
     ] = None,
     overrides: SetOption = None,
     takeover: TakeoverOption = False,
-    store: StoreOption = ".",
 ) -> None:
     """Start a run, or resume the run of that name from its last commit.
 
@@ -186,10 +175,10 @@ def train(
     from cairn.flows.driver.length import with_length
 
     config = with_length(load(recipe, overrides or []))
-    _drive(store, run or recipe.stem, config, takeover, is_new=True)
+    _drive(root, run or recipe.stem, config, takeover)
 
 
-def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOption = ".") -> None:
+def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
     """Resume a run from its last commit, with the configuration in its ledger.
 
     Whatever ended the run (an error, Ctrl-C, a killed machine), no committed step is repeated, and the final weights
@@ -202,13 +191,12 @@ def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOptio
     """
     _mind_signals()
     from cairn.configs.loader import from_manifest
-    from cairn.flows.cli.reading import open_ledger
 
-    ledger = open_ledger(store, run)
-    _drive(store, run, from_manifest(ledger.manifest.config), takeover, is_new=False)
+    ledger = root.ledger(run)
+    _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
 
 
-def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> None:
+def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
     """Check a recipe without starting anything, and print it with every option filled in.
 
     The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
@@ -220,9 +208,6 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     - `cairn validate configs/recipes/quickstart.yaml`
     - `cairn validate my.yaml --set training.lr=1e-5 --json`
     """
-    import yaml
-
-    from cairn.configs.errors import ConfigError
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
     from cairn.flows.driver.validation import data_problems, setup_problems
@@ -240,42 +225,46 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
         print_json({"valid": False, "problems": list(error.problems)})
         raise typer.Exit(BAD_INPUT) from None
     resolved = config.model_dump(mode="json")
-    if json:
-        print_json({"valid": True, "config": resolved, "notes": notes})
-    else:
-        print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
-        for note in notes:
-            tell(f"data: {note}")
-        tell(
-            f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} "
-            f"{_rows(config)}, {config.training.num_steps_per_rollout} optimizer "
-            f"step(s) of {config.global_batch_size} samples each"
-        )
+    return Shown({"valid": True, "config": resolved, "notes": notes}, _resolved(recipe, config, resolved, notes))
 
 
-def _rows(config: "RunConfig") -> str:
-    rows = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
-    return rows.get(config.algorithm.learns_from, config.algorithm.learns_from)
+def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
+    """Yield the recipe with every option filled in, and then print the notes on its data and a summary to stderr."""
+    import yaml
+
+    yield yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).removesuffix("\n")
+    for note in notes:
+        tell(f"data: {note}")
+    kinds = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
+    rows = kinds.get(config.algorithm.learns_from, config.algorithm.learns_from)
+    tell(
+        f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} {rows}, "
+        f"{config.training.num_steps_per_rollout} optimizer step(s) of {config.global_batch_size} samples each"
+    )
+
+
+def _mind_interrupts() -> None:
+    """Let SIGINT stop this process even where it was ignored at the start, as in a background job of a script."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _mind_signals() -> None:
     """Handle signals from the start of a driver until its run has begun, when its own handlers take over."""
-    mind_interrupts()
+    _mind_interrupts()
     mind_notices()
 
 
-def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
-    """Train with progress on the terminal. `is_new`: the configuration comes from the user, not from the ledger."""
+def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "Ledger | None" = None) -> None:
+    """Train with progress on the terminal. `ledger`: that of the run, if the configuration comes from it and not from
+    the user."""
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
     from cairn.storage.opening import open_for_runs
 
-    try:
+    with bad_input(ValueError):
         check_name(run, "run")
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    store = open_for_runs(store_url)
+    store, given = open_for_runs(root.url), config if ledger is None else None
     from cairn.engines.fleet import warm
     from cairn.engines.processes.deferred import collecting_later
 
@@ -289,12 +278,10 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         from cairn.flows.driver.session import telling_what_is_stale
         from cairn.flows.reading.views import RunState, run_status
 
-    try:
-        with telling_what_is_stale(store, run, config, {}):
-            ledger = Ledger.open(store, run, config if is_new else None)
-    except FileNotFoundError:
-        pass
-    else:
+    if ledger is None:
+        with suppress(FileNotFoundError), telling_what_is_stale(store, run, config, {}):
+            ledger = Ledger.open(store, run, config)
+    if ledger is not None:
         # A single request says whether the last update exists; the full status needs many.
         trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
         if trained and run_status(store, run).state is RunState.COMPLETED:
@@ -307,7 +294,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         from cairn.flows.train import start
         from cairn.flows.watching.progress import Progress
 
-    again = f"cairn resume {run}" + ("" if store_url == "." else f" --store {shlex.quote(store_url)}")
+    again = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
     started = False
     progress = Progress(config)
 
@@ -318,7 +305,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
 
     try:
         with progress:
-            run = start(store, run, config if is_new else None, takeover, on_event)
+            run = start(store, run, given, takeover, on_event)
     except Preempted:
         for signum in NOTICES:  # the run is given back: another one may cut the rest short
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
@@ -339,4 +326,4 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             tell(describe(error))
         tell(f"run {run} failed; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(FAILED) from error
-    print_summary(run_status(store, run))
+    print_parts(summary_lines(run_status(store, run)))

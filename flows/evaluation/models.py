@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from cairn.configs.errors import BadInput
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.evaluation import EngineOptions
 from cairn.configs.schema.run import RunConfig
@@ -87,7 +88,7 @@ _ITERATIONS = r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?"
 _PLACE = re.compile(rf"(?P<run>[^@]+)(?:@(?:(?P<word>latest|initial)|{_ITERATIONS}))?")
 
 
-class BadPlace(Exception):
+class BadPlace(BadInput):
     """A run, or an iteration of it, that cannot be evaluated as requested. The message is one clear sentence."""
 
 

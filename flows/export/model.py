@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from cairn.configs.errors import BadInput
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.files import TOKENIZER_FILES, folder_digest, matching_files
@@ -155,7 +156,7 @@ ADAPTER = "adapter"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-class CannotExport(Exception):
+class CannotExport(BadInput):
     """The requested weights do not exist, or the export would overwrite something. The message is one sentence."""
 
 

@@ -26,6 +26,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from cairn.configs.errors import Failure
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
 from cairn.storage.ledger import layout
@@ -113,7 +114,7 @@ def _check_member(member: ZipInfo, first: str, inside: Collection[str]) -> None:
         raise ValueError(f"its member {name!r} has {member.file_size} bytes, but at most {LONGEST_RECORD} are read")
 
 
-class BadBundle(Exception):
+class BadBundle(Failure):
     """The file is no bundle. The message contains the reason."""
 
 

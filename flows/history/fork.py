@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cairn.configs.errors import ConfigError
+from cairn.configs.errors import BadInput, ConfigError
 from cairn.configs.loader import from_manifest, inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic
@@ -20,7 +20,7 @@ from cairn.tasks.durable.selection import number
 from cairn.tasks.steps import rules
 
 
-class CannotFork(Exception):
+class CannotFork(BadInput):
     """The requested fork is impossible. The message contains the reason, and an alternative."""
 
 

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from cairn.configs.errors import BadInput
 from cairn.flows.driver.session import fleet_name, starting_fleet, telling_what_is_stale, total_steps
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config
@@ -42,7 +43,7 @@ _ASKING_OTHERS = frozenset({Step.ROLLOUT, Step.REWARD, Step.SYNC, Step.EVAL})
 """Steps that may need other engines than the training engine."""
 
 
-class NothingToReplay(Exception):
+class NothingToReplay(BadInput):
     """The iteration has no commit of that step."""
 
 

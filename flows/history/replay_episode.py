@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.compute as pc
 
+from cairn.configs.errors import BadInput
 from cairn.configs.kinds import GENERATE
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.context import Context, EpisodeOptions
@@ -48,7 +49,7 @@ from cairn.tasks.generation.rollout import sampling_params
 _OPTION = "rollout.custom_generate_function_path"
 
 
-class NotReplayable(Exception):
+class NotReplayable(BadInput):
     """The record that the replay needs is missing. The message contains the reason."""
 
 

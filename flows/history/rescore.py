@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.configs.errors import ConfigError
+from cairn.configs.errors import BadInput, ConfigError
 from cairn.configs.loader import from_manifest, with_section
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
@@ -169,7 +169,7 @@ def _passed_over(count: int, why: str) -> str:
 _RANGE = re.compile(r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?")
 
 
-class CannotRescore(Exception):
+class CannotRescore(BadInput):
     """The request names no samples to grade. The message is one clear sentence."""
 
 

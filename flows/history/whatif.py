@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from cairn.configs.errors import ConfigError
+from cairn.configs.errors import BadInput, ConfigError
 from cairn.configs.loader import from_manifest, with_section
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
@@ -172,7 +172,7 @@ def _mean(values: np.ndarray) -> float | None:
 _SECTION = "algorithm."
 
 
-class CannotTell(Exception):
+class CannotTell(BadInput):
     """The requested comparison is impossible. The message is one clear sentence."""
 
 

@@ -58,6 +58,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from cairn.configs.errors import Failure
 from cairn.configs.schema.base import has_credentials, shown
 from cairn.engines.processes.ports import spare_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
@@ -87,7 +88,7 @@ _DEFAULTS = {
 """Settings of an embedded server; environment variables override each."""
 
 
-class ServerFailed(Exception):
+class ServerFailed(Failure):
     """Prefect's server did not start, or has ended for good. The message contains the reason and what to do."""
 
 

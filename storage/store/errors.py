@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cairn.configs.errors import BadInput, Failure
+
 # Errors of a run's files, distinguished by what resolves them.
 
 
-class StoreError(Exception):
+class StoreError(Failure):
     """The store did not respond, or not correctly. A retry may help."""
 
 
-class StoreRefused(StoreError):
+class StoreRefused(StoreError, BadInput):
     """The store refuses the request permanently: credentials, bucket, permissions, space.
 
     The message says what to change.
@@ -32,11 +34,11 @@ class NoSpace(StoreRefused):
     """
 
 
-class Damaged(Exception):
+class Damaged(Failure):
     """A committed file is missing, torn or altered. The message names it with what was expected and found."""
 
 
-class Retired(Exception):
+class Retired(Failure):
     """A committed file was removed by the run's retention policy. The message names it."""
 
 
@@ -45,15 +47,15 @@ class Redacted(Retired):
     them."""
 
 
-class BeingDeleted(Exception):
+class BeingDeleted(BadInput):
     """The run is being deleted and must not be used. The message says how to finish the deletion."""
 
 
-class SharedWithForks(Exception):
+class SharedWithForks(BadInput):
     """Other runs were forked from this run and read it. The message names them."""
 
 
-class StaleCommits(Exception):
+class StaleCommits(Failure):
     """Some committed steps were made from inputs or a configuration that have changed since."""
 
     def __init__(self, commits: list[tuple[int, str, str | None, str]]):
@@ -68,7 +70,7 @@ class StaleCommits(Exception):
         )
 
 
-class LeaseHeld(Exception):
+class LeaseHeld(BadInput):
     """A live driver owns the run."""
 
     def __init__(self, message: str, holder: Any):
@@ -77,11 +79,11 @@ class LeaseHeld(Exception):
         super().__init__(message)
 
 
-class LeaseLost(Exception):
+class LeaseLost(Failure):
     """This driver does not own the run (any more) and must stop without a commit."""
 
 
-class RunDiffers(Exception):
+class RunDiffers(BadInput):
     """A run of this name exists with another configuration."""
 
     def __init__(self, run: str, differences: list[tuple[str, Any, Any]]):

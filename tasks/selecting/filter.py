@@ -32,6 +32,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
+from cairn.configs.errors import Failure
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import (
     BUFFER_KEY,
@@ -68,11 +69,11 @@ _FAILED = "failed_sample"
 """Reason for dropping a group with a failed sample."""
 
 
-class BatchNotFilled(Exception):
+class BatchNotFilled(Failure):
     """All allowed rounds are done, and the filter has kept too few groups. Further rounds will not help."""
 
 
-class NoSuchMetadata(Exception):
+class NoSuchMetadata(Failure):
     """A data row lacks the value by which groups are to be ordered."""
 
 

@@ -11,6 +11,7 @@ anything else                    the engine is discarded: a restart brings it to
 
 import time
 
+from cairn.configs.errors import Failure
 from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from cairn.engines.types.types import Position, TrainBatch
 from cairn.storage.ledger.commits import Commit, Step
@@ -24,7 +25,7 @@ from cairn.tasks.durable.step import input_digest
 from cairn.tasks.durable.versions import sampled_from, version_of
 
 
-class ReplayDiverged(Exception):
+class ReplayDiverged(Failure):
     """Error: the replay of a committed train step from its snapshot gave another state. The ledger was not changed."""
 
 

@@ -5,13 +5,10 @@ fork    makes a run of the newest iteration that was trained; it must be readabl
 delete  of the run is refused while a driver lives; the oldest fork that `fork` made is deleted
 """
 
-import io
-import json
-import threading
 import uuid
-from contextlib import redirect_stdout
 from typing import Literal, get_args
 
+from cairn.flows.cli.command import Root
 from cairn.flows.cli.housekeeping import gc
 from cairn.flows.history.fork import fork
 from cairn.storage.ledger.commits import Step
@@ -28,7 +25,6 @@ Command = Literal["gc", "fork", "delete"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 _FORK = "fork-"
-_printing = threading.Lock()
 
 
 def give(command: Command, store_url: str, run: str) -> str:
@@ -43,9 +39,7 @@ def give(command: Command, store_url: str, run: str) -> str:
 
 
 def _collect(store_url: str, run: str) -> str:
-    with _printing, redirect_stdout(io.StringIO()) as printed:
-        gc(run, apply=True, json=True, store=store_url)
-    removed = json.loads(printed.getvalue())
+    removed = gc(Root(store_url), run, apply=True).value
     return f"removed {len(removed['garbage'])} files and {len(removed['retention'])} retired snapshots"
 
 

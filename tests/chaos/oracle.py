@@ -13,12 +13,11 @@ batch-invariant), there is no undisturbed run to be equal to. Such a run must be
 step, done again in this process from the very samples that were committed, gives the same.
 """
 
-import io
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import psutil
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.cli.command import Root
 from cairn.flows.cli.housekeeping import gc
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.history.diff import diff
@@ -145,8 +145,7 @@ def _by_transformers(rollout: Any) -> Any:
 
 def strays_after_gc(ledger: Ledger) -> list[str]:
     """Files of a run that `cairn gc --apply` leaves and that nothing accounts for."""
-    with redirect_stdout(io.StringIO()):
-        gc(ledger.run, apply=True, json=True, store=ledger.store.url)
+    gc(Root(ledger.store.url), ledger.run, apply=True)
     store, folder = ledger.store, layout.run(ledger.run)
     known = set()
     for index in ledger.iterations():  # a fork may have a checkpoint of its own in one that it shares

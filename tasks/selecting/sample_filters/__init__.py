@@ -3,13 +3,14 @@ filter a file, `remove(groups) -> samples`."""
 
 from collections.abc import Iterable, Sequence
 
+from cairn.configs.errors import Failure
 from cairn.configs.kinds import SAMPLE_FILTER
 from cairn.configs.plugins import BadPlugin
 from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.selecting.filters.sample import places
 
 
-class NothingLeft(Exception):
+class NothingLeft(Failure):
     """Nothing is left to train on, of a batch or of one of its optimizer steps."""
 
 

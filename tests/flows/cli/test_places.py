@@ -10,8 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cairn.configs.errors import BadInput
 from cairn.flows.cli import app
-from cairn.flows.cli.app import BadInput, writing
+from cairn.flows.cli.command import writing
 from cairn.flows.cli.printing import print_json
 from tests.flows.written_runs import new_run, write_iteration
 from tests.tables import cases

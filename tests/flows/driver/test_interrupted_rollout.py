@@ -8,7 +8,8 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.types import Completion, GenerateRequest, RequestId
-from cairn.flows.cli.tables import print_status
+from cairn.flows.cli.printing import print_parts
+from cairn.flows.cli.tables import status_lines
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import Groups, run_status
 from cairn.storage.ledger.commits import Step
@@ -54,7 +55,7 @@ def test_only_the_missing_groups_are_generated_and_status_counts_them(
         iteration(run, DirectSteps(run), 0)
     killed = run_status(open_store(store), "tiny")
     assert killed.groups == Groups(waiting=GROUPS // 2)
-    print_status(killed)
+    print_parts(status_lines(killed))
     assert "3 finished and stored for the next driver" in capsys.readouterr().out
 
     fleet = LocalFleet(config)
@@ -64,7 +65,7 @@ def test_only_the_missing_groups_are_generated_and_status_counts_them(
     assert fleet.rollout[0].generated_groups == GROUPS - GROUPS // 2
     done = run_status(open_store(store), "tiny")
     assert done.groups == Groups(generated=GROUPS - GROUPS // 2, recovered=GROUPS // 2)
-    print_status(done)
+    print_parts(status_lines(done))
     assert "3 reused from an interrupted rollout, 3 generated" in capsys.readouterr().out
 
 

@@ -16,7 +16,8 @@ from cairn.engines.types.errors import (
     GraderFailed,
     GraderUnavailable,
 )
-from cairn.flows.cli.tables import print_status
+from cairn.flows.cli.printing import print_parts
+from cairn.flows.cli.tables import status_lines
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
 from cairn.flows.reading.views import run_status
@@ -110,6 +111,6 @@ def test_new_tries_and_waits_stand_in_the_commit_the_metrics_and_the_status(
         assert all(find_metric(name) is not None for name in metrics if name.startswith(("retries/", "perf/retry")))
     status = run_status(open_store(str(tmp_path)), "tiny")
     assert (status.retries.by_error, status.retries.waited) == ({"engine_died": 2, "store": 1}, 4.0)
-    print_status(status)
+    print_parts(status_lines(status))
     assert "tried again" in (told := capsys.readouterr().out)
     assert "steps 3 times (engine_died 2, store 1); 4.0 s waited" in told
