@@ -16,7 +16,7 @@ from cairn.storage.store.errors import BeingDeleted, Retired, SharedWithForks
 from cairn.storage.store.local import LocalStore
 from cairn.storage.upkeep.collector import delete_run
 from cairn.storage.upkeep.retention import forks
-from tests.flows.test_upgrades import FIXTURES, FORMATS
+from tests.flows.test_upgrades import FIXTURE
 
 
 class InterruptedStore(LocalStore):
@@ -38,7 +38,7 @@ class InterruptedStore(LocalStore):
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """A run with a checkpoint of iteration 1, and one fork less than in the fixture."""
-    shutil.copytree(FIXTURES / str(FORMATS[-1]), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(FIXTURE, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "runs" / "branch")
     monkeypatch.chdir(tmp_path)
     return Ledger.open(InterruptedStore(str(tmp_path)), "parent")
