@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.flows.cli.app import FAILED, exit_code
+from cairn.flows.cli.app import exit_code
+from cairn.flows.cli.command import FAILED
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.schemas import Disposition
 from cairn.tasks.durable.selection import last_selection
