@@ -37,7 +37,9 @@ class ServerWeights:
         self._load_timeout = load_timeout
         self._missing: set[str] = set()
         self._updating: int | None = None
-        self._in_flight = False
+        self._serves = ours
+        """Whether requests are taken: with whole weights, and during an update in flight, for which they wait. Requests
+        read it meanwhile, so an update in flight never sets it to False."""
         self._session = False
         """Whether the server is open to new weights."""
         self._whole = ours
@@ -55,13 +57,12 @@ class ServerWeights:
 
     def require_ready(self) -> None:
         """Raises EngineError within an update that is not in flight, without memory, and without weights of ours."""
-        if self._updating is not None and self._in_flight:
-            return
-        if self._updating is not None:
+        serves, updating = self._serves, self._updating
+        if updating is not None and not serves:
             raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
         if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
-        if not self._whole:
+        if not serves:
             raise EngineError("The engine has no weights of this run yet: update them before generating.")
 
     def begin(self, version: int, *, in_flight: bool = False) -> None:
@@ -69,7 +70,7 @@ class ServerWeights:
         a server that changes weights under a running request ends. `in_flight`: what is asked meanwhile will wait."""
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
-        self._whole, self._updating, self._in_flight = False, version, in_flight
+        self._whole, self._updating, self._serves = False, version, in_flight
         self._missing, self._from_folder = set(self._names), False
         self._control.call("/pause_generation", {"mode": "abort"})
         self._wait_until_idle()
@@ -130,7 +131,7 @@ class ServerWeights:
         self._control.call("/continue_generation", {})
         if self._from_folder and not self._released:
             self._await_all_ranks()
-        self._whole, self._updating = True, None
+        self._whole, self._updating, self._serves = True, None, True
 
     def receiver(self) -> Receiver:
         """The server as a member of a broadcast's group."""
@@ -162,7 +163,7 @@ class ServerWeights:
         """Give the GPU memory to others; the weights in it are lost."""
         tags = [tag for tag in MEMORY if tag not in self._released]
         if tags:
-            self._whole, self._updating = False, None
+            self._whole, self._updating, self._serves = False, None, False
             self._released.update(tags)
             self._wait_until_idle()
             self._control.call("/release_memory_occupation", {"tags": [own for tag in tags for own in MEMORY[tag]]})
