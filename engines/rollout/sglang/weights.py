@@ -39,7 +39,9 @@ class ServerWeights:
         self._load_timeout = load_timeout
         self._missing: set[str] = set()
         self._updating: int | None = None
-        self._in_flight = False
+        self._serves = ours
+        """Whether requests are taken: with whole weights, and during an update in flight, for which they wait. Requests
+        read it meanwhile, so an update in flight never sets it to False."""
         self._session = False
         """Whether the server accepts new weights at the moment."""
         self._whole = ours
@@ -58,13 +60,12 @@ class ServerWeights:
 
     def require_ready(self) -> None:
         """Raise EngineError within an update that is not in flight, without memory, and without weights of this run."""
-        if self._updating is not None and self._in_flight:
-            return
-        if self._updating is not None:
+        serves, updating = self._serves, self._updating
+        if updating is not None and not serves:
             raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
         if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
-        if not self._whole:
+        if not serves:
             raise EngineError("The engine has no weights of this run yet: update them before generating.")
 
     def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
@@ -73,7 +74,7 @@ class ServerWeights:
         will wait."""
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
-        self._whole, self._updating, self._in_flight = False, version, in_flight
+        self._whole, self._updating, self._serves = False, version, in_flight
         self._missing, self._from_folder = set(self._names), False
         self._control.call("/pause_generation", {"mode": "abort"})
         self._wait_until_idle()
@@ -124,7 +125,7 @@ class ServerWeights:
         self._control.call("/continue_generation", {})
         if self._from_folder and not self._released:
             self._await_all_ranks()
-        self._whole, self._updating = True, None
+        self._whole, self._updating, self._serves = True, None, True
 
     def receiver(self) -> Receiver:
         return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=self._group)
@@ -153,7 +154,7 @@ class ServerWeights:
         """Release the GPU memory; the weights in it are lost."""
         tags = [tag for tag in MEMORY if tag not in self._released]
         if tags:
-            self._whole, self._updating = False, None
+            self._whole, self._updating, self._serves = False, None, False
             self._released.update(tags)
             self._wait_until_idle()
             self._control.call("/release_memory_occupation", {"tags": [own for tag in tags for own in MEMORY[tag]]})

@@ -1,6 +1,5 @@
 """The rollout engine for any Hugging Face causal language model, on CPU or GPU, in this process."""
 
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -101,12 +100,10 @@ class TransformersEngine:
         self._loop = DecodeLoop(
             self._decoder, eos_token_ids(self._model), self._serving, self._occupancy, StopStrings(model_path)
         )
-        self._versions = threading.Lock()
-        """Held while what is served changes hands: requests come meanwhile."""
-        self._weight_version: int | None = 0
+        self._serves: int | None = 0
+        """Version that requests are generated with; during an update in flight, the one being loaded. None: there are
+        no weights to generate with. Requests read it meanwhile, so an update in flight never sets it to None."""
         self._update: WeightUpdate | None = None
-        self._in_flight = False
-        """Whether samples are paused until the update has ended."""
         self._released: set[MemoryTag] = set()
         self._batch_invariant: bool | None = None
         if problem := checks.find_decoding_error(self._decoder):
@@ -124,7 +121,7 @@ class TransformersEngine:
         self._loop.abort()
 
     def get_weight_version(self) -> int | None:
-        return self._weight_version
+        return None if self._update is not None else self._serves
 
     def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
         if "weights" in self._released:
@@ -132,9 +129,8 @@ class TransformersEngine:
         if in_flight:
             self._loop.rest()
         with nullcontext() if in_flight else self._occupancy.alone("update weights"):
-            update = WeightUpdate(self._model, version)
-            with self._versions:
-                self._weight_version, self._in_flight, self._update = None, in_flight, update
+            self._update = WeightUpdate(self._model, version)
+            self._serves = version if in_flight else None
 
     def retracted(self) -> list[Completion]:
         return self._loop.retracted()
@@ -153,13 +149,12 @@ class TransformersEngine:
     def end_weight_update(self) -> None:
         update = self._updating()
         update.end()
-        with self._versions:
-            self._weight_version, self._update, self._in_flight = update.version, None, False
+        self._serves, self._update = update.version, None
         self._loop.go_on(update.version)
 
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
-            self._weight_version, self._update = None, None
+            self._serves, self._update = None, None
             self._move_to("cpu")
             self._decoder.forget()
             self._released = {"weights", "kv_cache"}
@@ -198,7 +193,7 @@ class TransformersEngine:
             "device": str(self._decoder.device),
             "num_threads": torch.get_num_threads(),
             "context_length": self._decoder.context_length,
-            "weight_version": self._weight_version,
+            "weight_version": self.get_weight_version(),
             "released": sorted(self._released),
             "running_requests": self._loop.decoding.running,
             "tokens_generated": self._loop.tokens,
@@ -220,12 +215,10 @@ class TransformersEngine:
         """Return the version of the weights. Raises EngineError where there are none to generate with."""
         if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
-        with self._versions:
-            if self._in_flight and self._update is not None:
-                return self._update.version
-            if self._weight_version is None:
-                raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
-            return self._weight_version
+        serves = self._serves
+        if serves is None:
+            raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
+        return serves
 
 
 def make(model_path: str, config: RolloutConfig, plan: EnginePlan, place: Place, *limits: Any) -> TransformersEngine:

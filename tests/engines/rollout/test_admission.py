@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,12 +119,14 @@ def test_an_engine_that_does_not_serve_is_the_error_of_the_stream(qwen3: Transfo
     stream.submit(requests(0, 2))
     next(stream)
     version = qwen3.get_weight_version()
+    assert version is not None
     stream.close()
-    qwen3.begin_weight_update(1)
+    qwen3.begin_weight_update(version)
     try:
         late = Admission(TOKENS).open(qwen3.open())
         late.submit(requests(0, 2))
         with pytest.raises(EngineError, match="weight update"):
             next(late)
     finally:
-        qwen3._weight_version, qwen3._update = version, None
+        qwen3.update_weights_from_disk(Path(qwen3.health()["model"]))
+        qwen3.end_weight_update()

@@ -359,7 +359,9 @@ class OtherWeights(LocalRollout):
     """An engine that was restarted with other weights behind the driver's back."""
 
     def open(self) -> Stream:
-        self.engine._weight_version = 7
+        self.engine.begin_weight_update(7)
+        self.engine.update_weights_from_disk(Path(self.engine.health()["model"]))
+        self.engine.end_weight_update()
         return super().open()
 
 

@@ -130,6 +130,10 @@ def test_long_responses_are_continued_over_iterations_and_a_kill(
                 earlier[row["group_id"], row["sample_index"]] = row
         assert continued > 0
         assert worst < 1e-4
+        for index in range(3):
+            estimated = run.committed(index, Step.ADVANTAGE)
+            ages = np.concatenate([np.asarray(ages) for ages in run.read(estimated)["ages"].to_pylist()])
+            assert estimated.metrics["age/masked_tokens"] == (ages > 1).sum()
         digests = train_digests(run, range(3))
     with tiny_context(str(tmp_path), config, fleet=ServedFleet(config, engine)) as (run, _):
         restore_trainer(run, run.committed(2, Step.TRAIN))  # raises where a digest differs

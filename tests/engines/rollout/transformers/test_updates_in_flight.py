@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,8 @@ def test_a_request_that_comes_while_an_update_begins_is_taken(
     class Slow(WeightUpdate):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            asking = threading.Thread(target=stream.submit, args=([late],))
-            asking.start()
-            asking.join(60)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(stream.submit, [late]).result(60)
 
     monkeypatch.setattr("cairn.engines.rollout.transformers.engine.WeightUpdate", Slow)
     qwen3.begin_weight_update(1, in_flight=True)
