@@ -97,12 +97,12 @@ def functions(stacks: Path) -> list[tuple[str, float]]:
     for line in stacks.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
         total += int(count)
-        for name in _own(stack.split(";")):
+        for name in _cairn_functions(stack.split(";")):
             counts[name] += int(count)
     return [(name, count / total) for name, count in counts.most_common(MOST)]
 
 
-def _own(frames: Sequence[str]) -> set[str]:
+def _cairn_functions(frames: Sequence[str]) -> set[str]:
     """Return Cairn's functions of a stack without line numbers, since a function may appear with several lines."""
     return {f"{frame.rpartition(':')[0]})" for frame in frames if frame.rpartition(" (")[2].startswith(ROOMS)}
 

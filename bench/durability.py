@@ -39,7 +39,7 @@ WARM_UP = 3
 """Number of first iterations that are not counted."""
 
 
-class SideBySide:
+class BareLoopComparison:
     """Receives the durable run's events, and repeats each completed iteration in the bare loop."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     small = SMALL_RUN if arguments.smoke else ()
     overrides = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small, *arguments.set]
     config = load(arguments.recipe, overrides)
-    side_by_side = SideBySide(config)
+    side_by_side = BareLoopComparison(config)
     with tempfile.TemporaryDirectory() as folder:
         start(open_for_runs(folder), "durable", config, on_event=side_by_side)
     found = {name: statistics.median(values) for name, values in side_by_side.milliseconds.items()}

@@ -75,7 +75,7 @@ async def page(url: str) -> str:
         return await answer.text()
 
 
-class Forgetful:
+class NoRecorder:
     """A recorder that stores nothing."""
 
     records, replaying, awaited, acting = True, False, None, False
@@ -89,7 +89,7 @@ class Forgetful:
 async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
     """Generate the sample's number of turns, with a page after each."""
     if sample.metadata["way"] == "without":
-        ctx._recorder = Forgetful()  # type: ignore[assignment]
+        ctx._recorder = NoRecorder()  # type: ignore[assignment]
     ids, segments = list(sample.prompt_ids), list[Segment]()
     for _ in range(sample.metadata["turns"]):
         segments.append(await ctx.sample(ids))

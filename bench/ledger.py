@@ -158,7 +158,7 @@ def write_run(url: str, iterations: int) -> str:
     return run
 
 
-def find_the_place(store: S3Store, run: str) -> Lease:
+def resume_requests(store: S3Store, run: str) -> Lease:
     """Send all requests of a driver until the first step that is not committed."""
     ledger = Ledger.open(store, run)
     lease = ledger.acquire()
@@ -237,7 +237,7 @@ def main() -> None:
             run = write_run(url, iterations)
             console.print(f"{iterations} iterations written in {time.perf_counter() - began:.0f} s")
             leases: list[Lease] = []
-            cost = measure(url, lambda store, run=run, to=leases: to.append(find_the_place(store, run)))
+            cost = measure(url, lambda store, run=run, to=leases: to.append(resume_requests(store, run)))
             note("resume", iterations, cost)
             leases[0].release(Outcome.STOPPED)
             note("status", iterations, measure(url, lambda store, run=run: run_status(store, run)))

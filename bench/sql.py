@@ -50,7 +50,7 @@ print(time.perf_counter() - began, rows)
 """
 
 
-def ask(folder: Path, text: str, cache: Path) -> float:
+def query_seconds(folder: Path, text: str, cache: Path) -> float:
     """Return the seconds of a query in a new process, without Python's start and imports."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     answer = subprocess.run(
@@ -105,8 +105,8 @@ def measure(
         taken: dict[str, list[float]] = {"first": [], "second": [], "command": []}
         for _ in range(rounds):
             with tempfile.TemporaryDirectory(dir=scratch) as cache:
-                taken["first"].append(ask(folder, text, Path(cache)))
-                taken["second"].append(ask(folder, text, Path(cache)))
+                taken["first"].append(query_seconds(folder, text, Path(cache)))
+                taken["second"].append(query_seconds(folder, text, Path(cache)))
                 taken["command"].append(command(Path(cache), "sql", text, "--store", str(folder), "--csv"))
         found[question] = {way: statistics.median(seconds) for way, seconds in taken.items()}
     return found

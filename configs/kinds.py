@@ -126,7 +126,7 @@ class Kind:
     yields: bool = False
     """Whether the function may be a generator function."""
 
-    def ours(self) -> list[str]:
+    def built_in_names(self) -> list[str]:
         """Return the names of the built-in ones: of the files in the folder, without helpers. Imports none of them."""
         return sorted(set(_files(self.package)) - self.helpers) if self.package else []
 
@@ -134,8 +134,8 @@ class Kind:
         """Return the path of the code `name`, for `load_callable`. Raises BadPlugin where there is no such code."""
         if "." in name:
             return name
-        if name not in self.ours():
-            known = ", ".join([*self.ours(), "package.module.function"])
+        if name not in self.built_in_names():
+            known = ", ".join([*self.built_in_names(), "package.module.function"])
             raise BadPlugin(f"there is no {self.name} {name!r}: use one of {known} or file.py:function")
         return f"{self.package}.{name}.{self.function}"
 
@@ -160,7 +160,7 @@ class Kind:
         self._check_loss(name, declared(function).loss)
         return function
 
-    def ways(self, name: str, function: Callable[..., Any]) -> list[tuple[str, ...]]:
+    def signatures_of(self, name: str, function: Callable[..., Any]) -> list[tuple[str, ...]]:
         """Return the signatures with which a function can be called; all of them where Python cannot inspect it.
 
         Raises BadPlugin where there is none.
@@ -173,17 +173,17 @@ class Kind:
         if len(self.takes) > 1:  # how many arguments there are tells no way from those of other libraries
             found = [arguments for arguments in found if _names(signature, arguments)]
         if not found:
-            raise self.of_other_arguments(name, function)
+            raise self.signature_error(name, function)
         return found
 
-    def of_other_arguments(self, name: str, function: Callable[..., Any]) -> BadPlugin:
+    def signature_error(self, name: str, function: Callable[..., Any]) -> BadPlugin:
         """Return the error for a function that fits none of the signatures."""
         ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
         named = " by these names" if len(self.takes) > 1 else ""
         return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}{named}")
 
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
-        self.ways(name, function)
+        self.signatures_of(name, function)
         found = deferred(function)
         may_be = {None: (None, "a coroutine"), True: ("a coroutine",), False: (None,)}[self.waits]
         if found in may_be or (self.yields and found == "a generator"):
@@ -196,17 +196,17 @@ class Kind:
         )
 
     def _check_loss(self, name: str, loss: str | None) -> None:
-        if loss is None or (self is ESTIMATOR and loss in LOSS.ours()):
+        if loss is None or (self is ESTIMATOR and loss in LOSS.built_in_names()):
             return
-        known = f"name one of {', '.join(LOSS.ours())}, or none" if self is ESTIMATOR else "leave it out"
+        known = f"name one of {', '.join(LOSS.built_in_names())}, or none" if self is ESTIMATOR else "leave it out"
         raise BadPlugin(f"the {self.name} {name!r} declares the loss {loss!r}, which does not fit it: {known}")
 
-    def declaration_of_ours(self, name: str) -> Declaration | None:
+    def built_in_declaration(self, name: str) -> Declaration | None:
         """Return the declaration of a built-in one.
 
         Returns None for user code, which only `load` may run, and for an unknown name.
         """
-        return declared(self.load(name)) if name in self.ours() else None
+        return declared(self.load(name)) if name in self.built_in_names() else None
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def user_code(config: Any) -> dict[str, list[str]]:
     return {option: paths for option, paths in found.items() if paths}
 
 
-def naming_code(reads: Collection[str]) -> tuple[str, ...]:
+def code_options(reads: Collection[str]) -> tuple[str, ...]:
     """Return the options that name code, among some options and sections."""
     return _naming_code(tuple(reads))
 
@@ -420,7 +420,7 @@ def _naming_code(reads: tuple[str, ...]) -> tuple[str, ...]:
 def readers(kind: Kind) -> dict[str, list[str]]:
     """Return the options that some built-in functions of a kind read, each with the names of these functions."""
     found: dict[str, list[str]] = {}
-    for name in kind.ours():
+    for name in kind.built_in_names():
         for option in sorted(declared(kind.load(name)).reads):
             found.setdefault(option, []).append(name)
     return found

@@ -199,7 +199,7 @@ def parse(
         config = RunConfig.model_validate_json(text, strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
-    if idle := [_way_back(one, inherited=inherited(one.option)) for one in idle_options(config)]:
+    if idle := [_reset_hint(one, inherited=inherited(one.option)) for one in idle_options(config)]:
         raise ConfigError(idle)
     return config
 
@@ -212,19 +212,17 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
     given = {override.partition("=")[0].strip() for override in overrides}
-    _leave_the_clip_range_to_the_loss(values, parent, given)
+    _reset_clip_range(values, parent, given)
     return parse(values, UNCHECKED, lambda option: option not in given)
 
 
-def _leave_the_clip_range_to_the_loss(
-    values: dict[str, Any], parent: Mapping[str, Any], given: Collection[str]
-) -> None:
+def _reset_clip_range(values: dict[str, Any], parent: Mapping[str, Any], overridden: Collection[str]) -> None:
     """Give a fork the default clip range of its own loss where its parent has that of the parent's loss.
 
     An override of the clip range or of the whole section prevents this.
     """
     section, before = values["algorithm"], AlgorithmConfig.usual_clip_range(parent["algorithm"])
-    named = {"algorithm", *(f"algorithm.{name}" for name in before)} & {*given}
+    named = {"algorithm", *(f"algorithm.{name}" for name in before)} & {*overridden}
     if not named and all(parent["algorithm"][name] == value for name, value in before.items()):
         section |= AlgorithmConfig.usual_clip_range(section)
 
@@ -255,7 +253,7 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
     changed = recorded.model_copy(update={name: section})
     idle = [one for one in idle_options(changed) if one.option.startswith(f"{name}.")]
     if idle:
-        raise ConfigError([_way_back(one, inherited=one.option not in given) for one in idle])
+        raise ConfigError([_reset_hint(one, inherited=one.option not in given) for one in idle])
     return changed
 
 
@@ -280,7 +278,7 @@ def released(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate(config.model_dump(mode="json"), context=RECORDED)
 
 
-def _way_back(idle: Idle, *, inherited: bool) -> str:
+def _reset_hint(idle: Idle, *, inherited: bool) -> str:
     """Return the sentence about an option without effect, with the override that resets an inherited one."""
     reset = f" (inherited from the parent; back to the default by --set {idle.option}={_spell(idle.default)})"
     return f"{idle}{reset if inherited else ''}"

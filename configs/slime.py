@@ -80,8 +80,8 @@ class Arguments:
         flag = counterparts().get(name)
         if flag is None or not flag.options:
             why = f"{flag.why or flag.how}" if flag else "slime has no such flag"
-            told = f"args.{name} does not exist here: {why}; write what the function needs into its file"
-            raise BadPlugin(told) if flag else NoSuchFlag(told)
+            message = f"args.{name} does not exist here: {why}; write what the function needs into its file"
+            raise BadPlugin(message) if flag else NoSuchFlag(message)
         if flag.options[0] not in self._options:
             raise BadPlugin(
                 f"args.{name} is {flag.options[0]} here, which the step that calls the function does not read: write "

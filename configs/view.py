@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from cairn.configs.kinds import OPTIONS, declared, named, naming_code
+from cairn.configs.kinds import OPTIONS, code_options, declared, named
 from cairn.configs.schema.base import Section
 
 CHANGES_NO_BITS: Mapping[str, str] = {
@@ -106,7 +106,7 @@ def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
         BadPlugin: the code is not available.
     """
     found = list(reads)
-    for option in naming_code(reads):
+    for option in code_options(reads):
         section = option.rpartition(".")[0]
         for path in named(config, option).values():
             if "." in path:

@@ -22,7 +22,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.tasks.advantages.step import advantage
 from cairn.tasks.batch.batch import trained_shards
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.quarantine import passed_over
+from cairn.tasks.durable.quarantine import skipped_prompts
 from cairn.tasks.durable.selection import last_selection, number
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
@@ -70,7 +70,7 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """
     config = run.config
     if not config.samples_responses:
-        return collect_given(run, steps, index)
+        return collect_from_data(run, steps, index)
     if config.rollout.pipeline == "streaming":
         return collect_from_stream(run, steps, index)
     lag = config.rollout.weights_lag
@@ -101,13 +101,13 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     return [*evals, *generated, *graded, selection]
 
 
-def collect_given(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+def collect_from_data(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Read the batch of an iteration from the data. The first iteration evaluates the initial weights before that."""
     evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
     before = [last_selection(run, index - 1)] if index else []
     place: dict[str, Any] = {
         "cursor": number(before[0], "cursor") if before else 0,
-        "without": passed_over(run.ledger, index) or None,
+        "without": skipped_prompts(run.ledger, index) or None,
     }
     samples = steps.call(read_demonstrations, index, "00-000", before, **place)
     selection = steps.call(take_all, index, "00", samples)
@@ -186,7 +186,7 @@ def plan_round(
         "resumed": resumed,
         "needed": missing if config.partial_rollout else None,
         "parts": parts,
-        "without": passed_over(run.ledger, index) or None,
+        "without": skipped_prompts(run.ledger, index) or None,
     }
     return [(f"{round:02d}-{part:03d}", {**whole, "part": part}) for part in range(parts)]
 

@@ -95,10 +95,10 @@ class Pipeline:
                 self._make_next(index + 1)
             if stream is not None:
                 self._pacing.learns(index, waited=waited)
-                stream.look_again()
+                stream.recheck()
             learned = learn(run, steps, index, advantages)
             if stream is not None:
-                self._tell_stream(stream, index)
+                self._publish_to_stream(stream, index)
             self._learned(index)
         with self._half("all", index, after={"all": index - 1}):
             return [*collected, *learned, *self._evaluated(index)]
@@ -134,7 +134,7 @@ class Pipeline:
             self._run.emit(Message(f"{sentence}: {error}", "warning"))
             return None
 
-    def _tell_stream(self, stream: Stream, index: int) -> None:
+    def _publish_to_stream(self, stream: Stream, index: int) -> None:
         """Publish new weights to the stream, every `update_weights_interval` iterations."""
         run = self._run
         if newest_sampled(run.config.rollout, index) == index:

@@ -14,7 +14,7 @@ from cairn.flows.step_runner import StepRunner
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.logs.admissions import claim_admission
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.quarantine import passed_over
+from cairn.tasks.durable.quarantine import skipped_prompts
 from cairn.tasks.durable.selection import last_selection, number
 from cairn.tasks.grading.reward import reward
 from cairn.tasks.selecting.filter import filter_groups
@@ -67,7 +67,7 @@ def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: in
         while admission is None or (admission.iteration, admission.shard) != (index, shard):
             previous = stream.newest_admission
             number = 0 if previous is None else admission_number(previous) + 1
-            without = passed_over(run.ledger, index)
+            without = skipped_prompts(run.ledger, index)
             claim = claim_admission(run.ledger, number, iteration=index, shard=shard, count=count, without=without)
             place = {"count": claim.count, "without": list(claim.without) or None}
             admission = steps.call(admit, claim.iteration, claim.shard, previous, **place)

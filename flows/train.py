@@ -48,8 +48,8 @@ from cairn.storage.store.store import Store
 from cairn.storage.upkeep.retention import newest_checkpoint, retire
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
-from cairn.tasks.durable.quarantine import put_in_force
-from cairn.tasks.durable.step import tell_changed_environment
+from cairn.tasks.durable.quarantine import apply_requests
+from cairn.tasks.durable.step import report_environment_change
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.streaming.opening import open_stream
 from cairn.tasks.trainer.checkpoint import checkpoint_due
@@ -159,13 +159,13 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         takeover: Take over the run from a driver that is still alive.
     """
     try:
-        go_on(open_for_runs(store), run, config, takeover)
+        start_in_flow(open_for_runs(store), run, config, takeover)
     except Withheld as error:
         return end_of_driver(error, run, store)
     return None
 
 
-def go_on(
+def start_in_flow(
     store: Store,
     run: str,
     config: RunConfig | None,
@@ -191,13 +191,13 @@ def go_on(
 
 @contextmanager
 def opened(
-    store: Store, run: str, config: RunConfig | None, takeover: bool, teller: OnEvent, ending: Ending
+    store: Store, run: str, config: RunConfig | None, takeover: bool, on_event: OnEvent, ending: Ending
 ) -> Iterator[tuple[RunContext, Watchers]]:
-    """Open a run; yield its context and the object that passes events to `teller` and to all watchers of the run."""
-    tell = Watchers(teller)
+    """Open a run; yield its context and the object that passes events to `on_event` and to all watchers of the run."""
+    tell = Watchers(on_event)
     with (
         ending.in_order(),
-        open_run(store, run, config, takeover=takeover, emit=tell, on_lease=ending.owns) as context,
+        open_run(store, run, config, takeover=takeover, emit=tell, on_lease=ending.set_lease) as context,
         ending.in_order(),
         tell.joined_by(watchers(context)),
     ):
@@ -248,7 +248,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
     def admitted(index: int) -> None:
         admit(run, index, lambda gate, sentence: waiting(driver, run.ledger.run, gate, sentence))
-        put_in_force(run, index)
+        apply_requests(run, index)
 
     pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, admit=admitted)
 
@@ -311,4 +311,4 @@ def report_changed_environment(run: RunContext, first: int) -> None:
     for (step, shard), now in engines.items():
         newest = run.find(first, step, shard) or (run.find(first - 1, step, shard) if first else None)
         if newest is not None:
-            tell_changed_environment(run, newest, now)
+            report_environment_change(run, newest, now)

@@ -27,11 +27,11 @@ from pydantic import Field, JsonValue, field_validator
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import FORMAT, Marker, OutputFile
-from cairn.storage.ledger.leases import Lease, LeaseState, Outcome, Owned, newest_lease
+from cairn.storage.ledger.leases import Lease, LeaseState, LeaseSubject, Outcome, newest_lease
 from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, from_parquet
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, LeadsOut, LeaseHeld
+from cairn.storage.store.errors import Damaged, LeaseHeld, LinkOutsideStore
 from cairn.storage.store.store import Store
 
 LOOK_INTERVAL = 0.5
@@ -195,18 +195,18 @@ def find_or_claim(
 
     Waits while a living process holds that right, and calls `waiting` once for each such holder, with its lease.
     """
-    told: object = None
+    reported: object = None
     while True:
-        found = look(store, key)
+        found = try_claim(store, key)
         if not isinstance(found, LeaseHeld):
             return found
-        if found.holder != told:
-            told = found.holder
+        if found.holder != reported:
+            reported = found.holder
             waiting(newest_lease(store, _owned(key)))
         time.sleep(LOOK_INTERVAL)
 
 
-def look(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHeld:
+def try_claim(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHeld:
     """Return the result, the right to compute it, or LeaseHeld with the holder of that right. Does not wait.
 
     Raises Damaged.
@@ -227,7 +227,7 @@ def look(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHeld:
 
 def claimant(store: Store, folder: str) -> LeaseState | None:
     """Return the newest lease on the result of a folder, or None if nobody has claimed it."""
-    return newest_lease(store, Owned(layout.evaluation_claims(folder), folder, "evaluation"))
+    return newest_lease(store, LeaseSubject(layout.evaluation_claims(folder), folder, "evaluation"))
 
 
 def read_samples(store: Store, result: Evaluation) -> pa.Table:
@@ -252,14 +252,14 @@ def folders(store: Store) -> Iterator[str]:
             continue
         try:
             names = store.list(model)
-        except LeadsOut:  # nobody has a result there
+        except LinkOutsideStore:  # nobody has a result there
             continue
         for name in names:
             if (folder := layout.parse_evaluation(model, name)) is not None:
                 yield folder
 
 
-def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
+def results_with_prompts(store: Store, texts: Collection[str]) -> Iterator[str]:
     """Yield the folders of the results that contain one of these prompts, by prompt text.
 
     Includes results whose rows cannot be read.
@@ -267,10 +267,10 @@ def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
     for folder in folders(store):
         try:
             result = read(store, folder)
-            asked = set() if result is None else set(read_samples(store, result)["prompt_text"].to_pylist())
+            prompts = set() if result is None else set(read_samples(store, result)["prompt_text"].to_pylist())
         except Damaged:
-            asked = set(texts)
-        if asked & set(texts):
+            prompts = set(texts)
+        if prompts & set(texts):
             yield folder
 
 
@@ -279,5 +279,5 @@ def results(store: Store) -> Iterator[Evaluation]:
     yield from (found for folder in folders(store) if (found := read(store, folder)) is not None)
 
 
-def _owned(key: EvaluationKey) -> Owned:
-    return Owned(layout.evaluation_claims(key.folder), key.folder.rpartition("/")[2], "evaluation")
+def _owned(key: EvaluationKey) -> LeaseSubject:
+    return LeaseSubject(layout.evaluation_claims(key.folder), key.folder.rpartition("/")[2], "evaluation")

@@ -13,7 +13,7 @@ from cairn.engines.agents import slime as generating
 from cairn.tasks.rewards import sample as graders
 
 _SAME_WORDS = "the same text gets the same reward in any sample; a filter has it"
-_UNTOLD = {
+_UNAVAILABLE = {
     "index": _SAME_WORDS,
     "group_index": _SAME_WORDS,
     "loss_mask": "write a `grade(sample: cairn.Sample)`, whose `segments` say which tokens the policy sampled",
@@ -41,8 +41,8 @@ class Sample:
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError with an explanation. Python calls this for missing attributes only."""
-        if name in _UNTOLD:
-            raise AttributeError(f"sample.{name} is not passed to a grader: {_UNTOLD[name]}")
+        if name in _UNAVAILABLE:
+            raise AttributeError(f"sample.{name} is not passed to a grader: {_UNAVAILABLE[name]}")
         raise AttributeError(
             f"sample.{name} does not exist here: docs/coming-from-slime.md lists the fields of a sample"
         )
@@ -53,7 +53,7 @@ class Sample:
 
 
 @dataclass
-class OfGroup(Sample):
+class GroupSample(Sample):
     """Sample of a group, as a filter receives it."""
 
     group_index: int = 0

@@ -26,18 +26,18 @@ from cairn.tasks.trainer.train import train
 STEPS: dict[Step, DurableStep[Any]] = {
     step.name: step for step in (rollout, reward, filter_groups, score, advantage, train, checkpoint, sync, evaluate)
 }
-GIVEN: dict[Step, DurableStep[Any]] = {step.name: step for step in (read_demonstrations, take_all)}
+OFFLINE_STEPS: dict[Step, DurableStep[Any]] = {step.name: step for step in (read_demonstrations, take_all)}
 """Steps that replace those of `STEPS` if the data contain the responses to train on."""
 
-STREAMED: dict[Step, DurableStep[Any]] = {step.name: step for step in (admit, take_groups)}
+STREAMING_STEPS: dict[Step, DurableStep[Any]] = {step.name: step for step in (admit, take_groups)}
 """Steps that precede or replace those of `STEPS` if samples are generated continuously."""
 
 
 def steps_of(config: RunConfig) -> dict[Step, DurableStep[Any]]:
     """Return the steps of a run."""
     if config.rollout.pipeline == "streaming":
-        return STEPS | STREAMED
-    return STEPS if config.samples_responses else STEPS | GIVEN
+        return STEPS | STREAMING_STEPS
+    return STEPS if config.samples_responses else STEPS | OFFLINE_STEPS
 
 
 def rules(config: RunConfig) -> dict[str, Rules]:

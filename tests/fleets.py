@@ -1,7 +1,7 @@
 """What tests do with all rollout engines of a fleet at once, and runs with one engine at a time."""
 
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.fleet.calls import at_the_same_time
+from cairn.engines.fleet.calls import map_in_threads
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.weights.exchange import verify_log_probs
@@ -11,12 +11,12 @@ from cairn.engines.rollout.base import RolloutEngine
 
 def versions(fleet: Fleet) -> list[int | None]:
     """The weight version that each rollout engine reports."""
-    return at_the_same_time(fleet.rollout, lambda engine: engine.ask(RolloutEngine.get_weight_version))
+    return map_in_threads(fleet.rollout, lambda engine: engine.ask(RolloutEngine.get_weight_version))
 
 
 def serve_all(fleet: Fleet, version: int) -> list[int | None]:
     """Have every rollout engine serve a published version; returns what they report then."""
-    at_the_same_time(fleet.rollout, lambda engine: fleet.weights.serve(engine, version))
+    map_in_threads(fleet.rollout, lambda engine: fleet.weights.serve(engine, version))
     return versions(fleet)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.engines.training.checkpoint import STATE
-from cairn.flows.cli.printing import print_parts, say, tell
+from cairn.flows.cli.printing import print_parts, print_stderr, say
 from cairn.flows.cli.tables import status_lines
 from cairn.flows.driver.session import open_run
 from cairn.flows.driver.trust import recorded_config, require_trusted
@@ -381,7 +381,7 @@ def test_text_of_a_store_steers_no_terminal(store: LocalStore, capsys: pytest.Ca
     title = "\x1b]0;owned\x07"
     reseal(store, layout.lease("tiny", 1), lambda fields: fields["holder"].update(host=title))
     print_parts(status_lines(run_status(store, "tiny")))
-    tell(f"run {title}")
+    print_stderr(f"run {title}")
     say(f"run {title}")
     shown = capsys.readouterr()
     assert "\\x1b]0;owned" in shown.out

@@ -326,7 +326,7 @@ class AlgorithmConfig(Section):
         policy."""
         if not self.names_a_loss:  # those that go with an estimator have another
             return False
-        ours = LOSS.declaration_of_ours(self.loss_type)
+        ours = LOSS.built_in_declaration(self.loss_type)
         return ours is not None and "rollout_log_probs" in ours.needs and "old_log_probs" not in ours.needs
 
     @property
@@ -353,8 +353,8 @@ class AlgorithmConfig(Section):
         name = self.advantage_estimator
         if self.names_a_loss:
             return self.loss_type
-        said = declared(ESTIMATOR.load(name)) if "." in name else ESTIMATOR.declaration_of_ours(name)
-        return (said and said.loss) or self.loss_type
+        declaration = declared(ESTIMATOR.load(name)) if "." in name else ESTIMATOR.built_in_declaration(name)
+        return (declaration and declaration.loss) or self.loss_type
 
     @property
     def reads_reference(self) -> bool:
@@ -369,7 +369,7 @@ class AlgorithmConfig(Section):
     @property
     def trains_critic(self) -> bool:
         """Whether the estimator or loss needs values of a critic, as far as is known of user code."""
-        estimator = ESTIMATOR.declaration_of_ours(self.advantage_estimator)
+        estimator = ESTIMATOR.built_in_declaration(self.advantage_estimator)
         return estimator is None or "values" in estimator.needs or "." in self.loss_type
 
     @property
@@ -418,7 +418,7 @@ class AlgorithmConfig(Section):
         default, usual = type(self).model_fields[option].default, type(self).model_fields["loss_type"].default
         if self.names_user_code or self.loss == usual:
             return default
-        ours = LOSS.declaration_of_ours(self.loss)
+        ours = LOSS.built_in_declaration(self.loss)
         return default if ours is None else ours.defaults.get(option, default)
 
     @classmethod
@@ -470,7 +470,7 @@ class AlgorithmConfig(Section):
                 "kl_loss_type (k2) is not an unbiased estimate, even with use_unbiased_kl (true); set "
                 "kl_loss_type=k3, or leave one of them out"
             )
-        estimator = ESTIMATOR.declaration_of_ours(self.advantage_estimator)
+        estimator = ESTIMATOR.built_in_declaration(self.advantage_estimator)
         if self.names_a_loss and estimator is not None and estimator.loss not in (None, self.loss_type):
             raise ValueError(
                 f"loss_type ({self.loss_type}) contradicts advantage_estimator ({self.advantage_estimator}), which is "

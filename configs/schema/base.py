@@ -125,7 +125,7 @@ def has_credentials(address: str) -> bool:
     )
 
 
-def shown(address: str) -> str:
+def displayed_address(address: str) -> str:
     """Return an address in a form that messages may show."""
     return "an address with credentials" if has_credentials(address) else address
 

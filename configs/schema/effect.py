@@ -165,14 +165,14 @@ def _changed(
 
 def _unread_by_plugins(algorithm: Any, changed: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Yield options that the chosen estimator, loss and correction do not read, why, and what would read them."""
-    if ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator) is not None:
+    if ESTIMATOR.built_in_declaration(algorithm.advantage_estimator) is not None:
         why = f"algorithm.advantage_estimator is {algorithm.advantage_estimator}"
         yield from _read_by_others(ESTIMATOR, "advantage_estimator", algorithm.advantage_estimator, why)
     yield from _unread_by_the_loss(algorithm)
     of_corrections = {name for name in changed if name.startswith(("tis_", "rs_", "use_rs"))}
     correction = algorithm.custom_tis_function_path
     # Importing the declarations of corrections takes long.
-    if of_corrections and CORRECTION.declaration_of_ours(correction) is not None:
+    if of_corrections and CORRECTION.built_in_declaration(correction) is not None:
         metrics = {"tis_clip", "tis_clip_low"} if algorithm.get_mismatch_metrics else set()
         why = f"algorithm.custom_tis_function_path is {correction}"
         for found in _read_by_others(CORRECTION, "custom_tis_function_path", correction, why):
@@ -184,7 +184,7 @@ def _unread_by_the_loss(algorithm: Any) -> Iterator[tuple[str, str, str]]:
     usual = type(algorithm).model_fields["loss_type"].default
     if algorithm.loss == usual:
         return  # it reads all options that are not another loss's own
-    ours = LOSS.declaration_of_ours(algorithm.loss)
+    ours = LOSS.built_in_declaration(algorithm.loss)
     if ours is None:
         return
     why = f"algorithm.loss_type is {algorithm.loss}"

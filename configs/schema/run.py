@@ -298,7 +298,7 @@ class RunConfig(Section):
             )
         if n > 1 or not algorithm.rewards_normalization or algorithm.loss_type == "forward_kl_topk":
             return  # that loss reads no advantages
-        ours = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator)
+        ours = ESTIMATOR.built_in_declaration(algorithm.advantage_estimator)
         if ours is not None and "rewards_normalization" in ours.reads:
             raise ValueError(
                 "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "

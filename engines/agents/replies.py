@@ -147,11 +147,11 @@ def _thoughts(text: str, thinking: bool) -> tuple[str | None, str]:
     return thought.strip("\n"), after.lstrip("\n")
 
 
-def _after_thoughts(told: str, thinking: bool) -> tuple[str, str]:
+def _after_thoughts(text: str, thinking: bool) -> tuple[str, str]:
     """Split a text after thoughts that are unknown to the template; return both parts."""
-    passed, end, answer = told.rpartition(_END_OF_THOUGHT)
-    if not end and (thinking or _BEGIN_OF_THOUGHT in told):
-        return told, ""
+    passed, end, answer = text.rpartition(_END_OF_THOUGHT)
+    if not end and (thinking or _BEGIN_OF_THOUGHT in text):
+        return text, ""
     return passed + end, answer
 
 

@@ -12,7 +12,7 @@ from cairn.configs.kinds import GENERATE, written_for_slime
 from cairn.engines.agents.episodes.runner import Generate, Runner
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.agents.episodes.watchdog import Heartbeat, TurnLoop, Watchdog
-from cairn.engines.agents.tools.processes import grant_network, in_turn
+from cairn.engines.agents.tools.processes import allow_network, in_turn
 from cairn.engines.agents.tools.programs import require_sandboxes
 from cairn.engines.agents.tools.tool import load_tools
 from cairn.engines.processes.child import die_with
@@ -46,7 +46,7 @@ class _Process:
             tokenizer = cache(partial(_tokenizer, function.tokenizer))
             options = function.options
             require_sandboxes(options.tools, options.tool_options)
-            grant_network(options.tool_options.network)
+            allow_network(options.tool_options.network)
             tools = cache(partial(load_tools, options.tools, options.tool_options))
             runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
@@ -65,7 +65,7 @@ class _Process:
 
     async def _until_ended(self, runner: Runner) -> None:
         while runner.left or runner.ended:
-            await runner.stirred()
+            await runner.changed()
             self._say_all("asked", runner.asked)
             if (recorded := runner.recorded()) is not None:  # before what ends with it
                 self._say("recorded", recorded)
@@ -91,7 +91,7 @@ class _Process:
             runner.acknowledge(content)
             return
         for id, answer in content:
-            watchdog.goes_on(id[:2])
+            watchdog.restart(id[:2])
             runner.answer(id, answer)
 
     def _send(self) -> None:

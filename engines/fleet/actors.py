@@ -13,14 +13,14 @@ from typing import Any
 
 import ray
 
-from cairn.engines.agents.episodes.beside import Answers, Asking
+from cairn.engines.agents.episodes.beside import Answers, OpenRequests
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.roles import Slot
 from cairn.engines.fleet.warm import THREADS
 from cairn.engines.processes.deferred import collecting_later, defer_compiler
-from cairn.engines.processes.ports import free_port, spare_loopback
+from cairn.engines.processes.ports import bypass_proxy_for_loopback, free_port
 from cairn.engines.rollout.admission import Admission
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
@@ -32,26 +32,26 @@ from cairn.engines.types.types import GenerateRequest, SamplingParams, Stream
 # that the engine keeps decoding between two calls.
 
 
-class Askers:
+class ClientStreams:
     """Streams of this process's engine, by client name. Methods may be called from any thread."""
 
     def __init__(self, open: Callable[[], Stream]) -> None:
         """`open`: opens a stream of the engine."""
         self._open_one = open
-        self._askers: dict[str, _Asker] = {}
+        self._askers: dict[str, _ClientStream] = {}
         self._lock = threading.Lock()
 
     def open_stream(self, name: str) -> None:
         """Open a stream for a client. `name` must differ from those of all clients, present and past."""
         with self._lock:
-            self._askers[name] = _Asker(self._open_one())
+            self._askers[name] = _ClientStream(self._open_one())
 
     def ask(self, name: str, requests: Sequence[GenerateRequest]) -> None:
-        """Submit requests, one sample each. `take_answers` returns refusals among the answers, and raises later errors.
-        Raises EngineError where the stream is closed."""
+        """Submit requests, one sample each. `take_completions` returns refusals among the answers, and raises later
+        errors. Raises EngineError where the stream is closed."""
         self._asker(name).ask(requests)
 
-    def take_answers(self, name: str, seconds: float) -> Answers:
+    def take_completions(self, name: str, seconds: float) -> Answers:
         """Return the answers since the last call. Waits for the first one for at most `seconds`, and returns nothing
         after that. Raises as `Stream` does."""
         return self._asker(name).take(seconds)
@@ -75,7 +75,7 @@ class Askers:
         for name in list(self._askers):
             self.close_stream(name)
 
-    def _asker(self, name: str) -> "_Asker":
+    def _asker(self, name: str) -> "_ClientStream":
         with self._lock:
             asker = self._askers.get(name)
         if asker is None:
@@ -83,12 +83,12 @@ class Askers:
         return asker
 
 
-class _Asker:
+class _ClientStream:
     """The stream of one client, with the answers that the client has not taken yet."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self._asking = Asking(stream)
+        self._asking = OpenRequests(stream)
         self._changed = threading.Condition()
         self._answers: Answers = []
         self._error: BaseException | None = None
@@ -97,7 +97,7 @@ class _Asker:
         self._thread.start()
 
     def ask(self, requests: Sequence[GenerateRequest]) -> None:
-        self._told(self._asking.submit(requests))
+        self._add_answers(self._asking.submit(requests))
 
     def take(self, seconds: float) -> Answers:
         with self._changed:
@@ -121,13 +121,13 @@ class _Asker:
         """Collect answers, in a thread of its own."""
         try:
             while self._asking.wait():
-                self._told(self._asking.answers())
+                self._add_answers(self._asking.answers())
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _told(self, answers: Answers) -> None:
+    def _add_answers(self, answers: Answers) -> None:
         if answers:
             with self._changed:
                 self._answers += answers
@@ -152,7 +152,7 @@ class EngineActor(FencedActor):
             raise EngineError(
                 f"this actor should have {num_threads} threads, but has {forked_with}: it must be restarted"
             )
-        spare_loopback()
+        bypass_proxy_for_loopback()
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._slot = slot
@@ -197,12 +197,12 @@ class EngineActor(FencedActor):
         return self._engine
 
 
-class RolloutActor(EngineActor, Askers):
+class RolloutActor(EngineActor, ClientStreams):
     """A rollout engine, and the coroutines of samples, which run next to it."""
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         EngineActor.__init__(self, claim, num_threads, slot)
-        Askers.__init__(self, self._open)
+        ClientStreams.__init__(self, self._open)
         self._admission = Admission(None)
         self._samples = SampleEngine(self._open, lambda: self._made.abort())
 

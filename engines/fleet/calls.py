@@ -12,7 +12,7 @@ from cairn.engines.fleet.cluster import ray_folder, require_cluster
 from cairn.engines.fleet.object_store import FULL, no_room
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 
-LOOK_INTERVAL = 2.0
+CHECK_INTERVAL = 2.0
 """Seconds within which a waiting caller notices that the cluster was given up."""
 
 Engine = TypeVar("Engine")
@@ -53,7 +53,7 @@ def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[l
     while True:
         require_cluster()
         ended, running = ray.wait(
-            list(refs), num_returns=num_returns, timeout=min(LOOK_INTERVAL, deadline.remaining), fetch_local=False
+            list(refs), num_returns=num_returns, timeout=min(CHECK_INTERVAL, deadline.remaining), fetch_local=False
         )
         if len(ended) >= num_returns or not deadline.remaining:
             return ended, running
@@ -91,7 +91,7 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
         raise EngineError(f"{call} failed: {error}") from error
 
 
-def at_the_same_time(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:
+def map_in_threads(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:
     """Call `work` with each engine, each in a thread of its own, and return the results. Raises the first failure once
     all have ended."""
     with ThreadPoolExecutor(max(1, len(engines))) as pool:

@@ -47,14 +47,14 @@ HEAD = ("gcs_server", "raylet")
 LOOK_INTERVAL = 0.5
 """Seconds within which a watch of these processes notices that the cluster was closed."""
 
-HEAD_SILENCE = 40.0
+HEAD_TIMEOUT = 40.0
 """Seconds of silence after which the head of a joined cluster is given up. Ray ends a process without a message after
 60."""
 
 HEAD_INTERVAL = 5.0
 """Seconds between two checks of the head, and the timeout of one check."""
 
-JOIN_ANSWER = 10.0
+JOIN_TIMEOUT = 10.0
 """Seconds within which a cluster to be joined must respond. Ray itself waits two minutes for an address that does not
 respond, and then ends the process."""
 
@@ -96,7 +96,7 @@ def raylet_here() -> Iterator[psutil.Process]:
                 yield process
 
 
-def no_answer(address: str, timeout: float) -> Exception | None:
+def connection_error(address: str, timeout: float) -> Exception | None:
     """Return why nothing responds at `host:port`; None if something does."""
     host, _, port = address.rpartition(":")
     try:
@@ -109,8 +109,8 @@ def no_answer(address: str, timeout: float) -> Exception | None:
 def seconds_until_drained(nodes: Collection[str]) -> float | None:
     """Return the seconds until the cluster drains the first of these nodes: infinite if no time is set, None if it
     drains none."""
-    told = draining()
-    ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
+    draining_nodes = draining()
+    ends = [draining_nodes[node] / 1000 or math.inf for node in nodes if node in draining_nodes]
     return max(0.0, min(ends) - time.time()) if ends else None
 
 
@@ -120,7 +120,7 @@ def draining() -> dict[str, int]:
     return told
 
 
-def living() -> set[str]:
+def living_nodes() -> set[str]:
     """Return the ids of the cluster's living nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
@@ -233,17 +233,17 @@ class Cluster:
             )
 
     def watch_head(self, address: str) -> None:
-        """Give up a joined cluster whose head is silent for `HEAD_SILENCE` seconds."""
+        """Give up a joined cluster whose head is silent for `HEAD_TIMEOUT` seconds."""
         silent_since: float | None = None
         while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
             asked = time.monotonic()
-            if no_answer(address, HEAD_INTERVAL) is None:
+            if connection_error(address, HEAD_INTERVAL) is None:
                 silent_since = None
                 continue
             silent_since = silent_since or asked
-            if time.monotonic() - silent_since > HEAD_SILENCE:
+            if time.monotonic() - silent_since > HEAD_TIMEOUT:
                 self.lost = (
-                    f"the head of the Ray cluster does not respond at {address} for {HEAD_SILENCE:.0f} s; the engines "
+                    f"the head of the Ray cluster does not respond at {address} for {HEAD_TIMEOUT:.0f} s; the engines "
                     "keep their work: resume when it is back"
                 )
                 return
@@ -299,7 +299,7 @@ def _join(address: str) -> Cluster:
             f"fleet.ray_address={address} is for Ray Client, which cannot stream results: run the driver on a node of "
             "the cluster and set host:port or auto"
         )
-    if address != "auto" and (error := no_answer(address, JOIN_ANSWER)):
+    if address != "auto" and (error := connection_error(address, JOIN_TIMEOUT)):
         raise ClusterError(
             f"nothing responds at fleet.ray_address={address} ({error}): start a cluster there with "
             "`ray start --head`, or leave ray_address empty"

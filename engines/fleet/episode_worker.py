@@ -22,7 +22,7 @@ class EpisodeWorker:
         self._engine: RemoteEngine | None = None
         """The rollout engine of the running call."""
         self._aborted: str | None = None
-        self._unwanted: set[str] = set()
+        self._cancelled: set[str] = set()
         self._open_episodes: set[SampleKey] = set()
         self._ended = 0
 
@@ -31,19 +31,19 @@ class EpisodeWorker:
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Generate samples; see `cairn.engines.agents.episodes.samples.SampleEngine.generate`. `engine` serves their
         requests."""
-        if engine.asker in self._unwanted:
+        if engine.client in self._cancelled:
             return
-        if engine.asker == self._aborted:
+        if engine.client == self._aborted:
             yield [GeneratedSample.aborted(sample) for sample in samples]
             return
         self._engine = engine
         self._open_episodes = {sample.key for sample in samples}
         try:
-            for told in self._samples.generate(samples, params, function):
-                if isinstance(told, list):
-                    self._open_episodes.difference_update(sample.key for sample in told)
-                    self._ended += len(told)
-                yield told
+            for result in self._samples.generate(samples, params, function):
+                if isinstance(result, list):
+                    self._open_episodes.difference_update(sample.key for sample in result)
+                    self._ended += len(result)
+                yield result
         finally:
             self._engine = None
             self._open_episodes = set()
@@ -51,38 +51,38 @@ class EpisodeWorker:
     def acknowledge(self, asker: str, number: int) -> None:
         """Confirm that what a call yielded with this number, and all before it, is durable. Does nothing where the call
         has ended."""
-        if self._is_at(asker):
+        if self._is_running(asker):
             self._samples.acknowledge(number)
 
     def abort(self, asker: str) -> None:
         """End a call soon, begun or not: it yields each unfinished sample with what it has so far."""
         self._aborted = asker
-        if self._is_at(asker):
+        if self._is_running(asker):
             self._samples.abort()
 
     def give_up(self, asker: str) -> None:
         """Cancel a call, begun or not, whose samples nobody needs. The process of its code ends too."""
-        self._unwanted.add(asker)
-        if self._is_at(asker):
+        self._cancelled.add(asker)
+        if self._is_running(asker):
             self._samples.give_up()
 
     def give_up_all(self) -> None:
         """Cancel the running call, whichever client it belongs to."""
         if (engine := self._engine) is not None:
-            self.give_up(engine.asker)
+            self.give_up(engine.client)
 
     def health(self) -> dict[str, Any]:
         """Return counters. Keys: open_episodes (not ended yet), ended_episodes (since the worker was made)."""
         return {"open_episodes": len(self._open_episodes), "ended_episodes": self._ended}
 
-    def _is_at(self, asker: str) -> bool:
+    def _is_running(self, asker: str) -> bool:
         engine = self._engine
-        return engine is not None and engine.asker == asker
+        return engine is not None and engine.client == asker
 
     def _open(self) -> RemoteStream:
         assert self._engine is not None
         stream = self._engine.open()
-        if self._aborted == self._engine.asker:
+        if self._aborted == self._engine.client:
             stream.abort()
         return stream
 

@@ -4,7 +4,7 @@
 |---|---|
 | samples are requested | they are distributed over the engine's workers; each result is passed on as it comes |
 | a worker dies, or does not respond | it is replaced, and its unfinished samples resume there from their records |
-| a worker dies `LOSSES` times in a call | EngineDied, for the whole call |
+| a worker dies `MAX_DEATHS` times in a call | EngineDied, for the whole call |
 | a worker raises an error, for example because the engine died | the call raises it, and the other workers end theirs |
 | the call is cancelled | the processes of user code end |
 """
@@ -29,18 +29,18 @@ from cairn.engines.fleet.actors import EngineActor, RolloutActor
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.episode_worker import EpisodeWorker
 from cairn.engines.fleet.handles import CONTROL, Actor, Call, EngineHandle
-from cairn.engines.fleet.remote_stream import ASKING, RemoteEngine
+from cairn.engines.fleet.remote_stream import SUBMITTING, RemoteEngine
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
-from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest, take_records
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest, add_records
 from cairn.engines.types.types import SamplingParams
 
 WORKER = "cairn.engines.fleet.episode_worker:EpisodeWorker"
 """Class that an episode actor makes as its engine."""
 
-LOSSES = 4
+MAX_DEATHS = 4
 """Deaths of one worker in a call after which the call fails."""
 
-LOOK = 1.0
+CHECK_INTERVAL = 1.0
 """Most seconds between two checks of the workers."""
 
 
@@ -96,7 +96,7 @@ class Episodes:
         self._lost: dict[Future[None], _Call] = {}
         """Calls whose workers are being replaced."""
         self._numbers = count()
-        self._awaited: deque[tuple[int, _Call, int]] = deque()
+        self._pending_acks: deque[tuple[int, _Call, int]] = deque()
         """Numbers of records that workers wait for to be durable: the number here, the call, and the worker's own
         number."""
         self._losses: Counter[str] = Counter()
@@ -116,11 +116,11 @@ class Episodes:
         deadline: Deadline,
         look: Callable[[], Any],
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Stream samples as they end, and their records before that. After every `LOOK` seconds of silence, yield an
-        empty list. If the silence lasts, call `look`, which raises where the engine is dead."""
+        """Stream samples as they end, and their records before that. After every `CHECK_INTERVAL` seconds of silence,
+        yield an empty list. If the silence lasts, call `look`, which raises where the engine is dead."""
         self._aborted = False
         self._losses.clear()
-        self._awaited.clear()
+        self._pending_acks.clear()
         silent_since = time.monotonic()
         try:
             for index, worker in enumerate(self.workers):
@@ -134,12 +134,12 @@ class Episodes:
                     yield from self._taken(stream, deadline)
                 if not ready:
                     yield []  # so that its reader looks whether it can still make durable what is awaited
-                for call in self._made_again():
+                for call in self._replaced():
                     if self._aborted:
                         yield [GeneratedSample.aborted(sample) for sample in call.left.values()]
                     else:
                         self._begin(call.worker, list(call.left.values()), params, function)
-                self._look_at_silent()
+                self._check_silent()
                 if time.monotonic() - silent_since > self._fleet.call_timeout:
                     look()
                     silent_since = time.monotonic()
@@ -150,9 +150,9 @@ class Episodes:
         """Confirm that what was yielded with this number, and all before it, is durable. May be called from any thread;
         does not block."""
         known: dict[str, tuple[_Call, int]] = {}
-        while self._awaited and self._awaited[0][0] <= number:
-            _, call, theirs = self._awaited.popleft()
-            known[call.engine.asker] = (call, theirs)
+        while self._pending_acks and self._pending_acks[0][0] <= number:
+            _, call, theirs = self._pending_acks.popleft()
+            known[call.engine.client] = (call, theirs)
         for asker, (call, theirs) in known.items():
             with suppress(EngineDied):  # nobody waits there
                 call.worker.call(CONTROL, EpisodeWorker.acknowledge, asker, theirs)
@@ -163,7 +163,7 @@ class Episodes:
         refs = []
         for call in list(self._calls.values()):
             with suppress(EngineDied):  # its samples are not begun again
-                refs.append(call.worker.call(CONTROL, EpisodeWorker.abort, call.engine.asker).ref)
+                refs.append(call.worker.call(CONTROL, EpisodeWorker.abort, call.engine.client).ref)
         wait(refs, self._fleet.call_timeout, len(refs)) if refs else None
 
     def _begin(
@@ -187,7 +187,7 @@ class Episodes:
 
     def _ready(self, deadline: Deadline) -> list[Any]:
         """Return the streams that have something to read or have ended, after some time at the latest."""
-        patience = min(LOOK, deadline.remaining)
+        patience = min(CHECK_INTERVAL, deadline.remaining)
         if self._calls:
             found, _ = wait(list(self._calls), min(patience, 0.1) if self._lost else patience)
             return found
@@ -203,7 +203,7 @@ class Episodes:
             del self._calls[stream]
             return
         except EngineError as error:
-            if not _is_of_the_worker(error):
+            if not _is_worker_death(error):
                 raise
             del self._calls[stream]
             self._lose(call)
@@ -217,36 +217,34 @@ class Episodes:
 
     def _recorded(self, call: _Call, recorded: Recorded) -> Recorded:
         """Add the records to their samples, and return them under a number that no other worker has."""
-        take_records(call.left, recorded.records)
+        add_records(call.left, recorded.records)
         number = next(self._numbers)
         if recorded.awaited:
-            self._awaited.append((number, call, recorded.number))
+            self._pending_acks.append((number, call, recorded.number))
         return replace(recorded, number=number)
 
     def _lose(self, call: _Call) -> None:
         """Replace a worker that is dead or out of reach, while the others are read."""
         self._losses[call.worker.name] += 1
-        if self._losses[call.worker.name] >= LOSSES:
-            groups = sorted({key[0] for key in call.left})
-            raise EngineDied(
-                f"{call.worker.name} died {LOSSES} times while it ran episodes of groups {', '.join(map(str, groups))}"
-            )
+        if self._losses[call.worker.name] >= MAX_DEATHS:
+            groups = ", ".join(map(str, sorted({key[0] for key in call.left})))
+            raise EngineDied(f"{call.worker.name} died {MAX_DEATHS} times while it ran episodes of groups {groups}")
 
         def make_again() -> None:
-            call.engine.call(ASKING, RolloutActor.close_stream)
+            call.engine.call(SUBMITTING, RolloutActor.close_stream)
             call.worker.ensure_alive()
 
         call.worker.suspect = True
         self._lost[self._pool.submit(make_again)] = call
 
-    def _made_again(self) -> list[_Call]:
+    def _replaced(self) -> list[_Call]:
         found = [future for future in self._lost if future.done()]
         calls = [self._lost.pop(future) for future in found]
         for future in found:
             future.result()
         return calls
 
-    def _look_at_silent(self) -> None:
+    def _check_silent(self) -> None:
         """Check whether a worker with long episodes lives, while the others are read."""
         now = time.monotonic()
         for stream, call in list(self._calls.items()):
@@ -256,7 +254,7 @@ class Episodes:
                 if call.health is None:
                     call.health, call.asked = call.worker.call(CONTROL, EngineActor.health), now
                 elif ray.wait([call.health.ref], timeout=0)[0]:
-                    call.health.result(Deadline(LOOK))
+                    call.health.result(Deadline(CHECK_INTERVAL))
                     call.heard, call.health = now, None
                 elif now - call.asked > self._fleet.call_timeout:
                     raise EngineTimeout(f"{call.worker.name} does not answer")
@@ -273,17 +271,19 @@ class Episodes:
         while running and deadline.remaining:
             for call in running:
                 with suppress(EngineError):
-                    call.worker.call(CONTROL, EpisodeWorker.give_up, call.engine.asker)
-            ended, _ = ray.wait([call.stream.completed() for call in running], num_returns=len(running), timeout=LOOK)
+                    call.worker.call(CONTROL, EpisodeWorker.give_up, call.engine.client)
+            ended, _ = ray.wait(
+                [call.stream.completed() for call in running], num_returns=len(running), timeout=CHECK_INTERVAL
+            )
             running = [call for call in running if call.stream.completed() not in ended]
         for call in running:
             call.worker.suspect = True
         with suppress(EngineError, Superseded):
             for call in [*running, *calls_of_lost]:
-                call.engine.call(ASKING, RolloutActor.close_stream)
+                call.engine.call(SUBMITTING, RolloutActor.close_stream)
 
 
-def _is_of_the_worker(error: EngineError) -> bool:
+def _is_worker_death(error: EngineError) -> bool:
     """Return whether an error of a call is the worker's own death, or the loss of something that it returned, rather
     than an error that the worker raised."""
     return isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError)

@@ -33,14 +33,14 @@ from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet import warm
 from cairn.engines.fleet.actors import EpisodesActor, RewardModelActor, RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.address import ray_address
-from cairn.engines.fleet.calls import Deadline, at_the_same_time
+from cairn.engines.fleet.calls import Deadline, map_in_threads
 from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
 from cairn.engines.fleet.episodes import EpisodeWorkerHandle
 from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import Actor, EngineHandle
 from cairn.engines.fleet.membership import Elastic, Membership
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.remote_stream import ANSWERING, ASKING
+from cairn.engines.fleet.remote_stream import SUBMITTING, TAKING
 from cairn.engines.fleet.requirements import ranks_together
 from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
@@ -105,7 +105,7 @@ class Fleet:
         total_steps: int,
         model_digests: Mapping[str, str] | None = None,
         tenure: Tenure | None = None,
-        tell: Callable[[str], None] = lambda sentence: None,
+        report: Callable[[str], None] = lambda sentence: None,
         trains_only: bool = False,
     ) -> "Fleet":
         """Start or join the cluster, make all engines at the same time, and wait for them. A run that samples nothing
@@ -118,7 +118,7 @@ class Fleet:
                 models.
             tenure: the driver's right to a fleet that its successors take over. None: no other driver will have it, and
                 it ends with this process, on a joined cluster too.
-            tell: called with a sentence on each engine that is lost and replaced, and why.
+            report: called with a sentence on each engine that is lost and replaced, and why.
             trains_only: start the training engine alone, for a caller that samples, scores and publishes nothing.
 
         Raises:
@@ -137,7 +137,7 @@ class Fleet:
         roles = rollout_role, training_role, *others = roles_of(config, plan, total_steps)
         single = {role.name: role for role in others}
         at_least = config.rollout.min_num_engines if plan.engines else None
-        joining = [] if at_least is None else one_by_one(rollout_role, plan)
+        joining = [] if at_least is None else split_by_engine(rollout_role, plan)
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:
             cluster = Cluster.open(
@@ -152,7 +152,7 @@ class Fleet:
             fixed = [role for role in roles if role.bundles and not (joining and role is rollout_role)]
             placement = Placement(name, fixed, cluster, deadline, tenure, joining=joining, at_least=at_least or 0)
             started: list[EngineHandle] = []
-            stack.callback(_give_back, started, placement, config.fleet.call_timeout)
+            stack.callback(_release, started, placement, config.fleet.call_timeout)
             router = None
             if plan.router is not None:
                 router = RouterHandle(
@@ -173,7 +173,7 @@ class Fleet:
                 for index, engine in enumerate(plan.engines)
             ]
             if "episodes" in single:
-                _give_workers(rollout, placement.actors(single["episodes"]), config.fleet)
+                _assign_workers(rollout, placement.actors(single["episodes"]), config.fleet)
             if config.rollout.num_gpus_per_engine:
                 for guest, ranks in zip(rollout, rollout_role.hosts, strict=False):  # no hosts where they are apart
                     guest.ranks = ranks
@@ -186,18 +186,18 @@ class Fleet:
             engines = [*([router] if router else []), *rollout, training, *_workers(rollout), *scorers]
             started += engines
             for made in engines:
-                made.tell = tell
+                made.tell = report
             membership = Membership(rollout)
             if at_least is not None:
                 nodes = {one: partial(placement.nodes_of, role) for one, role in zip(rollout, joining, strict=True)}
-                membership = Elastic(nodes, at_least, config.fleet, tell)
+                membership = Elastic(nodes, at_least, config.fleet, report)
                 engines = [one for one in engines if one not in rollout or one in membership.members]
             turns = Turns(rollout, training, config.fleet)
             if config.fleet.colocate:  # before servers that take what memory is free
                 training.start(deadline, adopt=True)
                 turns.offload_training()
                 engines.remove(training)
-            at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
+            map_in_threads(engines, lambda engine: engine.start(deadline, adopt=True))
             mapped = all(engine.maps_gpu_memory for engine in rollout)
             transport = transport_of(
                 config.fleet,
@@ -257,7 +257,7 @@ class Fleet:
             except EngineError as error:
                 return error
 
-        found = at_the_same_time(self.engines, ask)
+        found = map_in_threads(self.engines, ask)
         return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
 
     def seconds_until_drained(self) -> float | None:
@@ -275,7 +275,7 @@ class Fleet:
         return engine.environment if self.router is None else combined([one.environment for one in self.rollout])
 
 
-def _give_workers(rollout: Sequence[RolloutHandle], actors: Sequence[Actor], fleet: FleetConfig) -> None:
+def _assign_workers(rollout: Sequence[RolloutHandle], actors: Sequence[Actor], fleet: FleetConfig) -> None:
     """Assign episode workers to rollout engines, consecutive ones to each."""
     workers = [EpisodeWorkerHandle(f"episodes:{index}", [actor], fleet) for index, actor in enumerate(actors)]
     each = len(workers) // len(rollout)
@@ -287,10 +287,10 @@ def _workers(rollout: Sequence[RolloutHandle]) -> list[EpisodeWorkerHandle]:
     return [worker for engine in rollout if engine.episodes is not None for worker in engine.episodes.workers]
 
 
-def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
+def _release(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
     with contextlib.suppress(LeaseLost, Superseded, StoreError):
         placement.require_held()
-        at_the_same_time(engines, EngineHandle.kill)
+        map_in_threads(engines, EngineHandle.kill)
         placement.require_held()
         placement.remove(Deadline(timeout))
 
@@ -314,11 +314,11 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
         config.rollout.num_threads,
         digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
-        groups=((ASKING, 1), (ANSWERING, config.rollout.num_episode_workers)),
+        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers)),
     )
 
 
-def one_by_one(role: ActorRole, plan: LaunchPlan) -> list[ActorRole]:
+def split_by_engine(role: ActorRole, plan: LaunchPlan) -> list[ActorRole]:
     """Split the role of the rollout engines into one role for each engine, which is placed by itself."""
     bundles = iter(role.bundles)
     return [
@@ -392,8 +392,8 @@ def _object_store_memory(config: RunConfig) -> int:
     if transport == "disk" or (transport == "distributed" and not lag):
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    kept = lag + 2
-    return LEAST_OBJECT_STORE + (kept + 1) * 2 * weights
+    retained = lag + 2
+    return LEAST_OBJECT_STORE + (retained + 1) * 2 * weights
 
 
 def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:

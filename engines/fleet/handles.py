@@ -35,7 +35,7 @@ SENDING = "sending"
 """Concurrency group of broadcasts of copied weights, during which the trainer continues its work."""
 
 
-TO_END = 10.0
+END_TIMEOUT = 10.0
 """Seconds that an actor gets to end by itself; after that it is killed."""
 
 LOGS = Path(".cairn/engines")
@@ -97,7 +97,7 @@ class Actor:
             return
         with contextlib.suppress(ClusterLost):  # then it is gone
             require_cluster()
-            if not self._ends(handle):
+            if not self._ended_by_itself(handle):
                 self.require_held()
                 ray.kill(handle)
 
@@ -122,14 +122,14 @@ class Actor:
     def _called(self, handle: "ray.actor.ActorHandle", **options: Any) -> Callee:
         return Callee(handle, NO_CLAIM if self._tenure is None else self._tenure.claim, options)
 
-    def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
+    def _ended_by_itself(self, handle: "ray.actor.ActorHandle") -> bool:
         """Return whether the actor has ended by itself, which it does only for the newest driver."""
         if self._tenure is None:
             return False  # nobody else has it: it need not be asked
         with contextlib.suppress(Superseded, EngineError):
             try:
                 end = self._called(handle, concurrency_group=CONTROL).call(EngineActor.end)
-                result(end, Deadline(TO_END), f"{self.name}.end()")
+                result(end, Deadline(END_TIMEOUT), f"{self.name}.end()")
             except EngineDied:
                 return True
         return False

@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("parent", type=int, help="id of the process with which the cluster ends")
     parser.add_argument("cpus", type=int, help="CPUs that runs can reserve")
     arguments = parser.parse_args()
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda signum, frame: told.set())
+    terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda signum, frame: terminated.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         cluster = Cluster.open(
@@ -39,10 +39,10 @@ def main() -> None:
         )
     except (EngineError, NoSpace) as error:
         raise SystemExit(str(error)) from None
-    signal.signal(signal.SIGTERM, lambda signum, frame: told.set())  # Ray has put its own there
+    signal.signal(signal.SIGTERM, lambda signum, frame: terminated.set())  # Ray has put its own there
     print(ray.get_runtime_context().gcs_address, flush=True)
     try:
-        while not told.wait(0.5) and os.getppid() == arguments.parent:
+        while not terminated.wait(0.5) and os.getppid() == arguments.parent:
             require_cluster()
     except EngineError as error:
         raise SystemExit(str(error)) from None

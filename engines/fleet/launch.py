@@ -23,7 +23,7 @@ NO_RUNTIME_ENVIRONMENT = ("", "{}")
 
 def main(arguments: list[str]) -> None:
     worker = [word for word in arguments if not word.startswith(("--serialized-runtime-env-context", "--language"))]
-    if _needs_nothing(arguments) and _taken(os.environ.get(ADDRESS), worker):
+    if _needs_nothing(arguments) and _forked(os.environ.get(ADDRESS), worker):
         return
     setup = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")
     os.execv(sys.executable, [sys.executable, setup, *arguments])
@@ -31,24 +31,24 @@ def main(arguments: list[str]) -> None:
 
 def _needs_nothing(arguments: list[str]) -> bool:
     """Return whether Ray requests a plain Python worker."""
-    told = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    options = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
     return (
         arguments[0].endswith(".py")
-        and told.get("--language") == "PYTHON"
-        and told.get("--serialized-runtime-env-context", "") in NO_RUNTIME_ENVIRONMENT
+        and options.get("--language") == "PYTHON"
+        and options.get("--serialized-runtime-env-context", "") in NO_RUNTIME_ENVIRONMENT
     )
 
 
-def _taken(address: str | None, worker: list[str]) -> bool:
+def _forked(address: str | None, worker: list[str]) -> bool:
     """Return whether the warm process has forked a worker with these arguments."""
     if address is None:
         return False
-    asked = {"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}
+    request = {"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}
     try:
         with socket.socket(socket.AF_UNIX) as warm:
             warm.settimeout(PATIENCE)
             warm.connect(f"\0{address}")
-            message = json.dumps(asked).encode()
+            message = json.dumps(request).encode()
             socket.send_fds(warm, [message[:1]], [0, 1, 2])
             warm.sendall(message[1:])
             warm.shutdown(socket.SHUT_WR)

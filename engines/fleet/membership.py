@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.calls import Deadline
-from cairn.engines.fleet.cluster import draining, living, require_cluster
+from cairn.engines.fleet.cluster import draining, living_nodes, require_cluster
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, Superseded
 from cairn.storage.store.errors import LeaseLost, StoreError
@@ -28,7 +28,7 @@ from cairn.storage.store.errors import LeaseLost, StoreError
 LOOK_INTERVAL = 1.0
 """Seconds between two checks of the machines."""
 
-AGAIN = 20.0
+RETRY_INTERVAL = 20.0
 """Seconds before an engine that could not be made is tried again."""
 
 Nodes = Callable[[], set[str] | None]
@@ -119,8 +119,8 @@ class Elastic(Membership):
             return True
         if since is not None and time.monotonic() - since > self._start_timeout:
             raise EngineError(
-                f"{self._serve(count)}, fewer than rollout.min_num_engines ({self._at_least}), for more than "
-                f"{self._start_timeout:g} s: add machines to the Ray cluster and `cairn resume`"
+                f"{self._serving_sentence(count)}, fewer than rollout.min_num_engines ({self._at_least}), for "
+                f"more than {self._start_timeout:g} s: add machines to the Ray cluster and `cairn resume`"
             )
         return False
 
@@ -140,14 +140,14 @@ class Elastic(Membership):
         with self._lock:
             left = engine in self._members
             self._members.discard(engine)
-            sentence = self._serve(self._count())
+            sentence = self._serving_sentence(self._count())
             nodes = self._made_on.get(engine, set())
         if left:
             self._tell(f"Engine {engine.name} leaves: {why.rstrip('.')}. {sentence}")
             self.changed()
         with suppress(RayError, ClusterLost):  # then nothing is known
             require_cluster()
-            return not nodes <= living() - draining().keys()
+            return not nodes <= living_nodes() - draining().keys()
         return False
 
     def open(self) -> None:
@@ -170,7 +170,7 @@ class Elastic(Membership):
         self._short_since = None if count >= self._at_least else self._short_since or time.monotonic()
         return count
 
-    def _serve(self, count: int) -> str:
+    def _serving_sentence(self, count: int) -> str:
         return f"{count} of {len(self._engines)} rollout engines serve"
 
     def _watch(self) -> None:
@@ -208,14 +208,14 @@ class Elastic(Membership):
             with engine.alone():  # who was given something by it before it left has heard of that
                 engine.start(_Until(self._start_timeout, self._closing))
         except Exception as error:
-            self._not_before[engine] = time.monotonic() + AGAIN
+            self._not_before[engine] = time.monotonic() + RETRY_INTERVAL
             if not self._closing.is_set():
                 self._tell(f"Engine {engine.name} cannot join: {error}")
             return
         with self._lock:
             self._members.add(engine)
             self._made_on[engine] = nodes
-            sentence = self._serve(self._count())
+            sentence = self._serving_sentence(self._count())
         self._tell(f"Engine {engine.name} joins. {sentence}")
         self.changed()
 

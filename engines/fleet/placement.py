@@ -18,7 +18,7 @@ from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
 from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
 from cairn.engines.fleet.handles import CONTROL, SENDING, UPDATING, Actor
-from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, Slot, Where, arrange, ask, room_problem
+from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, BundlePlace, Slot, arrange, query_places, room_problem
 
 LOOK_INTERVAL = 0.1
 """Seconds between two checks of bundles that have no machine yet."""
@@ -31,7 +31,7 @@ class _Group:
     role: ActorRole
     name: str
     handle: PlacementGroup
-    where: dict[int, Where] = field(default_factory=dict)
+    where: dict[int, BundlePlace] = field(default_factory=dict)
     order: tuple[int, ...] = ()
     """For each of the role's bundles, in the order of its actors, the number of the Ray bundle that serves as it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -49,7 +49,9 @@ class _Group:
             return False
         moved = {b: node for b, node in nodes.items() if b not in self.where or self.where[b].node != node}
         if moved:
-            self.where |= ask(self.handle, moved, {b: bundles[b].resources.get("GPU", 0) for b in moved}, deadline)
+            self.where |= query_places(
+                self.handle, moved, {b: bundles[b].resources.get("GPU", 0) for b in moved}, deadline
+            )
             self.order = arrange(bundles, self.where, self.order, moved)
         return True
 
@@ -96,7 +98,7 @@ class Placement:
         self._tenure = tenure if cluster.joined else None
         self._lifetime = "detached" if self._tenure is not None else None
         names = {role.name: f"{self._prefix}:{role.name}:{role.digest}-{_shape(role)}" for role in roles}
-        kept = _groups(lambda name: name in names.values())
+        existing = _groups(lambda name: name in names.values())
         self.require_held()
         _remove(_groups(lambda name: name.startswith(f"{self._prefix}:") and name not in names.values()), deadline)
         if not cluster.joined:
@@ -107,9 +109,9 @@ class Placement:
         self._groups: dict[str, _Group] = {}
         for role in roles:
             name = names[role.name]
-            self._groups[role.name] = _Group(role, name, kept.get(name) or self._reserve(role, name))
+            self._groups[role.name] = _Group(role, name, existing.get(name) or self._reserve(role, name))
         waited = all(self._groups[role.name].handle.wait(deadline.remaining) for role in needed if role not in joining)
-        if not (waited and self._some_lie(joining, at_least, deadline)):
+        if not (waited and self._wait_until_placed(joining, at_least, deadline)):
             self.require_held()  # or they are a later driver's by now, which waits for the same room
             self.remove(Deadline(10))
             raise ClusterError(_no_room(needed, f"did not make room within {deadline.seconds:g} s"))
@@ -146,7 +148,7 @@ class Placement:
         actors = role.hosts[index] if role.host is not None else range(index, index + 1)
         group = self._groups[owner.name]
         with group.lock:
-            self._settle(group, actors.start, deadline)
+            self._wait_until_located(group, actors.start, deadline)
             slots = group.slots(actors)
         if not role.bundles[role.bundle_of(index)[0]].num_gpus:
             return replace(slots[0], gpu_ids=())
@@ -158,7 +160,7 @@ class Placement:
             return
         _remove({group.name: group.handle for group in self._groups.values()}, deadline)
 
-    def _some_lie(self, roles: Sequence[ActorRole], count: int, deadline: Deadline) -> bool:
+    def _wait_until_placed(self, roles: Sequence[ActorRole], count: int, deadline: Deadline) -> bool:
         """Wait until `count` of the roles have all their bundles. Returns whether they do by the deadline."""
         while sum(self.nodes_of(role) is not None for role in roles) < count:
             if not deadline.remaining:
@@ -170,7 +172,7 @@ class Placement:
         bundles = [bundle.resources for bundle in role.bundles]
         return placement_group(bundles, role.strategy, name, lifetime=self._lifetime)
 
-    def _settle(self, group: _Group, actor: int, deadline: Deadline) -> None:
+    def _wait_until_located(self, group: _Group, actor: int, deadline: Deadline) -> None:
         """Wait until the actor's bundle is on a machine, and determine where."""
         while True:
             require_cluster()

@@ -14,10 +14,10 @@ from cairn.engines.fleet.fencing import Callee, P, R
 from cairn.engines.types.errors import EngineError, RequestRefused, Superseded
 from cairn.engines.types.types import Completion, GenerateRequest, RequestId
 
-ASKING = "asking"
+SUBMITTING = "asking"
 """Concurrency group of the short calls of clients in other processes to a rollout engine."""
 
-ANSWERING = "answering"
+TAKING = "answering"
 """Concurrency group of their calls that wait for answers, one at a time for each client."""
 
 PATIENCE = 5.0
@@ -31,7 +31,7 @@ class RemoteEngine:
     actor: Callee
     name: str
     """Name of the actor, for messages."""
-    asker: str
+    client: str
     """Name of the client."""
     timeout: float
     """Seconds that a call may take."""
@@ -39,17 +39,17 @@ class RemoteEngine:
     def open(self) -> "RemoteStream":
         """Open a stream of the engine; one at a time. Raises EngineDied, EngineTimeout and Superseded, as the methods
         below do."""
-        self.call(ASKING, RolloutActor.open_stream)
+        self.call(SUBMITTING, RolloutActor.open_stream)
         return RemoteStream(self)
 
     def abort(self) -> None:
         """Abort the client's requests."""
-        self.call(ASKING, RolloutActor.abort_stream)
+        self.call(SUBMITTING, RolloutActor.abort_stream)
 
     def call(self, group: str, method: Callable[Concatenate[Any, str, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the result of a method of the engine's actor that is called for this client."""
-        ref = replace(self.actor, options={"concurrency_group": group}).call(method, self.asker, *args, **kwargs)
-        patience = PATIENCE if group == ANSWERING else 0.0
+        ref = replace(self.actor, options={"concurrency_group": group}).call(method, self.client, *args, **kwargs)
+        patience = PATIENCE if group == TAKING else 0.0
         found: R = result(ref, Deadline(self.timeout + patience), f"{self.name}.{method.__name__}()")
         return found
 
@@ -67,7 +67,7 @@ class RemoteStream:
         self._answers: deque[Completion] = deque()
         self._error: Exception | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._ask, name="asks-engine", daemon=True)
+        self._thread = threading.Thread(target=self._send_requests, name="asks-engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -91,7 +91,7 @@ class RemoteStream:
             if self._answers:
                 return self._taken(answers)
             try:
-                answers = self._engine.call(ANSWERING, RolloutActor.take_answers, PATIENCE)
+                answers = self._engine.call(TAKING, RolloutActor.take_completions, PATIENCE)
             except Exception as error:
                 with self._changed:
                     if self._closed:
@@ -112,7 +112,7 @@ class RemoteStream:
             return
         self._thread.join()
         with suppress(EngineError, Superseded):  # then it is gone, or another's: whoever asks hears of it
-            self._engine.call(ASKING, RolloutActor.close_stream)
+            self._engine.call(SUBMITTING, RolloutActor.close_stream)
 
     def _taken(self, answers: Answers) -> list[Completion]:
         refused: dict[RequestId, str] = {}
@@ -130,7 +130,7 @@ class RemoteStream:
             self._left -= len(completions)
             return completions
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         """Send submitted requests to the engine, in a thread of its own."""
         while True:
             with self._changed:
@@ -139,7 +139,7 @@ class RemoteStream:
                     return
                 requests, self._to_ask = self._to_ask, []
             try:
-                self._engine.call(ASKING, RolloutActor.ask, requests)
+                self._engine.call(SUBMITTING, RolloutActor.ask, requests)
             except Exception as error:
                 with self._changed:
                     self._error = self._error or error

@@ -7,7 +7,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.handles import Actor, ModelHandle
-from cairn.engines.scoring.reward_model import Answered, RewardModel, Score
+from cairn.engines.scoring.reward_model import PromptAndResponse, RewardModel, Score
 
 REWARD_MODEL = "cairn.engines.scoring.reward_model:RewardModel"
 
@@ -23,7 +23,7 @@ class RewardModelHandle(ModelHandle):
         self._each = config.reward.rm_timeout
         self._turn = threading.Lock()
 
-    def score(self, answered: Sequence[Answered]) -> list[Score]:
+    def score(self, answered: Sequence[PromptAndResponse]) -> list[Score]:
         """Return scores, in order. A dead engine is replaced first. The deadline is `fleet.call_timeout` seconds, or
         `reward.rm_timeout` for each if that is more. Threads take turns, and waiting for a turn does not count towards
         the deadline."""

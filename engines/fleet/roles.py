@@ -22,7 +22,7 @@ from cairn.engines.fleet.calls import Deadline
 
 
 @dataclass(frozen=True)
-class Where:
+class BundlePlace:
     """Place of a bundle."""
 
     node: str
@@ -45,9 +45,9 @@ class Slot:
     """The only devices that the actor uses."""
 
 
-def ask(
+def query_places(
     group: PlacementGroup, nodes: Mapping[int, str], num_gpus: Mapping[int, float], deadline: Deadline
-) -> dict[int, Where]:
+) -> dict[int, BundlePlace]:
     """Return where bundles are, and which GPUs Ray reserved for them there.
 
     The bundles of one machine are queried one after the other, by a process that is reused. Machines are queried at the
@@ -65,11 +65,11 @@ def ask(
     for bundle, node in nodes.items():
         if num_gpus[bundle]:
             on_machine[node].append(bundle)
-    found = {bundle: Where(node, addresses[node]) for bundle, node in nodes.items()}
+    found = {bundle: BundlePlace(node, addresses[node]) for bundle, node in nodes.items()}
     for turn in zip_longest(*on_machine.values()):
         asked = [bundle for bundle in turn if bundle is not None]
         calls = [
-            _here.options(
+            _own_place.options(
                 num_gpus=num_gpus[bundle], scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)
             ).remote()
             for bundle in asked
@@ -79,15 +79,15 @@ def ask(
 
 
 @ray.remote(num_cpus=0, max_calls=0, max_retries=0)
-def _here() -> Where:
+def _own_place() -> BundlePlace:
     """Return the place of this bundle. This runs in the bundle itself, because Ray may have moved it since it was
     seen."""
     gpu_ids = sorted(map(str, ray.get_gpu_ids()), key=_in_order)
-    return Where(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), tuple(gpu_ids))
+    return BundlePlace(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), tuple(gpu_ids))
 
 
 def arrange(
-    shapes: Sequence[Hashable], where: Mapping[int, Where], before: Sequence[int], moved: Iterable[int]
+    shapes: Sequence[Hashable], where: Mapping[int, BundlePlace], before: Sequence[int], moved: Iterable[int]
 ) -> tuple[int, ...]:
     """Assign bundles to positions, each to one of its own shape.
 
@@ -111,7 +111,7 @@ def arrange(
     return tuple(order)
 
 
-def _where_in_order(where: Mapping[int, Where], bundle: int) -> tuple[Any, ...]:
+def _where_in_order(where: Mapping[int, BundlePlace], bundle: int) -> tuple[Any, ...]:
     """Return a sort key by machine and device. A bundle without a place comes last."""
     if (found := where.get(bundle)) is None:
         return (True, bundle)

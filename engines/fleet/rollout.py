@@ -22,7 +22,7 @@ from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRe
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
 
-TO_SAY_WHY = 15.0
+REPORT_TIMEOUT = 15.0
 """Seconds beyond its own deadline that an actor gets to end a server that did not start, and to report its log."""
 
 
@@ -60,7 +60,7 @@ class RouterHandle(EngineHandle):
         assert maker is not None
         arguments = (self._options, self._config, host, log_of(self.actor), deadline.remaining)
         making = self.call(None, EngineActor.make, maker, *arguments)
-        making.result(Deadline(deadline.remaining + TO_SAY_WHY))
+        making.result(Deadline(deadline.remaining + REPORT_TIMEOUT))
 
 
 ENGINE = "cairn.engines.rollout.plan:make_engine"
@@ -101,7 +101,7 @@ class RolloutHandle(ModelHandle):
         """The workers in which user code runs; None if there are none."""
         self.serving = threading.Lock()
         """Lock held while the engine is checked and updated to other weights."""
-        self.looked: tuple[float, int | None] = (0.0, None)
+        self.last_check: tuple[float, int | None] = (0.0, None)
         """Time at which the last successful check of the engine began, and the weight version that it serves since."""
         self.routed: int | None = None
         """Weight version for which the router sends the engine requests; None where it sends none."""
@@ -142,7 +142,7 @@ class RolloutHandle(ModelHandle):
             self._deadline = deadline = Deadline(self._config.timeout)
             stream = self.actor.callee(num_returns="streaming").call(method, *args, **kwargs)
             try:
-                while self._more(stream, deadline):
+                while self._wait_for_next(stream, deadline):
                     try:
                         ref = next(stream)
                     except StopIteration:
@@ -296,12 +296,12 @@ class RolloutHandle(ModelHandle):
             )
             for rank, (actor, host) in enumerate(zip(self._actors, hosts, strict=True))
         ]
-        patience = Deadline(deadline.remaining + TO_SAY_WHY)
+        patience = Deadline(deadline.remaining + REPORT_TIMEOUT)
         for call in calls:
             call.result(patience)
         self.health()
 
-    def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
+    def _wait_for_next(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
         """Wait until the stream has something to read or has ended."""
         while deadline.remaining:
             ready, _ = wait([stream], min(deadline.remaining, self._fleet.call_timeout))

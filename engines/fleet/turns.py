@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fleet.calls import at_the_same_time
+from cairn.engines.fleet.calls import map_in_threads
 from cairn.engines.fleet.handles import EngineHandle
 from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole
 from cairn.engines.fleet.rollout import RolloutHandle
@@ -52,7 +52,7 @@ class Turns:
         """Have the rollout engines release their memory. An engine that fails to do so is killed, and the next rollout
         starts it."""
         if self._offload_rollout:
-            at_the_same_time(self._rollout, lambda engine: _or_end(engine, engine.release_memory))
+            map_in_threads(self._rollout, lambda engine: _or_end(engine, engine.release_memory))
 
     def for_training(self) -> None:
         """Give training the memory. Raises EngineError."""

@@ -140,16 +140,18 @@ def _serve(listener: socket.socket, parent: int) -> dict[str, Any] | None:
     return None
 
 
-def _read(asker: socket.socket) -> dict[str, Any] | None:
+def _read(connection: socket.socket) -> dict[str, Any] | None:
     """Return the message of a launcher (see `cairn.engines.fleet.launch`); None if another user sent it, or if it is
     incomplete."""
-    _, user, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     if user != os.getuid():
         return None
-    first, files, _, _ = socket.recv_fds(asker, 1 << 16, 3)
+    first, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     parts = [first]
     while parts[-1]:
-        parts.append(asker.recv(1 << 16))
+        parts.append(connection.recv(1 << 16))
     try:
         return {**json.loads(b"".join(parts)), "files": files}
     except ValueError:  # it was ended meanwhile
@@ -158,20 +160,20 @@ def _read(asker: socket.socket) -> dict[str, Any] | None:
         return None
 
 
-def _become(asked: dict[str, Any]) -> None:
+def _become(request: dict[str, Any]) -> None:
     """Become the worker that Ray wanted to start."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    for number, descriptor in enumerate(asked["files"]):
+    for number, descriptor in enumerate(request["files"]):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.chdir(asked["folder"])
+    os.chdir(request["folder"])
     own = {name: os.environ[name] for name in INHERITED if name in os.environ}
     os.environ.clear()
-    os.environ.update(asked["environment"] | own)
+    os.environ.update(request["environment"] | own)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # else all forks draw the same
-    sys.argv = asked["arguments"]
+    sys.argv = request["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -50,9 +50,9 @@ from cairn.storage.store.canonical import from_json
 
 
 _IMPLEMENTATION = re.compile(r"_?\w*_implementation(_internal)?")
-_OWN = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
+_PYTORCH_IMPLEMENTATIONS = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
 """Implementations that use PyTorch alone. The library downloads FlashAttention where it is not installed."""
-_FETCHING = frozenset({"use_pretrained_backbone", "use_timm_backbone", "use_kernels"})
+_DOWNLOAD_KEYS = frozenset({"use_pretrained_backbone", "use_timm_backbone", "use_kernels"})
 _ADAPTER = "adapter_config.json"
 
 
@@ -82,11 +82,11 @@ def _problems(value: Any, known: Collection[str], place: str) -> Iterator[str]:
             yield f"names code of its own ({name}) for model type {value.get('model_type')}"
         elif _IMPLEMENTATION.fullmatch(key):
             for kernel in inner.values() if isinstance(inner, dict) else [inner]:
-                if not isinstance(kernel, str | None) or kernel not in _OWN:
+                if not isinstance(kernel, str | None) or kernel not in _PYTORCH_IMPLEMENTATIONS:
                     yield f"takes {name} from {kernel}"
         elif key == "quantization_config" and inner and place not in ("", "text_config."):
             yield f"quantises a part in an unsupported way ({name})"
-        elif key in _FETCHING and inner:
+        elif key in _DOWNLOAD_KEYS and inner:
             yield f"fetches parts of the model ({name})"
         yield from _problems(inner, known, f"{name}.")
 
@@ -352,7 +352,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     else:
         config = AutoConfig.for_model(
-            known_as, **{name: value for name, value in stored.items() if name not in _OF_ITS_OWN_CLASS}
+            known_as, **{name: value for name, value in stored.items() if name not in _CLASS_KEYS}
         )
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -363,7 +363,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-_OF_ITS_OWN_CLASS = ("model_type", "architectures", "auto_map")
+_CLASS_KEYS = ("model_type", "architectures", "auto_map")
 """Keys of a config that refer to a class that the library does not have."""
 
 
@@ -378,12 +378,12 @@ def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
     written, published = from_json(file.read_text()), from_json((source / "config.json").read_text())
     if published.get("model_type") != config.model_type:  # the part that is a language model
         published = published.get("text_config", {})
-    lacking = {name: value for name, value in published.items() if name not in written and name not in _SAID_ANEW}
+    lacking = {name: value for name, value in published.items() if name not in written and name not in _REPLACED_KEYS}
     if lacking:
         file.write_text(json.dumps(written | lacking, indent=2, sort_keys=True) + "\n")
 
 
-_SAID_ANEW = ("architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
+_REPLACED_KEYS = ("architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
 """Keys that the library writes in another way, or that are not true of the weights as written."""
 
 

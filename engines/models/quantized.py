@@ -106,7 +106,7 @@ def quantization_of(folder: Path) -> Scheme | None:
         said = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
         if not said:
             return None
-        scheme = _scheme(said)
+        scheme = quantization_config(said)
         method = said.get("quant_method")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadModel(
@@ -121,7 +121,7 @@ def quantization_of(folder: Path) -> Scheme | None:
     return scheme
 
 
-def _scheme(said: Mapping[str, Any]) -> Scheme | None:
+def quantization_config(said: Mapping[str, Any]) -> Scheme | None:
     """Return the quantisation that a quantization_config describes; None where it is not supported.
 
     Raises KeyError, TypeError, ValueError or AttributeError where the config is malformed.

@@ -14,7 +14,7 @@ from cairn.engines.types.errors import BadModel
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 
-_NO_MEANING = ("version", "truncation", "padding", "post_processor")
+_IGNORED_FIELDS = ("version", "truncation", "padding", "post_processor")
 """Fields of tokenizer.json that do not change the digest. `post_processor` adds special tokens, and prompts and
 responses are always tokenized without them."""
 
@@ -46,7 +46,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset({*tokenizer.all_special_ids, *(id for id, token in added if token.special)})
 
 
-def after_reply(tokenizer: Any, special: Collection[int], ids: Sequence[int] | np.ndarray, written: str) -> str:
+def text_after_reply(tokenizer: Any, special: Collection[int], ids: Sequence[int] | np.ndarray, written: str) -> str:
     """Return the text that a prompt has after a reply's tokens.
 
     `written` is the text that the chat template writes after the reply's words. Special tokens with which the reply
@@ -99,7 +99,7 @@ def _model(tokenizer: Any) -> Any:
     if backend is None:  # one in Python: its class is how it splits
         return [type(tokenizer).__name__, tokenizer.get_vocab()]
     fields = json.loads(backend.to_str())
-    return {name: value for name, value in fields.items() if name not in _NO_MEANING}
+    return {name: value for name, value in fields.items() if name not in _IGNORED_FIELDS}
 
 
 def load_tokenizer(path: str) -> Any:

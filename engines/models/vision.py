@@ -28,7 +28,7 @@ from cairn.engines.types.images import BadImage, Image, decode
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Names that folders use for this processor."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_KEPT_IMAGES = 256
+_CACHED_IMAGES = 256
 """Images whose patches are cached: all samples of a group share their images."""
 
 
@@ -243,7 +243,7 @@ def _nothing_seen(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> Im
     )
 
 
-@lru_cache(maxsize=_KEPT_IMAGES)
+@lru_cache(maxsize=_CACHED_IMAGES)
 def _patches(folder: str, image: Image) -> tuple[np.ndarray, list[int]]:
     """Return the patches [p, values] float32 of an image, and its grid (1, rows, columns)."""
     processor = image_processor(folder)

@@ -191,7 +191,7 @@ def stage_activations(
     around = training.tensor_model_parallel_size if options.get("sequence_parallel") else 1
     entry = tokens * model.config.hidden_size * size / around
     each = [tokens * layer_bytes(model, model.layers[layer], training, longest) for layer in layers]
-    under_way = micro_batches_under_way(training, stage, micro_batches)
+    under_way = micro_batches_in_flight(training, stage, micro_batches)
     granularity = "full" if training.gradient_checkpointing else options.get("recompute_granularity")
     if granularity != "full":  # of selective recomputation attention's scores alone, which are not kept anyway
         return Activations(sum(each) * under_way, 0.0)
@@ -204,7 +204,7 @@ def stage_activations(
     return Activations(len(groups) * entry * under_way, max(map(sum, groups), default=0.0))
 
 
-def micro_batches_under_way(training: TrainingConfig, stage: int, micro_batches: int) -> float:
+def micro_batches_in_flight(training: TrainingConfig, stage: int, micro_batches: int) -> float:
     """Return the largest number of forward passes whose backward pass has not run yet.
 
     In a pipeline of p stages this is p - stage. With v virtual stages it is (2 (p - stage - 1) + (v - 1) p + 1) / v, in

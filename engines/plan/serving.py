@@ -57,7 +57,7 @@ def served_parameters(model: Model, serving: Serving) -> float:
     return sum(tensor.size / ranks(tensor) for tensor in model.tensors)
 
 
-def usual_static_fraction(memory: float, serving: Serving, options: Mapping[str, Any]) -> float:
+def default_static_fraction(memory: float, serving: Serving, options: Mapping[str, Any]) -> float:
     """Return the `mem_fraction_static` that SGLang 0.5.21 chooses by default (`arg_groups/memory_hook.py`).
 
     The fraction is what remains of a GPU's memory after 1.5 MiB for each token of a prefill chunk, 2 MiB for each

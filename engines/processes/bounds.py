@@ -4,7 +4,8 @@
 |---|---|
 | version 2 may be created: by root, or by a user to whom they are delegated | `memory.max`, `pids.max` |
 | version 1 may be created: by root | `memory.limit_in_bytes`, `pids.max` |
-| none may be created | a memory check every `LOOK` seconds; `RLIMIT_NPROC` within the sandbox (`bubblewrap.py`) |
+| none may be created | a memory check every `CHECK_INTERVAL` seconds; `RLIMIT_NPROC` within the sandbox
+(`bubblewrap.py`) |
 
 A cgroup also counts files in the memory of a sandbox, and what the kernel allocates for its processes. Without cgroups
 the sizes of such files are bounded, and the sandbox refuses other memory that has no bound (`bubblewrap.py`).
@@ -22,7 +23,7 @@ from typing import Protocol
 
 import psutil
 
-LOOK = 0.05
+CHECK_INTERVAL = 0.05
 """Seconds between two checks."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _BATCH = 2**21
@@ -41,7 +42,8 @@ class Bounds(Protocol):
         """Return whether processes of the program were killed because its memory was at the limit."""
 
     def look(self, pid: int) -> None:
-        """Enforce the limits where the kernel does not; to be called every `LOOK` seconds. `pid`: its first process."""
+        """Enforce the limits where the kernel does not; to be called every `CHECK_INTERVAL` seconds. `pid`: its first
+        process."""
 
     def kill(self) -> None:
         """Kill what is left of the program, where that is known."""
@@ -54,7 +56,7 @@ def bounds(memory: int, processes: int) -> Bounds:
     """Return limits for a program: bytes of memory, and number of processes and threads."""
     if folders := _cgroups():
         return Cgroup(folders, memory, processes + _OWN)
-    return Watched(memory)
+    return PolledBounds(memory)
 
 
 def counted_by_the_kernel() -> bool:
@@ -116,7 +118,7 @@ class Cgroup:
                     time.sleep(0.01)
 
 
-class Watched:
+class PolledBounds:
     """Limits by regular checks of the memory of its processes; shared memory counts once."""
 
     enter = ":"

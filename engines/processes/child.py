@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-FROM_OUTSIDE = frozenset(
+EXTERNAL_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS, signal.SIGPWR}
 )
 """Signals that a process does not cause itself: it was killed from outside."""
@@ -44,7 +44,7 @@ class Ended:
     @property
     def from_outside(self) -> bool:
         """Whether it was killed from outside, as by the OOM killer."""
-        return not self.hung_up and -self.code in FROM_OUTSIDE
+        return not self.hung_up and -self.code in EXTERNAL_SIGNALS
 
     @property
     def signal(self) -> str | None:

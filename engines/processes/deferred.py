@@ -18,7 +18,7 @@ from typing import Any
 
 COMPILER = "torch._dynamo"
 
-TAKEN = f"{COMPILER}._trace_wrapped_higher_order_op"
+NEEDED_MODULE = f"{COMPILER}._trace_wrapped_higher_order_op"
 """The only module of the compiler that `transformers` imports a class from."""
 
 MARKS = ("allow_in_graph", "assume_constant_result")
@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == TAKEN or not f"{fullname}.".startswith(f"{COMPILER}."):
+        if fullname == NEEDED_MODULE or not f"{fullname}.".startswith(f"{COMPILER}."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None:
@@ -66,7 +66,7 @@ class _Finder(MetaPathFinder, Loader):
         if fullname == COMPILER:
             spec.loader = self
         else:
-            self.give_way()
+            self.import_compiler()
             if fullname in sys.modules:  # the package has imported it by itself
                 spec.loader = _Loaded()
         return spec
@@ -81,7 +81,7 @@ class _Finder(MetaPathFinder, Loader):
         """Return whether the compiler has not been needed yet."""
         return self in sys.meta_path
 
-    def give_way(self) -> None:
+    def import_compiler(self) -> None:
         """Import the compiler, and mark the functions that were marked meanwhile."""
         sys.meta_path.remove(self)
         del sys.modules[COMPILER]
@@ -110,7 +110,7 @@ class _StandIn(ModuleType):
                 return self._disable
             if name == "graph_break":  # in a function that is not compiled
                 return _nothing
-            self._finder.give_way()
+            self._finder.import_compiler()
         return getattr(import_module(COMPILER), name)
 
     def _mark(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from cairn.engines.types.errors import EngineError
 
-PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the lowest and the highest port of outgoing connections."""
-LOWEST_GIVEN_AWAY = 32768
+LOWEST_EPHEMERAL_PORT = 32768
 """Lowest port of outgoing connections by default."""
 
 
@@ -20,9 +20,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     The port is below those of outgoing connections, so that none of these takes it before a server listens on it.
     Raises EngineError where there is none.
     """
-    highest = LOWEST_GIVEN_AWAY
+    highest = LOWEST_EPHEMERAL_PORT
     with suppress(OSError):  # some sandboxes show nothing of the kernel
-        highest = min(int(PORTS_GIVEN_AWAY.read_text().split()[0]), highest)
+        highest = min(int(EPHEMERAL_PORTS_FILE.read_text().split()[0]), highest)
     lowest = max(1024, highest - 12000)
     for _ in range(100):
         with suppress(OSError), socket.socket() as listener:
@@ -37,7 +37,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def spare_loopback() -> None:
+def bypass_proxy_for_loopback() -> None:
     """Exclude loopback addresses from the proxies of the environment, in this process and its children.
 
     Otherwise clients of Prefect's server, of captures and of rollout servers would connect through a proxy. Other hosts

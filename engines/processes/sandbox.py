@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from cairn.engines.processes.bounds import LOOK, Bounds, bounds, counted_by_the_kernel
+from cairn.engines.processes.bounds import CHECK_INTERVAL, Bounds, bounds, counted_by_the_kernel
 from cairn.engines.processes.bubblewrap import SCRATCH, Bubblewrap, Confined
 
 __all__ = ["LOST", "Confined", "Ran", "Sandbox", "SandboxFailed"]
@@ -158,7 +158,7 @@ class Sandbox:
 async def _look(process: asyncio.subprocess.Process, within: Bounds) -> None:
     while process.returncode is None:
         await asyncio.to_thread(within.look, process.pid)
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(CHECK_INTERVAL)
 
 
 async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:

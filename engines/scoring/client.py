@@ -32,11 +32,11 @@ ROUNDING = 1e-3
 """Greatest amount by which a log-prob may be above 0."""
 
 
-class NotAsAsked(ValueError):
+class UnexpectedAnswer(ValueError):
     """An answer that does not fit the request. The message is the end of a sentence on the answer."""
 
 
-Spell = Callable[[int], str]
+TokenText = Callable[[int], str]
 """Function that returns the text of one token."""
 
 
@@ -53,23 +53,23 @@ class Scored:
     top: list[Any] | None = None
     """Pairs of log-prob and id of the most probable tokens in the place of each token, where requested."""
 
-    def of(self, ids: Sequence[int], spell: Spell) -> np.ndarray:
+    def of(self, ids: Sequence[int], spell: TokenText) -> np.ndarray:
         """Return [T] float32 log-probs, if they are of exactly these tokens. Raises NotAsAsked, which names the first
         token that differs or has no log-prob."""
         said = self.texts if self.ids is None else self.ids
         if said is None or not len(said) == len(self.log_probs) == len(ids):
-            raise NotAsAsked(f"has {len(self.log_probs)} log-probs for {len(ids)} tokens")
+            raise UnexpectedAnswer(f"has {len(self.log_probs)} log-probs for {len(ids)} tokens")
         for place, (token, found) in enumerate(zip(ids, said, strict=True)):
             if self.ids is not None and found != token:
-                raise NotAsAsked(f"is for token {found!r}, but token {token} was sent, at {place} of {len(ids)}")
+                raise UnexpectedAnswer(f"is for token {found!r}, but token {token} was sent, at {place} of {len(ids)}")
             # A token that is a part of a character has no text of its own, and servers spell it in many ways.
             if self.ids is None and found != (text := spell(token)) and "\N{REPLACEMENT CHARACTER}" not in text:
-                raise NotAsAsked(
+                raise UnexpectedAnswer(
                     f"is for {found!r}, but {text!r} was sent, at {place} of {len(ids)}: it has another tokenizer"
                 )
         for place, value in enumerate(self.log_probs):
             if not isinstance(value, int | float) or not -math.inf < value <= ROUNDING:
-                raise NotAsAsked(f"has {value!r} instead of a log-prob, at {place} of {len(ids)}")
+                raise UnexpectedAnswer(f"has {value!r} instead of a log-prob, at {place} of {len(ids)}")
         return np.array(self.log_probs, np.float32)
 
     def top_of(self, k: int) -> np.ndarray:
@@ -77,7 +77,7 @@ class Scored:
         number differs."""
         pairs = np.array([[entry[:2] for entry in entries] for entries in self.top or ()], np.float32)
         if pairs.shape != (len(self.log_probs), k, 2) or not (np.isfinite(pairs).all() and (pairs[..., 1] >= 0).all()):
-            raise NotAsAsked(f"has no log-probs of the {k} most probable tokens at each of {len(self.log_probs)}")
+            raise UnexpectedAnswer(f"has no log-probs of the {k} most probable tokens at each of {len(self.log_probs)}")
         return np.concatenate([pairs[..., 0], pairs[..., 1]], 1)
 
 
@@ -91,9 +91,9 @@ class Format(Protocol):
         """Return the body of the request. `ids` are prompt and response. The log-probs of the last `scored` are
         requested, with the `top_k` most probable tokens in the place of each."""
 
-    def read(self, answer: Any, given: int, scored: int) -> Scored:
-        """Return what the answer says of the last `scored` of `given` tokens. Raises KeyError, IndexError, TypeError or
-        ValueError where the answer has another format."""
+    def read(self, answer: Any, num_tokens: int, scored: int) -> Scored:
+        """Return what the answer says of the last `scored` of `num_tokens` tokens. Raises KeyError, IndexError,
+        TypeError or ValueError where the answer has another format."""
 
 
 # `/v1/completions` of OpenAI's interface, as vLLM and others serve it: `echo` with `logprobs` returns the log-prob of
@@ -157,8 +157,8 @@ class SGLang:
 
     def read(self, answer: Any, given: int, scored: int) -> Scored:
         """Return what the answer says; see `Format.read`."""
-        told = answer["meta_info"]
-        found, top = told["input_token_logprobs"][-scored:], told.get("input_top_logprobs")
+        meta = answer["meta_info"]
+        found, top = meta["input_token_logprobs"][-scored:], meta.get("input_top_logprobs")
         return Scored([entry[0] for entry in found], [entry[1] for entry in found], None, top and top[-scored:])
 
 
@@ -176,7 +176,7 @@ class ServedModel:
     """A model behind a server."""
 
     def __init__(
-        self, url: str, api: str, name: str, *, timeout: float, concurrency: int, spell: Spell, top_k: int = 0
+        self, url: str, api: str, name: str, *, timeout: float, concurrency: int, spell: TokenText, top_k: int = 0
     ) -> None:
         """
         Args:
@@ -265,7 +265,7 @@ class ServedModel:
             read = self._format.read(answer, len(ids), scored)
             log_probs = read.of(ids[-scored:], self._spell)
             return np.column_stack([log_probs, read.top_of(self._top_k)]) if self._top_k else log_probs
-        except NotAsAsked as error:
+        except UnexpectedAnswer as error:
             raise TeacherUnusable(f"the response of {path} of {self._url} {error}") from None
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TeacherUnusable(
@@ -292,7 +292,7 @@ class ServedModel:
             async with http.request(method, f"{self._url}{path}", json=body, allow_redirects=False) as reply:
                 if reply.status == 200:
                     return await reply.json(content_type=None)
-                told = f"{at} responds with {reply.status}: {(await reply.text())[:500]}"
+                message = f"{at} responds with {reply.status}: {(await reply.text())[:500]}"
         except TimeoutError:
             raise EngineTimeout(f"{at} did not answer within {self._timeout:g} s (model.teacher_timeout)") from None
         except aiohttp.ClientError as error:
@@ -300,5 +300,5 @@ class ServedModel:
         except ValueError as error:  # it is not JSON
             raise TeacherUnusable(f"{at} does not respond in JSON: {error}") from None
         if reply.status in _PASSING or reply.status >= 500:
-            raise EngineError(told)
-        raise TeacherUnusable(told)
+            raise EngineError(message)
+        raise TeacherUnusable(message)

@@ -33,7 +33,7 @@ when they get no clock."""
 
 
 @dataclass(frozen=True)
-class Answered:
+class PromptAndResponse:
     """A prompt and its response, to be scored."""
 
     messages: tuple[dict[str, Any], ...]
@@ -82,7 +82,7 @@ class RewardModel:
         self.scored = 0
         """Number of sequences scored."""
 
-    def score(self, answered: Sequence[Answered]) -> list[Score]:
+    def score(self, answered: Sequence[PromptAndResponse]) -> list[Score]:
         """Return scores in the order of the inputs. A sequence has no score if it is longer than `max_length`, if the
         chat template refuses it, or if its value is not finite."""
         found: list[Score | None] = []
@@ -124,7 +124,7 @@ class RewardModel:
             "scored": self.scored,
         }
 
-    def _ids(self, one: Answered) -> list[int]:
+    def _ids(self, one: PromptAndResponse) -> list[int]:
         if not self._tokenizer.chat_template:
             return list(self._tokenizer(one.text + one.response, verbose=False)["input_ids"])
         chat = [*one.messages, {"role": "assistant", "content": one.response}]

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.needs import loss_needs, stands_in
+from cairn.engines.training.needs import loss_needs, old_policy_is_current
 from cairn.engines.types.types import TrainBatch
 
 PER_TOKEN = (
@@ -92,7 +92,9 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
             )
     needs = loss_needs(algorithm)
     for name, why in needs.items():
-        if getattr(batch, name) is None and (name != "old_log_probs" or not stands_in(algorithm, num_steps=1)):
+        if getattr(batch, name) is None and (
+            name != "old_log_probs" or not old_policy_is_current(algorithm, num_steps=1)
+        ):
             raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
     if "old_log_probs" in needs and batch.old_log_probs is None and len(steps) > 1:
         raise ValueError(

@@ -68,13 +68,13 @@ def in_buckets(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Group tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor is a bucket by itself."""
     bucket: dict[str, torch.Tensor] = {}
-    held = 0
+    bucket_size = 0
     for name, tensor in named_tensors:
-        if bucket and held + tensor.nbytes > bucket_bytes:
+        if bucket and bucket_size + tensor.nbytes > bucket_bytes:
             yield bucket
-            bucket, held = {}, 0
+            bucket, bucket_size = {}, 0
         bucket[name] = tensor
-        held += tensor.nbytes
+        bucket_size += tensor.nbytes
     if bucket:
         yield bucket
 
@@ -157,10 +157,10 @@ def read_sealed(store: Store, folder: str, name: str, kind: type[Description], f
 def check_reference(folder: str, holds: bool, wants: bool) -> None:
     """Raise EngineError where only one of checkpoint and engine has a reference that changes."""
     if holds != wants:
-        said = ("a reference that changes", "none") if holds else ("no reference that changes", "one")
+        found_and_required = ("a reference that changes", "none") if holds else ("no reference that changes", "one")
         raise EngineError(
-            f"checkpoint {folder} holds {said[0]}, but algorithm.ref_update_interval requires {said[1]}: set the "
-            "interval as in the run that wrote it"
+            f"checkpoint {folder} holds {found_and_required[0]}, but algorithm.ref_update_interval "
+            f"requires {found_and_required[1]}: set the interval as in the run that wrote it"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cairn.engines.models.routing import FREE
 from cairn.engines.training.aggregations import Weight
-from cairn.engines.training.log_probs import Kept
+from cairn.engines.training.log_probs import LogitSupport
 from cairn.engines.types.types import TrainBatch
 
 MISMATCH = "routing_mismatch"
@@ -62,7 +62,7 @@ class Tokens:
     returns: torch.Tensor | None = None
     picked: torch.Tensor | None = None
     """1 at the tokens that the loss treats differently, 0 at the others; None for a loss that picks none."""
-    kept: Kept | None = None
+    kept: LogitSupport | None = None
     """Sampling support of the tokens; None where it is the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
     """[B, L, layers, top-k] int16: the experts to use for each token, `cairn.engines.models.routing.FREE` where the
@@ -81,7 +81,7 @@ class Tokens:
 
         Raises ValueError where the batch lacks them.
         """
-        return given(self.rollout_log_probs)
+        return require_field(self.rollout_log_probs)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Return [B] sums over each sample, from [N] values of tokens, including its tokens on other ranks."""
@@ -146,7 +146,7 @@ def collate_trained(
         values=pick(batch.values),
         returns=pick(batch.returns),
         picked=pick(batch.picked),
-        kept=_kept(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
+        kept=_support(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
         routed_experts=_routed(batch, samples, device),
         mean_correction=batch.mean_correction,
     )
@@ -157,7 +157,7 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
     chosen = [np.arange(batch.response_lengths[sample]) for sample in samples]
     input_ids, positions, targets = _collate(batch, samples, chosen, device)
     nothing = torch.zeros(len(targets), device=device)
-    kept = _kept(batch, samples, chosen, device)
+    kept = _support(batch, samples, chosen, device)
     routed = _routed(batch, samples, device)
     members = _membership(batch, samples, [len(places) for places in chosen], device)
     return Tokens(
@@ -165,7 +165,7 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
     )
 
 
-def given(values: torch.Tensor | None) -> torch.Tensor:
+def require_field(values: torch.Tensor | None) -> torch.Tensor:
     """Return a required field. Raises ValueError where it is None."""
     if values is None:
         raise ValueError("the batch lacks a field that its loss reads")
@@ -188,7 +188,9 @@ def _membership(
     }
 
 
-def _kept(batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray], device: torch.device) -> Kept | None:
+def _support(
+    batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray], device: torch.device
+) -> LogitSupport | None:
     """Return the sampling support of the chosen tokens.
 
     Args:
@@ -196,7 +198,9 @@ def _kept(batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray
     """
     if batch.kept is None:
         return None
-    return Kept.of([batch.kept[sample].at(picked) for sample, picked in zip(samples, chosen, strict=True)], device)
+    return LogitSupport.of(
+        [batch.kept[sample].at(picked) for sample, picked in zip(samples, chosen, strict=True)], device
+    )
 
 
 def _routed(batch: TrainBatch, samples: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -88,7 +88,7 @@ Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
 """(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,
 the same on all ranks. A teacher may return [sum of R_i, 1 + 2k]."""
 
-HOW_TO_HAVE = {
+MISSING_MODEL_MESSAGES = {
     "ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it",
     "teacher": "the teacher is not loaded: set algorithm.use_opd or distillation_loss_coef and model.teacher_path "
     "to have it",
@@ -217,7 +217,7 @@ class ExactlyOnceEngine(ABC):
         self._began_at = self._version
         roles = [role for role in self._learners if train_actor or role != "actor"]
         if not roles:
-            raise ValueError(HOW_TO_HAVE["critic"] + ", or train the actor")
+            raise ValueError(MISSING_MODEL_MESSAGES["critic"] + ", or train the actor")
         # If one rank fails alone, the others stay blocked in a collective. With several ranks any failure may be so.
         self._interrupted = "train" if self._world_size > 1 else None
         try:
@@ -245,7 +245,7 @@ class ExactlyOnceEngine(ABC):
         self._require_ready()
         check_batch(batch)
         if role not in self._scorers:
-            raise ValueError(HOW_TO_HAVE[role])
+            raise ValueError(MISSING_MODEL_MESSAGES[role])
         lengths = {i: len(ids) for i, ids in enumerate(batch.input_ids) if batch.response_lengths[i]}
         if not lengths:
             return [np.zeros(0, np.float32) for _ in range(len(batch))]

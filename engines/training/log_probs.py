@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.engines.training.top_k import ABSENT
-from cairn.engines.types.types import KeptTokens
+from cairn.engines.types.types import SamplingSupport
 
-NEVER = -1e30
+IMPOSSIBLE_LOGIT = -1e30
 """Logit of a token that cannot be sampled: finite, so that its product with a probability of 0 is 0."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class LogitSupport:
     """Sampling support of N tokens, as entries of their logits [N, V]; a token without entries was sampled from all.
 
     The sampler may cut the vocabulary down (top-p, top-k). The policy that sampled is then the softmax over the support
@@ -36,23 +36,23 @@ class Kept:
     """[M] int64: the id of a token in the support."""
 
     @classmethod
-    def of(cls, parts: Sequence[KeptTokens], device: torch.device) -> "Kept":
+    def of(cls, parts: Sequence[SamplingSupport], device: torch.device) -> "LogitSupport":
         """Return the support of the tokens of several parts, one part after the other."""
         counts = np.concatenate([part.counts for part in parts])
         ids = np.concatenate([part.ids for part in parts]).astype(np.int64)
         rows = np.repeat(np.arange(len(counts)), counts)
         return cls(torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device))
 
-    def at(self, order: torch.Tensor, size: int) -> "Kept":
+    def at(self, order: torch.Tensor, size: int) -> "LogitSupport":
         """Return the support of some of `size` tokens, selected by their ascending indices."""
         place = torch.full((size,), -1, dtype=torch.int64, device=order.device)
         place[order] = torch.arange(len(order), device=order.device)
         rows = place[self.rows]
         there = rows >= 0
-        return Kept(rows[there], self.ids[there])
+        return LogitSupport(rows[there], self.ids[there])
 
 
-def within(logits: torch.Tensor, kept: Kept | None, first: int = 0) -> torch.Tensor:
+def mask_outside_support(logits: torch.Tensor, kept: LogitSupport | None, first: int = 0) -> torch.Tensor:
     """Return [N, V] logits in which tokens outside the support are impossible; these get no gradient.
 
     Args:
@@ -66,7 +66,7 @@ def within(logits: torch.Tensor, kept: Kept | None, first: int = 0) -> torch.Ten
     ids = kept.ids - first
     here = (ids >= 0) & (ids < logits.shape[-1])
     outside[kept.rows[here], ids[here]] = False
-    return logits.masked_fill(outside, NEVER)
+    return logits.masked_fill(outside, IMPOSSIBLE_LOGIT)
 
 
 _ENTROPY_CHUNK = 1 << 20  # logits whose softmax is held at a time: 4 MiB
@@ -120,8 +120,8 @@ def top_rows(log_probs: torch.Tensor, top_log_probs: torch.Tensor, ids: torch.Te
     | k + 1 … 2k | their ids, which float32 holds exactly below 2^24 |
 
     One row is handled like a single log-prob: one all-reduce and one array per sample. All log-probs are those of the
-    softmax over the whole vocabulary, or over the token's sampling support (`Kept`). Where the support has less than k
-    tokens, the remaining entries have the id 0 and the log-prob `ABSENT`, whose probability is 0.
+    softmax over the whole vocabulary, or over the token's sampling support (`LogitSupport`). Where the support has less
+    than k tokens, the remaining entries have the id 0 and the log-prob `ABSENT`, whose probability is 0.
 
     Args:
         log_probs: [N] of the response tokens.

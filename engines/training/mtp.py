@@ -15,14 +15,14 @@ from cairn.engines.training.checkpoint import in_buckets
 FILE_BYTES = 4 << 30
 
 
-def keep_mtp(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def copy_mtp_layers(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Copy these layers from one model folder to another, byte for byte, into separate files.
 
     Quantised weights are dequantised to `dtype`.
     """
     layers = read_config(source).get_text_config().num_hidden_layers
-    kept = {name: weight for name, weight in open_weights(source).items() if is_mtp(name, layers)}
-    if not kept:
+    layers_to_copy = {name: weight for name, weight in open_weights(source).items() if is_mtp(name, layers)}
+    if not layers_to_copy:
         return
     files = weight_files(folder)
     if files == [folder / WEIGHTS]:  # which alone would be read, whatever else there is
@@ -30,7 +30,7 @@ def keep_mtp(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
     values = (
         (name, weight[...].to(dtype) if isinstance(weight, Dequantized) else weight[...])
-        for name, weight in kept.items()
+        for name, weight in layers_to_copy.items()
     )
     for number, bucket in enumerate(in_buckets(values, FILE_BYTES), 1):
         files.append(folder / f"mtp-{number:05d}.safetensors")

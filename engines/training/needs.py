@@ -69,7 +69,7 @@ def teacher_top_k(algorithm: AlgorithmConfig) -> int:
     return algorithm.distillation_topk if "teacher_top_log_probs" in loss_needs(algorithm) else 0
 
 
-def stands_in(algorithm: AlgorithmConfig, num_steps: int) -> bool:
+def old_policy_is_current(algorithm: AlgorithmConfig, num_steps: int) -> bool:
     """Return whether the loss may use the current policy as the old one, without old log-probs.
 
     The two are the same in the only optimizer step of a batch. Where the loss depends on values of the whole step, the
@@ -98,7 +98,9 @@ def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, M
         num_steps: optimizer steps of a batch. With one, the old policy is the trained one, which the loss can compute
             itself; advantages cannot.
     """
-    of_loss = loss_needs(algorithm).keys() - ({"old_log_probs"} if stands_in(algorithm, num_steps) else set())
+    of_loss = loss_needs(algorithm).keys() - (
+        {"old_log_probs"} if old_policy_is_current(algorithm, num_steps) else set()
+    )
     needs = advantage_needs(algorithm).keys() | of_loss
     if algorithm.use_rollout_logprobs:
         needs -= {"old_log_probs"}  # those of the rollout engine

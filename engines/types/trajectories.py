@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cairn.engines.types.images import Image
-from cairn.engines.types.types import Completion, FinishReason, KeptTokens, first_read, of_both
+from cairn.engines.types.types import Completion, FinishReason, SamplingSupport, join_first_values, joined_fields
 
 FIRST_CALL = "0"
 """Id of a sample's first call of `ctx.sample`."""
@@ -50,7 +50,7 @@ class Segment:
     """Seed of all random draws of the call."""
     finish_reason: FinishReason | None = None
     """Why the segment ended."""
-    kept: KeptTokens | None = None
+    kept: SamplingSupport | None = None
     """Sampling support of its tokens, where it is recorded and smaller than the whole vocabulary."""
     routed_experts: np.ndarray | None = None
     """[S + T - 1, layers, top-k], where recorded: experts of the S tokens before the segment, prompt included, and of
@@ -94,7 +94,7 @@ class Segment:
             rest,
             ids=np.concatenate([self.ids, rest.ids]),
             loss_mask=np.concatenate([self.loss_mask, rest.loss_mask]),
-            **of_both(self, rest),
+            **joined_fields(self, rest),
         )
 
     def until(self, tokens: int) -> "Segment":
@@ -160,9 +160,9 @@ class Trajectory:
         return _joined(parts, np.int32)
 
     @property
-    def kept(self) -> KeptTokens:
+    def kept(self) -> SamplingSupport:
         """Sampling support of all T tokens."""
-        return sum((KeptTokens.or_whole(one.kept, len(one)) for one in self.segments), KeptTokens.whole(0))
+        return sum((SamplingSupport.or_whole(one.kept, len(one)) for one in self.segments), SamplingSupport.whole(0))
 
     def routed_experts(self, prompt: int) -> np.ndarray | None:
         """Return the experts of all tokens but the last, [prompt + T - 1, layers, top-k]; None where they are not
@@ -175,7 +175,7 @@ class Trajectory:
         Args:
             prompt: number of prompt tokens.
         """
-        known = first_read([segment.routed_experts for segment in self.segments])
+        known = join_first_values([segment.routed_experts for segment in self.segments])
         if known is None:
             return None
         unread = prompt + sum(map(len, self.segments)) - 1 - len(known)
@@ -393,7 +393,7 @@ class Recorded:
     """Whether a sample waits for `acknowledge(number)`: until these records, and all before them, are durable."""
 
 
-def take_records(samples: dict[SampleKey, SampleRequest], records: Iterable[CallRecord]) -> None:
+def add_records(samples: dict[SampleKey, SampleRequest], records: Iterable[CallRecord]) -> None:
     """Add new records to the requests of their samples, for a later replay."""
     found: dict[SampleKey, list[CallRecord]] = {}
     for record in records:

@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
-class KeptTokens:
+class SamplingSupport:
     """Sampling support of T tokens: the tokens that each was drawn from, where top-p or top-k cut the vocabulary.
 
     It holds the ids themselves. A threshold or a count would give another set in an engine whose logits differ by
@@ -41,17 +41,17 @@ class KeptTokens:
     """[T] int32: size of each support; 0 for the whole vocabulary."""
 
     @classmethod
-    def whole(cls, length: int) -> "KeptTokens":
+    def whole(cls, length: int) -> "SamplingSupport":
         """Return the supports of tokens that were drawn from the whole vocabulary."""
         return cls(np.zeros(0, np.int32), np.zeros(length, np.int32))
 
     @classmethod
-    def or_whole(cls, kept: "KeptTokens | None", length: int) -> "KeptTokens":
+    def or_whole(cls, kept: "SamplingSupport | None", length: int) -> "SamplingSupport":
         """Return `kept`, or where it is None the supports of `length` tokens drawn from the whole vocabulary."""
         return cls.whole(length) if kept is None else kept
 
     @classmethod
-    def of(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> "KeptTokens":
+    def of(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> "SamplingSupport":
         """Return the supports for a set of ids per token, in any order; an empty set is the whole vocabulary."""
         ids = [np.sort(np.asarray(ids, np.int32)) for ids in sets]
         return cls(np.concatenate([np.zeros(0, np.int32), *ids]), np.array([len(part) for part in ids], np.int32))
@@ -59,16 +59,16 @@ class KeptTokens:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def __add__(self, later: "KeptTokens") -> "KeptTokens":
+    def __add__(self, later: "SamplingSupport") -> "SamplingSupport":
         """Return the supports of these tokens and of those that follow them."""
-        return KeptTokens(np.concatenate([self.ids, later.ids]), np.concatenate([self.counts, later.counts]))
+        return SamplingSupport(np.concatenate([self.ids, later.ids]), np.concatenate([self.counts, later.counts]))
 
-    def at(self, places: np.ndarray) -> "KeptTokens":
+    def at(self, places: np.ndarray) -> "SamplingSupport":
         """Return the supports of some of the T tokens, by their indices."""
         counts = self.counts[places]
         starts = (np.cumsum(self.counts) - self.counts)[places]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return KeptTokens(self.ids[np.repeat(starts, counts) + within], counts)
+        return SamplingSupport(self.ids[np.repeat(starts, counts) + within], counts)
 
     def first_without(self, tokens: np.ndarray) -> int | None:
         """Return the index of the first of T tokens that is not in its support; None where all are."""
@@ -151,7 +151,7 @@ class Completion:
     """Seconds from the acceptance of the request to its end."""
     cached_tokens: int = 0
     """Number of input tokens whose keys and values were in the engine's prefix cache."""
-    kept: KeptTokens | None = None
+    kept: SamplingSupport | None = None
     """Sampling support of its T tokens, where it is requested and smaller than the whole vocabulary."""
     routed_experts: np.ndarray | None = None
     """[S + T - 1, layers, top-k] uint8 or uint16, where requested: the experts that each MoE layer chose for the S
@@ -174,7 +174,9 @@ class Completion:
 
     def then(self, rest: "Completion") -> "Completion":
         """Return this part of a response joined with the rest, which was generated later."""
-        return replace(rest, response_ids=np.concatenate([self.response_ids, rest.response_ids]), **of_both(self, rest))
+        return replace(
+            rest, response_ids=np.concatenate([self.response_ids, rest.response_ids]), **joined_fields(self, rest)
+        )
 
 
 class Sampled(Protocol):
@@ -185,7 +187,7 @@ class Sampled(Protocol):
     @property
     def weight_versions(self) -> np.ndarray | None: ...
     @property
-    def kept(self) -> KeptTokens | None: ...
+    def kept(self) -> SamplingSupport | None: ...
     @property
     def routed_experts(self) -> np.ndarray | None: ...
     @property
@@ -194,7 +196,7 @@ class Sampled(Protocol):
     def cached_tokens(self) -> int: ...
 
 
-def of_both(part: Sampled, rest: Sampled) -> dict[str, Any]:
+def joined_fields(part: Sampled, rest: Sampled) -> dict[str, Any]:
     """Return the common fields of a part joined with the rest, which was sampled later, by name."""
     assert part.log_probs is not None
     assert part.weight_versions is not None
@@ -202,18 +204,20 @@ def of_both(part: Sampled, rest: Sampled) -> dict[str, Any]:
     assert rest.weight_versions is not None
     kept = None
     if part.kept is not None or rest.kept is not None:
-        kept = KeptTokens.or_whole(part.kept, len(part.log_probs)) + KeptTokens.or_whole(rest.kept, len(rest.log_probs))
+        kept = SamplingSupport.or_whole(part.kept, len(part.log_probs)) + SamplingSupport.or_whole(
+            rest.kept, len(rest.log_probs)
+        )
     return {
         "log_probs": np.concatenate([part.log_probs, rest.log_probs]),
         "weight_versions": np.concatenate([part.weight_versions, rest.weight_versions]),
         "kept": kept,
-        "routed_experts": first_read([part.routed_experts, rest.routed_experts]),
+        "routed_experts": join_first_values([part.routed_experts, rest.routed_experts]),
         "seconds": part.seconds + rest.seconds,
         "cached_tokens": part.cached_tokens + rest.cached_tokens,
     }
 
 
-def first_read(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def join_first_values(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Join arrays of consecutive calls, each over all tokens up to its own: every token keeps its first value."""
     found: list[np.ndarray] = []
     for part in parts:
@@ -262,7 +266,7 @@ class TrainBatch:
     samples: list[int] | None = None
     """Index, from 0, of the sample of each entry, where a sample has several trajectories: each trajectory is then an
     entry of the fields above, in order. None where each entry is a sample."""
-    kept: list[KeptTokens] | None = None
+    kept: list[SamplingSupport] | None = None
     """Sampling supports of R_i tokens. Log-probs and entropies are those of the softmax over the support, under every
     model. None where all tokens were drawn from the whole vocabulary."""
     routed_experts: list[np.ndarray | None] | None = None

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from cairn.configs.errors import BadInput, Failure
 from cairn.flows.cli.command import FAILED
-from cairn.flows.cli.printing import tell
+from cairn.flows.cli.printing import print_stderr
 from cairn.flows.driver.signals import INTERRUPTED
 
 BAD_INPUT = 2
@@ -34,13 +34,13 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            tell("interrupted")
+            print_stderr("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             code = exit_code(error)
             if code is None:
                 raise
-            tell(describe(error))
+            print_stderr(describe(error))
             raise typer.Exit(code) from error
 
 
@@ -62,9 +62,9 @@ def cairn() -> None:
     Every iteration of a run is a chain of committed steps. Wherever a run ended, it resumes from its last commit.
     """
     from cairn.engines.processes.deferred import defer_compiler
-    from cairn.engines.processes.ports import spare_loopback
+    from cairn.engines.processes.ports import bypass_proxy_for_loopback
 
-    spare_loopback()
+    bypass_proxy_for_loopback()
     defer_compiler()
 
 

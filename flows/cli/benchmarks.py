@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import Shown
-from cairn.flows.cli.printing import tell
+from cairn.flows.cli.printing import print_stderr
 from cairn.flows.cli.tables import grid
 
 if TYPE_CHECKING:
@@ -106,4 +106,4 @@ def _one(benchmark: "Benchmark", described: dict[str, Any]) -> Iterator[str]:
             yield f"── {turn['role']}\n{turn['content']}"
         yield f"── label\n{first['label']}"
     if described["local"] is None:
-        tell(how_to_get(benchmark))
+        print_stderr(how_to_get(benchmark))

@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import IterationArgument, Root, RunArgument, Shown, bad_input, writing
-from cairn.flows.cli.printing import say, tell
+from cairn.flows.cli.printing import print_stderr, say
 from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def keygen(
         raise BadInput(f"{name!r} is not a name for a signer: use one word without '#'")
     with writing(file):
         say(f"{name} {new_key(file)}")
-    tell(f"the private key is in {file}: keep it secret, and set CAIRN_SIGNING_KEY={file}")
+    print_stderr(f"the private key is in {file}: keep it secret, and set CAIRN_SIGNING_KEY={file}")
 
 
 def _verdict(ledger: "Ledger", iteration: int | None, *, approved: bool, why: str | None, by: str | None) -> Shown:

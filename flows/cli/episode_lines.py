@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from cairn.engines.types.trajectories import CallKind, CallRecord
-from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, Texts, TurnView, WorldView
+from cairn.flows.reading.episodes import CallView, EnvironmentView, EpisodeView, ResponseView, Texts, TurnView
 from cairn.flows.text import printable
 
 MOST = 2000
@@ -32,7 +32,7 @@ def episode_lines(episode: EpisodeView) -> Iterator[Text]:
         yield Text(f"{episode.seconds:.2f} s from the first call to the end of the last", "dim")
 
 
-def answer_lines(number: int, answer: AnswerView, began: float | None, reward: str = "") -> Iterator[Text]:
+def answer_lines(number: int, answer: ResponseView, began: float | None, reward: str = "") -> Iterator[Text]:
     """Yield lines for tokens that the policy sampled.
 
     Args:
@@ -57,7 +57,7 @@ def answer_lines(number: int, answer: AnswerView, began: float | None, reward: s
         yield _said(answer.text, answer.ids)
 
 
-def world_lines(world: WorldView, name: str = "environment") -> Iterator[Text]:
+def world_lines(world: EnvironmentView, name: str = "environment") -> Iterator[Text]:
     """Yield lines for tokens of the environment."""
     count = len(world.ids)
     yield _heading(name, f"{count} token{'' if count == 1 else 's'}")
@@ -90,7 +90,7 @@ def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Itera
     segment = record.segment
     ids = [] if segment is None else segment.ids.tolist()
     log_probs = [] if segment is None or segment.log_probs is None else segment.log_probs.tolist()
-    answer = AnswerView.of(
+    answer = ResponseView.of(
         texts,
         ids,
         log_probs,

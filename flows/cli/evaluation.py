@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, Shown
-from cairn.flows.cli.printing import tell
+from cairn.flows.cli.printing import print_stderr
 from cairn.flows.cli.tables import age, grid
 from cairn.flows.text import printable
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from cairn.flows.evaluation.comparing import Standing
-    from cairn.flows.evaluation.evaluating import Found, Watcher
+    from cairn.flows.evaluation.evaluating import EvaluationResult, Watcher
     from cairn.flows.evaluation.models import Evaluable
     from cairn.storage.store.store import Store
 
@@ -130,7 +130,7 @@ def evaluate(
     gate = evaluated_run(place) if gate_on_regression else None
     models = _models(store, place, model, every, options)
     _require_exportable(export, len(models) * len(benchmarks))
-    found: list[Found] = []
+    found: list[EvaluationResult] = []
     with _watched(hidden=json) as watcher:
         for one in evaluate_models(store, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
             found.append(one)
@@ -139,7 +139,7 @@ def evaluate(
                 watcher.says(f"written for Inspect: {_write_log(store, one, export[1])}")
 
     def regressed() -> bool:  # what was found is shown also where there is no baseline
-        worse = [] if baseline is None else regressions(store, found, baseline, margin, tell, gate=gate)
+        worse = [] if baseline is None else regressions(store, found, baseline, margin, print_stderr, gate=gate)
         return bool(worse) and fail_on_regression
 
     return Shown([_as_json(one) for one in found], [_results(found)], regressed)
@@ -184,10 +184,10 @@ def leaderboard(
         for one in worse:
             assert one.baseline is not None
             assert one.comparison is not None
-            tell(said := sentence(one.result, one.baseline, one.comparison))
-            raise_event(one.result, one.baseline, one.comparison, tell)
+            print_stderr(said := sentence(one.result, one.baseline, one.comparison))
+            raise_event(one.result, one.baseline, one.comparison, print_stderr)
             if gate_on_regression and (run := one.result.origin.get("run")):
-                open_gate(root.store, str(run), said, tell)
+                open_gate(root.store, str(run), said, print_stderr)
         return bool(worse) and fail_on_regression
 
     text = [_standings(found, baseline)] if found else f"no results in {root.url}; `cairn eval` makes some"
@@ -226,7 +226,7 @@ def _models(
     from cairn.flows.evaluation.models import weights_to_evaluate
 
     try:
-        return weights_to_evaluate(store, place, None if folder is None else str(folder), every, options, tell)
+        return weights_to_evaluate(store, place, None if folder is None else str(folder), every, options, print_stderr)
     except ValidationError as error:
         problem = error.errors()[0]
         raise BadInput(f"--{problem['loc'][0]} is {problem['input']!r}; {problem['msg']}") from None
@@ -250,10 +250,10 @@ def _watched(hidden: bool) -> "Iterator[Watcher]":
                 tasks[name] = bars.add_task(name, total=total)
             bars.update(tasks[name], completed=done)
 
-        yield Watcher(tell, progress)
+        yield Watcher(print_stderr, progress)
 
 
-def _as_json(found: "Found") -> dict[str, Any]:
+def _as_json(found: "EvaluationResult") -> dict[str, Any]:
     result = found.result
     return {
         "model": found.model,
@@ -284,7 +284,7 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
     }
 
 
-def _results(found: "Sequence[Found]") -> "Table":
+def _results(found: "Sequence[EvaluationResult]") -> "Table":
     """Return a table, one result a line."""
     from cairn.flows.evaluation.comparing import figures
 
@@ -296,7 +296,7 @@ def _results(found: "Sequence[Found]") -> "Table":
     return table
 
 
-def _verdict(one: "Found") -> str:
+def _verdict(one: "EvaluationResult") -> str:
     return "computed" if one.computed else "found in the store, not computed"
 
 
@@ -350,7 +350,7 @@ def _require_exportable(export: tuple[str, Path] | None, results: int) -> None:
         raise BadInput(f"{path} cannot be written ({error}): use another path") from None
 
 
-def _write_log(store: "Store", found: "Found", path: Path) -> Path:
+def _write_log(store: "Store", found: "EvaluationResult", path: Path) -> Path:
     """Write a result's log to `path`, or into it, and return its path. Raises BadInput where it cannot be written."""
     from cairn.flows.evaluation.inspect_log import export_inspect, log_name
     from cairn.storage.evals import read_samples

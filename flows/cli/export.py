@@ -20,7 +20,7 @@ from cairn.flows.cli.command import (
     read_signers_of,
     writing,
 )
-from cairn.flows.cli.printing import tell, tell_message
+from cairn.flows.cli.printing import print_stderr, tell_message
 
 if TYPE_CHECKING:
     from cairn.flows.export.unbundle import Checked
@@ -173,7 +173,7 @@ def convert(
                 device=str(device),
             )
             engine.save(open_store(str(target.parent)), target.name)
-    tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
+    print_stderr(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
 
 
 def bundle(

@@ -88,7 +88,7 @@ def rescore(
     - `cairn rescore quickstart@0:9 --reward rewards.py:grade --write rewards.parquet`
     - `cairn rescore quickstart@39 --reward judge.py:grade --set reward.rm_timeout=60 --json | jq .overall`
     """
-    from cairn.flows.history.rescore import HEADER, naming
+    from cairn.flows.history.rescore import HEADER, grader_override
     from cairn.flows.history.rescore import rescore as rescored
 
     run, at, iterations = place.partition("@")
@@ -96,7 +96,7 @@ def rescore(
         require_free(write)
     ledger = root.ledger(run)
     with reporting() as progress:
-        named = [] if reward is None else [naming(reward)]
+        named = [] if reward is None else [grader_override(reward)]
         found, rows = rescored(ledger, iterations if at else None, [*named, *(overrides or [])], progress)
     if write is not None:
         write_new(rows, write)

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, SignersOption, bad_input, read_signers_of
 from cairn.flows.cli.decisions import AsOption, WhyOption
-from cairn.flows.cli.printing import tell
+from cairn.flows.cli.printing import print_stderr
 from cairn.flows.cli.tables import grid, reporting
 from cairn.flows.text import printable
 
@@ -249,14 +249,14 @@ def delete(
     _require_confirmed(run, yes_delete, warning, "Type the run's name to delete it")
     with bad_input(FileNotFoundError, ValueError):
         delete_run(store, run)
-    tell(f"run {run} is deleted")
+    print_stderr(f"run {run} is deleted")
 
 
 def _require_confirmed(run: str, typed: str | None, warning: str, request: str) -> None:
     """Raise BadInput unless the user has typed the run's name, in an option or now. Where nobody can answer, it is
     empty."""
     if typed is None:
-        tell(warning)
+        print_stderr(warning)
         typed = typer.prompt(request, err=True, default="", show_default=False)
     if typed != run:
         raise BadInput(f"the confirmed name is {typed!r}, not {run!r}; nothing was deleted")
@@ -272,23 +272,23 @@ def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | 
     _require_confirmed(run, yes_delete, warning, "Type the run's name to do so")
     unreached: list[str] = []
     with reporting() as progress, bad_input(ValueError):
-        decision = redact(ledger, prompt, by=by, why=why, progress=progress, unreached=unreached.append)
+        decision = redact(ledger, prompt, by=by, why=why, progress=progress, on_remaining=unreached.append)
     done = decision.what
     assert isinstance(done, Redaction)
-    tell(
+    print_stderr(
         f"prompt {prompt} is redacted in run {run}: {done.samples} samples, {len(done.files)} tables (decision "
         f"{decision.number})"
     )
     if done.trained_in:
         iterations = ", ".join(map(str, done.trained_in))
-        tell(
+        print_stderr(
             f"updates of iteration {iterations} trained on them: weights from version {min(done.weight_versions)} on "
             "contain their effect"
         )
     for sentence in unreached:
-        tell(f"not reached: {sentence}")
+        print_stderr(f"not reached: {sentence}")
     if prompt not in wanted(ledger, ledger.decisions.all()):
-        tell(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
+        print_stderr(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
 
 
 def probe(root: Root) -> Shown:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cairn.flows.events import Event
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print to stderr."""
     print(printable(text), file=sys.stderr)
 
@@ -22,7 +22,7 @@ def tell_message(event: "Event") -> None:
     from cairn.tasks.durable.events import Message
 
     if isinstance(event, Message):
-        tell(event.text)
+        print_stderr(event.text)
 
 
 def say(text: str) -> None:

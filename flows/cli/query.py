@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, Shown, bad_input
-from cairn.flows.cli.printing import console, tell
+from cairn.flows.cli.printing import console, print_stderr
 from cairn.flows.text import printable
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def sql(
         asked = open_query(root.store, run)
         found = asked.sql(query)
     for note in asked.notes:
-        tell(note)
+        print_stderr(note)
     shown = found.slice(0, limit or (found.num_rows if json or csv else _ROWS))
     rows = _rows(shown)
     text = _csv(found.column_names, rows) if csv else _table(shown, rows, found.num_rows)

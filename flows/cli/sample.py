@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput, Failure
 from cairn.flows.cli.command import IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input
-from cairn.flows.cli.printing import print_parts, tell
+from cairn.flows.cli.printing import print_parts, print_stderr
 from cairn.flows.cli.tables import lines_of, sample_lines
 from cairn.flows.text import number
 from cairn.storage.ledger.layout import LAST_NUMBER
@@ -99,13 +99,13 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
             view.iteration,
             view.shard,
             (view.group_id, view.sample_index),
-            given=(lambda record: None) if json else _printer(ledger),
+            on_response=(lambda record: None) if json else _printer(ledger),
             debugger=debugger,
         )
     except BdbQuit:
         raise Failure("left the debugger") from None
     if found.changed and not json:
-        tell("the source of the function or of its tools has changed since the run")
+        print_stderr("the source of the function or of its tools has changed since the run")
     said = {
         "same": f"the same trajectory, bit for bit, after {found.answers} answers",
         "differs": f"another trajectory: {found.told}",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from cairn.flows.reading.samples import SampleView, Scores
     from cairn.flows.reading.views import Groups, Retries, RunStatus
-    from cairn.storage.ledger.decisions import GateStanding
+    from cairn.storage.ledger.decisions import GateStatus
     from cairn.tasks.steps import StaleStep
 
 STATE_STYLES = {
@@ -249,7 +249,7 @@ def _chosen(status: "RunStatus") -> str:
     return "" if status.trained_reward == status.reward else f" ({number(status.trained_reward, '.3f')} of its batch)"
 
 
-def _gate(run: str, gate: "GateStanding") -> str:
+def _gate(run: str, gate: "GateStatus") -> str:
     from cairn.flows.reading.gates import asking
 
     if gate.state == "open" or gate.verdict is None:

@@ -17,9 +17,9 @@ from typer import Argument, Option
 from cairn.configs.errors import ConfigError
 from cairn.flows.cli.app import BAD_INPUT, TERMINATED, describe, exit_code
 from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument, Shown, bad_input
-from cairn.flows.cli.printing import print_json, print_parts, tell
+from cairn.flows.cli.printing import print_json, print_parts, print_stderr
 from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
-from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, WITHHELD, mind_notices
+from cairn.flows.driver.signals import AWAITING_APPROVAL, EXIT_CODE, INTERRUPTED, NOTICES, install_early_handlers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,18 +69,18 @@ def up(
     _mind_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
     if not is_loopback(host):
-        tell(
+        print_stderr(
             f"everyone who can reach {host} may start runs, and so run code: restrict access with a firewall or a proxy"
         )
     from cairn.flows.deployments.up import start
 
-    tell("starting; this takes some seconds")
+    print_stderr("starting; this takes some seconds")
     running = start(root.url, host=host, port=port, ray=not no_ray)
     try:
-        tell(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
+        print_stderr(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
         _show(running)
     finally:
-        tell("stopping; drivers release their runs")
+        print_stderr("stopping; drivers release their runs")
         running.close()
 
 
@@ -170,7 +170,7 @@ def train(
     - `cairn train configs/recipes/quickstart.yaml --run warmer --set rollout.rollout_temperature=1.2`
     - `cairn train my.yaml --store s3://bucket/experiments`
     """
-    _mind_signals()
+    _handle_signals()
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
 
@@ -189,7 +189,7 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     - `cairn resume quickstart`
     - `cairn resume quickstart --takeover` when a hung driver still holds it
     """
-    _mind_signals()
+    _handle_signals()
     from cairn.configs.loader import from_manifest
 
     ledger = root.ledger(run)
@@ -234,10 +234,10 @@ def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], no
 
     yield yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).removesuffix("\n")
     for note in notes:
-        tell(f"data: {note}")
+        print_stderr(f"data: {note}")
     kinds = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
     rows = kinds.get(config.algorithm.learns_from, config.algorithm.learns_from)
-    tell(
+    print_stderr(
         f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} {rows}, "
         f"{config.training.num_steps_per_rollout} optimizer step(s) of {config.global_batch_size} samples each"
     )
@@ -248,10 +248,10 @@ def _mind_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _mind_signals() -> None:
+def _handle_signals() -> None:
     """Handle signals from the start of a driver until its run has begun, when its own handlers take over."""
     _mind_interrupts()
-    mind_notices()
+    install_early_handlers()
 
 
 def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "Ledger | None" = None) -> None:
@@ -275,17 +275,17 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
         from cairn.flows.orchestration.server import PREFECT_HOME, prepare_server
 
         prepare_server(PREFECT_HOME)
-        from cairn.flows.driver.session import telling_what_is_stale
+        from cairn.flows.driver.session import adding_stale_steps
         from cairn.flows.reading.views import RunState, run_status
 
     if ledger is None:
-        with suppress(FileNotFoundError), telling_what_is_stale(store, run, config, {}):
+        with suppress(FileNotFoundError), adding_stale_steps(store, run, config, {}):
             ledger = Ledger.open(store, run, config)
     if ledger is not None:
         # A single request says whether the last update exists; the full status needs many.
         trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
         if trained and run_status(store, run).state is RunState.COMPLETED:
-            tell(f"run {run} has all its iterations; nothing is left to do")
+            print_stderr(f"run {run} has all its iterations; nothing is left to do")
             return
     with collecting_later():
         from cairn.flows.driver.approval import Withheld
@@ -309,21 +309,21 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
     except Preempted:
         for signum in NOTICES:  # the run is given back: another one may cut the rest short
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
-        tell(f"preempted; nothing committed is lost. Continue with: {again}")
+        print_stderr(f"preempted; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(EXIT_CODE) from None
     except Withheld as error:
-        tell(str(error))
-        raise typer.Exit(WITHHELD) from None
+        print_stderr(str(error))
+        raise typer.Exit(AWAITING_APPROVAL) from None
     except KeyboardInterrupt:
-        tell(f"interrupted; nothing committed is lost. Continue with: {again}")
+        print_stderr(f"interrupted; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if not started:
             raise
         if exit_code(error) is None:
-            tell("".join(traceback.format_exception(error)).rstrip())
+            print_stderr("".join(traceback.format_exception(error)).rstrip())
         else:
-            tell(describe(error))
-        tell(f"run {run} failed; nothing committed is lost. Continue with: {again}")
+            print_stderr(describe(error))
+        print_stderr(f"run {run} failed; nothing committed is lost. Continue with: {again}")
         raise typer.Exit(FAILED) from error
     print_parts(summary_lines(run_status(store, run)))

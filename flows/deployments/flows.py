@@ -42,7 +42,7 @@ from cairn.flows.deployments.forms import (
     recipe_path,
 )
 from cairn.flows.deployments.names import NAMES
-from cairn.flows.deployments.watching import say_who_executes
+from cairn.flows.deployments.watching import record_process
 from cairn.flows.events import Event, IterationDone, RunStarted
 from cairn.flows.text import slug
 from cairn.storage.ledger.ledger import Ledger
@@ -53,7 +53,7 @@ from cairn.tasks.durable.events import Message
 STORE = "CAIRN_STORE"
 """Environment variable: store of flow runs whose form leaves it empty."""
 
-SERVED_BY = "CAIRN_SERVED_BY"
+SERVER_PID = "CAIRN_SERVED_BY"
 """Environment variable: id of the process with which a flow run ends."""
 
 Parameters = ParamSpec("Parameters")
@@ -67,16 +67,16 @@ def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, Stat
     ends."""
 
     @wraps(body)
-    def until_that_is_gone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
-        server = os.environ.get(SERVED_BY)
+    def run_with_server(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
+        server = os.environ.get(SERVER_PID)
         if server is not None and os.getppid() == int(server):
             threading.Thread(target=_end_with, args=(int(server),), name="served-by", daemon=True).start()
         if flow_run.id is not None:
-            say_who_executes(UUID(flow_run.id))
+            record_process(UUID(flow_run.id))
         defer_compiler()
         return body(*args, **kwargs)
 
-    return until_that_is_gone
+    return run_with_server
 
 
 def _end_with(parent: int) -> None:
@@ -311,10 +311,10 @@ def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: b
     from cairn.flows.driver.approval import Withheld
     from cairn.flows.orchestration.withheld import end_of_driver
     from cairn.flows.reading.views import run_status
-    from cairn.flows.train import go_on
+    from cairn.flows.train import start_in_flow
 
     try:
-        run = go_on(store, run, config, takeover, _log)
+        run = start_in_flow(store, run, config, takeover, _log)
     except Withheld as error:
         return end_of_driver(error, run, store.url)
     status = run_status(store, run)

@@ -152,7 +152,7 @@ def _choices() -> tuple[str, ...]:
     return tuple(recipes(Path.cwd()))
 
 
-class _Chosen:
+class _RecipeChoices:
     """Type annotation that offers the existing recipes in the JSON schema, and accepts any text, since a file may be
     added later."""
 
@@ -161,7 +161,7 @@ class _Chosen:
         return handler(core) | ({"enum": list(_choices())} if _choices() else {})
 
 
-Recipe = Annotated[str, _Chosen]
+Recipe = Annotated[str, _RecipeChoices]
 """Name of a recipe."""
 
 RunName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$", max_length=LONGEST_NAME)]

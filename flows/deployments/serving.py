@@ -26,7 +26,7 @@ from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runner import Runner
 
 from cairn.engines.fleet.address import ADDRESS
-from cairn.flows.deployments.flows import FLOWS, SERVED_BY, STORE
+from cairn.flows.deployments.flows import FLOWS, SERVER_PID, STORE
 from cairn.flows.deployments.names import DEPLOYMENT
 from cairn.flows.deployments.watching import watch
 
@@ -37,7 +37,7 @@ POLL_INTERVAL = 2.0
 """Seconds between two queries for due flow runs."""
 
 
-PEOPLES = {"schedules", "paused", "concurrency_limit", "concurrency_options"}
+USER_SETTINGS = {"schedules", "paused", "concurrency_limit", "concurrency_options"}
 """Settings of a deployment that users change: for an existing deployment, Prefect would overwrite them with ours and
 delete every schedule."""
 
@@ -50,7 +50,7 @@ async def deployments(store: str) -> list[RunnerDeployment]:
         deployment = await flow.ato_deployment(
             DEPLOYMENT, parameters={"store": store}, entrypoint_type=EntrypointType.MODULE_PATH, tags=["cairn"]
         )
-        deployment.model_fields_set.difference_update(PEOPLES)
+        deployment.model_fields_set.difference_update(USER_SETTINGS)
         found.append(deployment)
     return found
 
@@ -58,19 +58,19 @@ async def deployments(store: str) -> list[RunnerDeployment]:
 async def serve(parent: int) -> None:
     """Serve until SIGTERM, or until process `parent` is gone."""
     runner = Runner(name="cairn", pause_on_shutdown=False, limit=None, query_seconds=POLL_INTERVAL)
-    told = asyncio.Event()
+    terminated = asyncio.Event()
     for deployment in await deployments(os.environ[STORE]):
         await runner.aadd_deployment(deployment)
     running = asyncio.create_task(runner.start())
     while not runner.started and not running.done():
         await asyncio.sleep(0.05)
     # Replaces Prefect's handler, which `start` has set.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     over = threading.Event()
     watching = threading.Thread(target=watch, args=(over,), name="watching", daemon=True)
     watching.start()
     print("serving", flush=True)
-    ended = asyncio.create_task(told.wait())
+    ended = asyncio.create_task(terminated.wait())
     gone = asyncio.create_task(_gone(parent))
     await asyncio.wait({running, ended, gone}, return_when=asyncio.FIRST_COMPLETED)
     over.set()
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.flows.deployments.serving")
     parser.add_argument("parent", type=int, help="id of the process that ends this one with it")
     parent = parser.parse_args().parent
-    os.environ[SERVED_BY] = str(os.getpid())  # flow runs inherit it
+    os.environ[SERVER_PID] = str(os.getpid())  # flow runs inherit it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says when
     told = sys.stdin.readline()
     if not told:

@@ -21,9 +21,9 @@ from typing import IO
 
 from cairn.engines.fleet.address import ADDRESS
 from cairn.flows.orchestration.server import (
-    LASTING,
     MOST_RESTARTS,
     PREFECT_HOME,
+    STABLE_UPTIME,
     Server,
     ServerFailed,
     configured_api,
@@ -132,7 +132,7 @@ class Child:
             self._listen(self._process.stdout)
             self._process.wait()
             was_up = self._up.is_set()
-            in_a_row = 1 if time.monotonic() - began > LASTING else in_a_row + 1
+            in_a_row = 1 if time.monotonic() - began > STABLE_UPTIME else in_a_row + 1
             with self._changing:
                 self._up.clear()
                 if self._stopping or not was_up or in_a_row > MOST_RESTARTS:

@@ -40,24 +40,24 @@ from cairn.storage.store.errors import Damaged, StoreError
 # Each flow run records the process that executes it, because not every flow run has a run's lease.
 
 
-PROCESS, SAID_AT = "cairn.process", "cairn.said_at"
+PROCESS, RECORDED_AT = "cairn.process", "cairn.said_at"
 """Labels of the flow run: the process as JSON, and the time of that record in Unix seconds."""
 
 
-def say_who_executes(flow_run: UUID) -> None:
+def record_process(flow_run: UUID) -> None:
     """Record this process as the one that executes the flow run. Must be called before anything else."""
-    labels: dict[str, Any] = {PROCESS: Holder.this_process().model_dump_json(), SAID_AT: time.time()}
+    labels: dict[str, Any] = {PROCESS: Holder.this_process().model_dump_json(), RECORDED_AT: time.time()}
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(flow_run, labels)
 
 
-def killed_at_work(client: SyncPrefectClient, flow_run: FlowRun) -> float | None:
+def recorded_at_if_killed(client: SyncPrefectClient, flow_run: FlowRun) -> float | None:
     """Return when the process of the flow run recorded itself, in Unix seconds, if that process is gone.
 
     Returns None where it is alive, where this machine cannot know, and where a newer attempt has not recorded its
     process yet.
     """
-    said, at = flow_run.labels.get(PROCESS), flow_run.labels.get(SAID_AT)
+    said, at = flow_run.labels.get(PROCESS), flow_run.labels.get(RECORDED_AT)
     if not isinstance(said, str) or not isinstance(at, float) or not Holder.model_validate_json(said).is_gone():
         return None
     tries = [state.timestamp.timestamp() for state in client.read_flow_run_states(flow_run.id) if state.is_pending()]
@@ -67,10 +67,10 @@ def killed_at_work(client: SyncPrefectClient, flow_run: FlowRun) -> float | None
 INTERVAL = 5.0
 """Seconds between two checks."""
 
-TO_BEGIN = 180.0
+START_TIMEOUT = 180.0
 """Seconds that a process has to begin a flow run that it has claimed."""
 
-AT_ITS_END = 60.0
+REPORT_TIMEOUT = 60.0
 """Seconds that a driver may take to report to Prefect after it has released its run."""
 
 RESTARTED = "Started again by itself"
@@ -79,7 +79,7 @@ RESTARTED = "Started again by itself"
 _log = logging.getLogger("prefect.cairn.watching")
 
 
-class _NotOver(Exception):
+class _LeaseTaken(Exception):
     """Another driver has acquired the run meanwhile."""
 
 
@@ -88,12 +88,12 @@ def watch(over: threading.Event, interval: float = INTERVAL) -> None:
     with get_client(sync_client=True) as client:
         while not over.wait(interval):
             try:
-                look(client)
+                check_once(client)
             except Exception as error:  # the server or a store may come back; what is not seen now is seen then
                 _log.warning("cannot check drivers: %s", error)
 
 
-def look(client: SyncPrefectClient) -> None:
+def check_once(client: SyncPrefectClient) -> None:
     """Check once: mark flow runs whose driver is gone, and restart those with restarts left."""
     running = _drivers(client, [StateType.RUNNING, StateType.CANCELLING])
     lost = {flow_run.id for flow_run in running if _is_lost(flow_run)}
@@ -102,11 +102,11 @@ def look(client: SyncPrefectClient) -> None:
             others = [other.id for other in running if other.id not in lost]
             _mark(client, flow_run, others)
     for flow_run in _deployed(client, [StateType.RUNNING, StateType.CANCELLING]):
-        if killed_at_work(client, flow_run) is not None:
+        if recorded_at_if_killed(client, flow_run) is not None:
             crash_with_all_below(client, flow_run)
             _log.warning("the process of flow run %s is gone; the flow run has ended", flow_run.name)
     for flow_run in _deployed(client, [StateType.PENDING]):
-        if flow_run.work_pool_name is None and flow_run.state and _age(flow_run.state) > TO_BEGIN:
+        if flow_run.work_pool_name is None and flow_run.state and _age(flow_run.state) > START_TIMEOUT:
             again: State[None] = Scheduled(message="The process that claimed it did not start it")
             client.set_flow_run_state(flow_run.id, again, force=True)
             _log.warning("flow run %s was claimed but not started; it is scheduled again", flow_run.name)
@@ -158,7 +158,7 @@ def _is_lost(flow_run: FlowRun) -> bool:
     since = flow_run.state.timestamp if flow_run.state.is_running() else flow_run.start_time
     if since is None or since.timestamp() > lease.acquired_at:
         return False  # it has yet to take the lease
-    return lease.outcome is None or time.time() - lease.renewed_at > AT_ITS_END
+    return lease.outcome is None or time.time() - lease.renewed_at > REPORT_TIMEOUT
 
 
 def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> None:
@@ -168,11 +168,11 @@ def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> N
 
     def require_lost() -> None:
         if not _is_lost(client.read_flow_run(flow_run.id)):
-            raise _NotOver
+            raise _LeaseTaken
 
     try:
         crash_stale_runs(client, run_tags(run, store), besides=others, require_held=require_lost)
-    except _NotOver:
+    except _LeaseTaken:
         return
     cancelled = flow_run.state is not None and flow_run.state.is_cancelling()
     _log.warning("the driver of %s is gone; its flow run is marked %s", run, "Cancelled" if cancelled else "Crashed")
@@ -197,7 +197,7 @@ def _is_broken_off(flow_run: FlowRun) -> bool:
 
 
 def _is_killed_before_its_lease(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
-    said_at = killed_at_work(client, flow_run)
+    said_at = recorded_at_if_killed(client, flow_run)
     if said_at is None or _place(flow_run) is None:
         return said_at is not None
     lease = _lease(flow_run)

@@ -22,8 +22,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Stopping
-from cairn.flows.reading.gates import asking, due, holding
-from cairn.storage.ledger.decisions import Decision, Gate, GateStanding, GateState, gates
+from cairn.flows.reading.gates import asking, blocking_gate, due
+from cairn.storage.ledger.decisions import Decision, Gate, GateState, GateStatus, gates
 from cairn.storage.ledger.ledger import Ledger
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
@@ -39,7 +39,7 @@ class Withheld(Exception):
 class AwaitingApproval(Withheld):
     """A person has not decided yet."""
 
-    def __init__(self, message: str, gate: GateStanding) -> None:
+    def __init__(self, message: str, gate: GateStatus) -> None:
         super().__init__(message)
         self.gate = gate
 
@@ -48,7 +48,7 @@ class Rejected(Withheld):
     """A person has rejected the iteration."""
 
 
-Showing = Callable[[GateStanding, str], AbstractContextManager[None]]
+Showing = Callable[[GateStatus, str], AbstractContextManager[None]]
 """Context manager that displays elsewhere that the run waits at a gate, with a sentence, while its block runs."""
 
 
@@ -62,12 +62,12 @@ def admit(
     Raises AwaitingApproval and Rejected, Stopping where the driver is requested to end meanwhile, and LeaseLost.
     """
     ledger = run.ledger
-    if (held := holding(ledger, index)) is None:
+    if (held := blocking_gate(ledger, index)) is None:
         cause = due(ledger, run.config, index)
         if cause is None:
             return
         _open(run, index, *cause)
-        held = holding(ledger, index)
+        held = blocking_gate(ledger, index)
     if held is None:
         return
     _require(held, ledger.run, wait=run.config.approval.wait)
@@ -78,7 +78,7 @@ def admit(
             if run.stopping.wait(POLL_INTERVAL):
                 raise Stopping(f"the driver ends: iteration {index} waits for approval and does not begin")
             ledger.require_held()
-            held = holding(ledger, index)
+            held = blocking_gate(ledger, index)
             if held is not None:
                 _require(held, ledger.run, wait=True)
     newest = max((gate for gate in ledger.decisions.gates().values() if gate.verdict), key=_when, default=None)
@@ -88,7 +88,7 @@ def admit(
 def require_not_withheld(ledger: Ledger, config: RunConfig, index: int | None) -> None:
     """Raise Withheld if iteration `index` may not begin and the configuration lets no driver wait. Called before
     engines start."""
-    held = None if index is None else holding(ledger, index)
+    held = None if index is None else blocking_gate(ledger, index)
     if held is not None:
         _require(held, ledger.run, wait=config.approval.wait)
 
@@ -110,7 +110,7 @@ class _AlreadyThere(Exception):
     """The gate is already recorded."""
 
 
-def _require(held: GateStanding, run: str, *, wait: bool) -> None:
+def _require(held: GateStatus, run: str, *, wait: bool) -> None:
     if held.state is GateState.REJECTED:
         place = f"{run} {held.iteration}"
         fork = f"fork it (cairn fork {run}@{held.iteration - 1} NEW), or " if held.iteration else ""
@@ -122,7 +122,7 @@ def _require(held: GateStanding, run: str, *, wait: bool) -> None:
         raise AwaitingApproval(f"{asking(held, run)}. Then: cairn resume {run}", held)
 
 
-def _when(gate: GateStanding) -> int:
+def _when(gate: GateStatus) -> int:
     return gate.verdict.number if gate.verdict else 0
 
 

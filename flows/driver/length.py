@@ -6,7 +6,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.tasks.data.drawing import MixedData
 from cairn.tasks.data.opening import open_data
-from cairn.tasks.data.stream import GivenPrompts
+from cairn.tasks.data.stream import StatefulPrompts
 
 
 def with_length(config: RunConfig) -> RunConfig:
@@ -24,7 +24,7 @@ def with_length(config: RunConfig) -> RunConfig:
         data = open_data(config, load_tokenizer(config.model.path))
     except BadData as error:
         raise ConfigError([f"data: {error}"]) from None
-    if isinstance(data, MixedData | GivenPrompts):
+    if isinstance(data, MixedData | StatefulPrompts):
         what = "each source of a mixture has epochs of its own" if isinstance(data, MixedData) else "they have no end"
         raise ConfigError(
             [f"rollout.num_epoch is {epochs}, but the data have no epochs: {what}; set rollout.num_rollout instead"]

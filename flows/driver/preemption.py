@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, leave
+from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, exit_preempted
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.tasks.durable.context import RunContext
@@ -37,7 +37,7 @@ from cairn.tasks.trainer.checkpoint import checkpoint
 GRACE = 30.0
 """Grace period in seconds, until the run's configuration is known."""
 
-A_MOMENT = 2.0
+RELEASE_TIMEOUT = 2.0
 """Seconds that releasing the run may take when the process exits at once."""
 
 SAME_KEY = 0.5
@@ -74,7 +74,7 @@ class Ending:
         self.confirm: Callable[[], None] = lambda: None
         """Confirms the end to the service that requested it. Must be called when the flow has ended."""
 
-    def owns(self, lease: Lease, grace_period: float) -> None:
+    def set_lease(self, lease: Lease, grace_period: float) -> None:
         """Set the lease and the grace period. Called when the driver has acquired the lease."""
         self._lease, self._grace = lease, grace_period
 
@@ -82,7 +82,7 @@ class Ending:
         """Set the run whose work must stop at the end. Called when the engines are up. Raises Preempted if the end was
         already requested."""
         self._run = run
-        _handle_again()
+        _reinstall_handlers()
         if self._begun.is_set():
             raise Preempted
         self.watch("drain-notices", partial(_drained, run))
@@ -125,7 +125,7 @@ class Ending:
             yield
         except BaseException as error:
             if not isinstance(error, Exception | KeyboardInterrupt):
-                self._begun.wait(A_MOMENT)  # a handler was faster than the thread that hears the signal
+                self._begun.wait(RELEASE_TIMEOUT)  # a handler was faster than the thread that hears the signal
             if isinstance(error, KeyboardInterrupt):
                 self.stop_work()
             if not self._begun.is_set():
@@ -136,7 +136,7 @@ class Ending:
                 save(self._run)
             raise error if isinstance(error, Preempted) else Preempted() from error
 
-    def hear(self, signum: int) -> None:
+    def process_signal(self, signum: int) -> None:
         """Process a signal. Called for each signal, in a separate thread."""
         signal.alarm(0)  # Ray's handler, which came before Python's, would abort the process after three seconds
         if self._begun.is_set():
@@ -180,7 +180,7 @@ class Ending:
             target=self._release, args=(Outcome.PREEMPTED if told else Outcome.STOPPED,), daemon=True
         )
         releasing.start()
-        releasing.join(A_MOMENT)
+        releasing.join(RELEASE_TIMEOUT)
         word = "preempted" if told else "interrupted"
         print(f"{word}: ended at once; nothing committed is lost", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE if told else INTERRUPTED)
@@ -213,7 +213,7 @@ def ending_in_order() -> Iterator[Ending]:
         for signum in (signal.SIGINT, *NOTICES):
             before = signal.getsignal(signum)
             # If Prefect has started the flow, its handler is installed, and knows more about the signal.
-            if not callable(before) or before in (signal.default_int_handler, leave):
+            if not callable(before) or before in (signal.default_int_handler, exit_preempted):
                 stack.callback(signal.signal, signum, signal.signal(signum, ending.interrupt))
         yield ending
 
@@ -227,7 +227,7 @@ def _drained(run: RunContext, over: threading.Event) -> float | None:
     return None
 
 
-def _handle_again() -> None:
+def _reinstall_handlers() -> None:
     """Install Python's handlers again: Ray replaces them when a cluster starts."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGINT, *NOTICES):
@@ -240,7 +240,7 @@ def _listen(ears: int, ending: Ending) -> None:
     with open(ears, "rb", buffering=0) as signals:
         while heard := signals.read(1):
             if heard[0] in (signal.SIGINT, *NOTICES):
-                ending.hear(heard[0])
+                ending.process_signal(heard[0])
 
 
 def save(run: RunContext) -> Commit | None:

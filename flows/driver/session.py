@@ -24,7 +24,7 @@ from cairn.flows.driver.preemption import OnLease, Preempted
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
-from cairn.flows.reading.views import stands_in
+from cairn.flows.reading.views import current_iteration
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Lease, Outcome
@@ -162,13 +162,13 @@ def open_run(
         inputs = recorded.terms.inputs
         config = recorded_config(recorded) if config is None else config
     sources = Sources.open(config, inputs)
-    with telling_what_is_stale(store, name, config, sources.digests):
+    with adding_stale_steps(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
-    require_not_withheld(ledger, config, stands_in(ledger, config))
+    require_not_withheld(ledger, config, current_iteration(ledger, config))
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         stack.push(_releasing(lease))
-        stack.enter_context(_divergence_is_the_holders(lease))
+        stack.enter_context(_lease_lost_over_divergence(lease))
         on_lease(lease, config.operations.grace_period)
         graders = open_graders(config, stack, store, lambda: fleet().scorer)
         if needs_restore_point(ledger, config):
@@ -185,7 +185,7 @@ def open_run(
 
 
 @contextmanager
-def telling_what_is_stale(store: Store, name: str, config: RunConfig, inputs: Mapping[str, str]) -> Iterator[None]:
+def adding_stale_steps(store: Store, name: str, config: RunConfig, inputs: Mapping[str, str]) -> Iterator[None]:
     """Add to a RunDiffers the committed steps that do not match the passed configuration and inputs."""
     try:
         yield
@@ -195,7 +195,7 @@ def telling_what_is_stale(store: Store, name: str, config: RunConfig, inputs: Ma
 
 
 @contextmanager
-def _divergence_is_the_holders(lease: Lease) -> Iterator[None]:
+def _lease_lost_over_divergence(lease: Lease) -> Iterator[None]:
     """Raise LeaseLost instead of ReplayDiverged where another driver has acquired the run: the new owner decides what
     happens to it."""
     try:

@@ -14,20 +14,20 @@ EXIT_CODE = 75
 """Exit code of a preempted driver. sysexits.h calls it EX_TEMPFAIL: try again later. 143 would not distinguish a driver
 that ended in order from one that was killed."""
 
-WITHHELD = 3
+AWAITING_APPROVAL = 3
 """Exit code of a driver whose run needs a person's approval."""
 
 INTERRUPTED = 130
 """Exit code of a driver stopped by SIGINT, as in shells."""
 
 
-def mind_notices() -> None:
+def install_early_handlers() -> None:
     """Handle notices that arrive before the run is opened: end in order."""
     for signum in NOTICES:
-        signal.signal(signum, leave)
+        signal.signal(signum, exit_preempted)
 
 
-def leave(signum: int, frame: FrameType | None) -> None:
+def exit_preempted(signum: int, frame: FrameType | None) -> None:
     """Handle a notice before anything has begun: exit with `EXIT_CODE`."""
     print("preempted before the run was opened; run the command again", file=sys.stderr)
     sys.exit(EXIT_CODE)

@@ -28,7 +28,7 @@ from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.store import Store
 from cairn.tasks.data.drawing import MixedData
-from cairn.tasks.data.opening import Data, open_data, searched, told_tools
+from cairn.tasks.data.opening import Data, open_data, search_corpus, template_tools
 from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.plugin_sources import defining_file_digest, digest_of_all, source_digest
@@ -69,7 +69,7 @@ class Sources:
         data = open_data(config, tokenizer, row_check(config.reward))
         benchmarks = {
             b.name: PromptData.open(
-                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type)), told_tools(config.rollout)
+                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type)), template_tools(config.rollout)
             )
             for b in config.eval.benchmarks
         }
@@ -126,7 +126,7 @@ def input_digests(
     if config.model.teacher_url is not None:  # whose weights cannot be looked at
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
-    if (corpus := searched(config.rollout)) is not None:
+    if (corpus := search_corpus(config.rollout)) is not None:
         digests["search"] = _file_digest(corpus)
     for option, paths in user_code(config).items():
         digests[option] = digest_of_all(defining_file_digest(load_callable(path)) for path in paths)

@@ -32,13 +32,13 @@ SERVICES = "CAIRN_SERVICES"
 _RECIPE = "pass the recipe again with `cairn train RECIPE --run NAME`"
 
 
-def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunConfig | None = None) -> RunConfig:
+def recorded_config(ledger: Ledger, heir: RunConfig | None = None, recipe: RunConfig | None = None) -> RunConfig:
     """Return a run's configuration for execution. Only this function and `require_trusted` lead from a store to engines
     and user code.
 
     Args:
         heir: configuration of the fork for which an ancestor's configuration is executed, in the fork's cluster.
-        given: the recipe, where the user passed one: values that it contains too are trusted.
+        recipe: the recipe, where the user passed one: values that it contains too are trusted.
 
     Raises:
         ConfigError: the configuration contains what a store may not set.
@@ -47,7 +47,7 @@ def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunCon
     if heir is not None:
         fleet = config.fleet.model_copy(update={"ray_address": heir.fleet.ray_address})
         config = config.model_copy(update={"fleet": fleet})
-    return require_trusted(config, ledger.store, given, of=f" of {ledger.run}")
+    return require_trusted(config, ledger.store, recipe, of=f" of {ledger.run}")
 
 
 def require_model_trusted(config: RunConfig, ledger: Ledger) -> None:
@@ -61,7 +61,7 @@ def require_model_trusted(config: RunConfig, ledger: Ledger) -> None:
 def require_trusted(
     config: RunConfig,
     store: Store,
-    given: RunConfig | None = None,
+    recipe: RunConfig | None = None,
     *,
     overrides: Sequence[str] = (),
     of: str = "",
@@ -69,14 +69,14 @@ def require_trusted(
     """Return the configuration, released for the import of its user code.
 
     Args:
-        given: the recipe, where the user passed one: values that it contains too are trusted.
+        recipe: the recipe, where the user passed one: values that it contains too are trusted.
         overrides: `a.b=value` of the user that the configuration contains, which are trusted too.
         of: the ledger, for messages.
 
     Raises:
         ConfigError: the configuration contains what a store may not set.
     """
-    problems = _problems(config, store, given, of, overrides)
+    problems = _problems(config, store, recipe, of, overrides)
     if problems:
         raise ConfigError(problems)
     return released(config)
@@ -138,18 +138,18 @@ def _are_plain_arguments(arguments: Mapping[str, Any], store: Store) -> bool:
     return plain and not _OF_TOKENIZER & arguments.keys()
 
 
-_HERE = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
+_LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 """Address of this machine, and nothing after it."""
 
 
 def _is_server_here(url: str, store: Store) -> bool:
     address = url.removeprefix("http://").removeprefix("https://").rstrip("/").removesuffix("/v1")
-    return bool(_HERE.fullmatch(address))
+    return bool(_LOOPBACK.fullmatch(address))
 
 
 def _is_service(url: str, store: Store) -> bool:
     allowed = [one.rstrip("/") for one in os.environ.get(SERVICES, "").split(",") if one]
-    return bool(_HERE.fullmatch(url.partition("://")[2].partition("/")[0])) or url.rstrip("/") in allowed
+    return bool(_LOOPBACK.fullmatch(url.partition("://")[2].partition("/")[0])) or url.rstrip("/") in allowed
 
 
 def _is_working_folder(folder: str, store: Store) -> bool:
@@ -186,7 +186,7 @@ RULES: Mapping[FromStore, tuple[Callable[[Any, Store], bool], str]] = {
         "add it there, or",
     ),
     FromStore.CLUSTER: (
-        lambda address, store: address in ("auto", "local") or bool(_HERE.fullmatch(address)),
+        lambda address, store: address in ("auto", "local") or bool(_LOOPBACK.fullmatch(address)),
         "a store may not name a cluster of another machine: join this machine to it and use `auto`, or",
     ),
     FromStore.API_KEY_NAME: (
@@ -253,7 +253,7 @@ def code_at_hand(name: str, store: Store) -> str | None:
 
 def _folders(store: Store) -> list[Path]:
     """Return all folders that Cairn writes in a store."""
-    return [Path(store.url) / folder for folder in layout.FOLDERS]
+    return [Path(store.url) / folder for folder in layout.ROOT_FOLDERS]
 
 
 def _lies_in_store(path: Path, store: Store) -> bool:

@@ -27,11 +27,11 @@ from cairn.engines.training.options import problems as training_problems
 from cairn.engines.types.errors import BadModel
 from cairn.tasks.data.demonstrations import DemonstrationData
 from cairn.tasks.data.drawing import MixedData
-from cairn.tasks.data.opening import open_data, told_tools
+from cairn.tasks.data.opening import open_data, template_tools
 from cairn.tasks.data.prompts import PromptData
-from cairn.tasks.data.stream import GivenPrompts
-from cairn.tasks.grading.graders import get_grader, require_paying, row_check
-from cairn.tasks.grading.opening import keeps_answers, unread_options
+from cairn.tasks.data.stream import StatefulPrompts
+from cairn.tasks.grading.graders import get_grader, require_findable_answer, row_check
+from cairn.tasks.grading.opening import stores_answers, unread_options
 
 _MOST_RENDERED = 1000
 """Number of training rows that a validation renders at most."""
@@ -91,11 +91,11 @@ def data_problems(config: RunConfig, note: Callable[[str], None] = lambda senten
 
     def open_benchmark(benchmark: BenchmarkConfig) -> None:
         check = row_check(config.reward.of(benchmark.rm_type))
-        PromptData.open(benchmark, benchmark.path, tokenizer, check, told_tools(config.rollout)).require_all()
+        PromptData.open(benchmark, benchmark.path, tokenizer, check, template_tools(config.rollout)).require_all()
 
     def open_training() -> None:
         data = open_data(config, tokenizer, row_check(config.reward))
-        if not isinstance(data, GivenPrompts):
+        if not isinstance(data, StatefulPrompts):
             _render_some(data, note)
 
     sources: dict[str, tuple[str, Callable[[], object]]] = {"data": (" ".join(config.data.paths), open_training)}
@@ -286,7 +286,7 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
     yield from _teacher_that_is_missing(config)
     try:
         get_grader(config.reward)
-        keeps_answers(config.reward)
+        stores_answers(config.reward)
     except BadPlugin as error:
         if config.reward.custom_rm_path is None or config.reward.group_rm:  # else told where it is named
             yield f"reward: {error}"
@@ -326,7 +326,7 @@ def _grader_problems(config: RunConfig) -> Iterator[str]:
         return
     try:
         for grader in graders:
-            require_paying(grader.name)
+            require_findable_answer(grader.name)
         yield from unread_options(config.reward, graders)
     except BadPlugin as error:
         yield f"reward: {error}"

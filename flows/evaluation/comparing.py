@@ -22,7 +22,7 @@ from cairn.storage.store.store import Store
 from cairn.tasks.evaluation.benchmarks.summary import Z95
 
 if TYPE_CHECKING:
-    from cairn.flows.evaluation.evaluating import Found
+    from cairn.flows.evaluation.evaluating import EvaluationResult
 
 _OF_THE_ENGINE = ("engine", "dtype", "sglang", "end_tokens")
 """Settings that change the result but not the questions."""
@@ -157,7 +157,7 @@ def _ranked(store: Store, group: Sequence[Evaluation], baseline: str | None, mar
 # Text for people: the figures of one result, and a Markdown table of several.
 
 
-def markdown(found: "Sequence[Found]") -> str:
+def markdown(found: "Sequence[EvaluationResult]") -> str:
     """Return a Markdown table with a line for each result."""
     columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
     names = ["model", "benchmark", *columns, "result"]

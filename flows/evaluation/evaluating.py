@@ -105,7 +105,7 @@ def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Ques
             "sampling": digests["sampling"],
             "grader": digests["grader"],
             "source": digests["source"],
-            **prompts.dated(rows),
+            **prompts.clock_key(rows),
         },
         described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
         graded_part=lambda response: graded_part(benchmark, response),
@@ -122,7 +122,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationResult:
     """A result, and whether it was computed now."""
 
     model: str
@@ -139,7 +139,7 @@ def evaluate_models(
     *,
     seed: int = SEED,
     watcher: Watcher | None = None,
-) -> Iterator[Found]:
+) -> Iterator[EvaluationResult]:
     """Evaluate every model on every benchmark, in this order; yield each result as soon as it is available.
 
     An engine starts for a model when its first result is missing, and serves the model's other benchmarks too. Raises
@@ -160,13 +160,13 @@ def evaluate_models(
                 watcher.says(f"{questions.name} on {model.name}: {why}")
         with ExitStack() as stack:
             stack.callback(model.close)
-            serving = _Once(stack, model, watcher)
+            serving = _EnginesOfModel(stack, model, watcher)
             for benchmark, questions in zip(benchmarks, asked, strict=True):
                 key = questions.key(model.weights, tokenizer_digest(tokenizer), model.options, model.base)
                 name = f"{questions.name} on {model.name}"
                 found = find_or_claim(store, key, partial(_waiting, watcher, name))
                 if isinstance(found, Evaluation):
-                    yield Found(model.name, found, computed=False)
+                    yield EvaluationResult(model.name, found, computed=False)
                     continue
                 with found:
                     sampled = None
@@ -184,14 +184,14 @@ def evaluate_models(
                         partial(watcher.progress, name),
                         sampled,
                     )
-                yield Found(model.name, result, computed=True)
+                yield EvaluationResult(model.name, result, computed=True)
 
 
 def _waiting(watcher: Watcher, name: str, holder: LeaseState | None) -> None:
     watcher.says(f"{name}: {holder or 'another process'} computes it; waiting for the result")
 
 
-class _Once:
+class _EnginesOfModel:
     """Engine of a model, started at the first call, and restarted for other stop strings: a server with a tokenizer may
     end responses at more tokens."""
 

@@ -19,7 +19,7 @@ from prefect.utilities.annotations import opaque
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.flows.evaluation.asking import OwnBenchmark, benchmarks_of
 from cairn.flows.evaluation.comparing import markdown
-from cairn.flows.evaluation.evaluating import SEED, Found, Watcher, evaluate_models
+from cairn.flows.evaluation.evaluating import SEED, EvaluationResult, Watcher, evaluate_models
 from cairn.flows.evaluation.models import BadPlace, Evaluable, benchmarks_of_run, weights_to_evaluate
 from cairn.flows.evaluation.regression import evaluated_run, regressions
 from cairn.flows.text import slug
@@ -64,7 +64,7 @@ def evaluated(
     own = None if run is None else benchmarks_of_run(store, run)
     changes = {"sampling": sampling} if sampling else {}
     asked = benchmarks_of(benchmarks, data=data, changes=changes, own=own)
-    found: list[Found] = []
+    found: list[EvaluationResult] = []
     for one in weights_to_evaluate(store, run, model, every, engine, logger.info):
         found += _of_model(store, one, asked)
     place = run or Path(str(model)).name
@@ -81,7 +81,7 @@ def evaluated(
     return Completed(message=message)
 
 
-def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | OwnBenchmark]) -> list[Found]:
+def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | OwnBenchmark]) -> list[EvaluationResult]:
     """Evaluate every benchmark on a model, as a task of the flow run."""
     logger = get_run_logger()
 
@@ -96,5 +96,5 @@ def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | O
     run_name = f"{', '.join(one.name for one in benchmarks)} on {model.name}"
     task = Task(evaluate_model, name="evaluate model", cache_policy=NO_CACHE, persist_result=False)
     closed: Any = task.with_options(task_run_name=run_name)()
-    found: list[Found] = closed.unwrap()
+    found: list[EvaluationResult] = closed.unwrap()
     return found

@@ -34,12 +34,12 @@ WHY = "an evaluation copies its weights"
 _ENDED = re.compile(r"the evaluation of decision (\d+) has copied its weights")
 
 
-class _Settled(Exception):
+class _AlreadyDecided(Exception):
     """A person has decided about the iteration meanwhile, so no further decision is needed."""
 
 
 @contextmanager
-def kept(ledger: Ledger, iteration: int) -> Iterator[None]:
+def keep_pinned(ledger: Ledger, iteration: int) -> Iterator[None]:
     """Pin an iteration while the block runs, unless its run retains everything or a person has pinned it.
 
     If several evaluations copy it at once, the one that ends last unpins it. Raises Retired if it is gone.
@@ -54,7 +54,7 @@ def kept(ledger: Ledger, iteration: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(_Settled):
+        with suppress(_AlreadyDecided):
             _end(owner, iteration, ours.number)
 
 
@@ -62,7 +62,7 @@ def _end(ledger: Ledger, iteration: int, ours: int) -> None:
     def release(so_far: tuple[Decision, ...]) -> Pin:
         by_a_person, copying = _standing(so_far, iteration)
         if by_a_person or ours not in copying:
-            raise _Settled
+            raise _AlreadyDecided
         return Pin(iteration=iteration, kept=copying != {ours})
 
     ledger.decisions.record(release, why=f"the evaluation of decision {ours} has copied its weights")
@@ -180,8 +180,8 @@ class Published:
             from cairn.flows.export.model import export
 
             self._room = tempfile.TemporaryDirectory(prefix="cairn-eval-")
-            with kept(self._ledger, self._synced.iteration):
-                export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._told)
+            with keep_pinned(self._ledger, self._synced.iteration):
+                export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._on_event)
         return str(Path(self._room.name) / "model")
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Published:
             self._room.cleanup()
             self._room = None
 
-    def _told(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Message):
             self._say(f"{self.name}: {event.text}")
 

@@ -4,7 +4,7 @@ request an approval gate of the evaluated run (`cairn.flows.reading.gates`)."""
 from collections.abc import Callable, Sequence
 
 from cairn.flows.evaluation.comparing import Comparison, compare, find_baseline, name_of, questions_digest
-from cairn.flows.evaluation.evaluating import Found
+from cairn.flows.evaluation.evaluating import EvaluationResult
 from cairn.flows.evaluation.models import BadPlace
 from cairn.flows.reading.gates import ask
 from cairn.storage.evals import Evaluation, results
@@ -19,7 +19,13 @@ REGRESSED = "cairn.evaluation.regressed"
 
 
 def regressions(
-    store: Store, found: Sequence[Found], baseline: str, margin: float, says: Says, *, gate: str | None = None
+    store: Store,
+    found: Sequence[EvaluationResult],
+    baseline: str,
+    margin: float,
+    says: Says,
+    *,
+    gate: str | None = None,
 ) -> list[str]:
     """Return sentences on the results that are worse than the baseline's, and emit a Prefect event for each. `gate`:
     the run that must then wait for a person. Raises BadPlace where the baseline has no result to compare with."""

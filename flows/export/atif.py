@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, TrajectoryView, episodes
+from cairn.flows.reading.episodes import CallView, EpisodeView, ResponseView, TrajectoryView, episodes
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
@@ -110,13 +110,13 @@ def _documents(
                 "total_cached_tokens": sum(answer.cached_tokens or 0 for answer in answers),
                 "total_steps": len(steps),
             },
-            "extra": _told(view, episode) | {"trajectory_reward": trajectory.reward, "role": trajectory.role},
+            "extra": _results(view, episode) | {"trajectory_reward": trajectory.reward, "role": trajectory.role},
         }
         name = f"{view.group_id:06d}-{view.sample_index:03d}"
         yield f"{name}.{number}" if several else name, _without_none(document)
 
 
-def _told(view: SampleView, episode: EpisodeView) -> dict[str, Any]:
+def _results(view: SampleView, episode: EpisodeView) -> dict[str, Any]:
     """Return the run's results for the sample, such as reward and advantage."""
     names = ("reward", "advantage", "label", "status", "finish_reason", "disposition", "error")
     return {name: getattr(view, name) for name in names} | {"seconds": episode.seconds}
@@ -151,7 +151,7 @@ def _steps(prompt: str, episode: EpisodeView, trajectory: TrajectoryView, *, ope
         called = any(call.kind == _TOOL for call in turn.calls)
 
 
-def _metrics(answer: AnswerView, before: Sequence[int], reward: float | None) -> dict[str, Any]:
+def _metrics(answer: ResponseView, before: Sequence[int], reward: float | None) -> dict[str, Any]:
     exact = len(before) == answer.given_tokens  # of an answer in no trajectory, what it went on from is not kept
     return {
         "prompt_tokens": answer.given_tokens,

@@ -194,7 +194,7 @@ def _add_outputs(opened: ZipFile, ledger: Ledger, commit: Commit) -> None:
 def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> dict[str, Any] | None:
     """Return the input of the sample's grader."""
     from cairn.engines.models.tokenizers import load_tokenizer
-    from cairn.tasks.grading.reward import given_samples
+    from cairn.tasks.grading.reward import grader_samples
 
     row = sample_row(ledger, rollout, view.group_id, view.sample_index)
     assert row is not None
@@ -203,7 +203,7 @@ def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView)
     row["metadata"] = from_json(row["metadata"] or "{}")
     columns = {name: [value] for name, value in {**row, TRAJECTORIES.name: None}.items()}
     whole: Any = SimpleNamespace(sees_whole_samples=True, sees_messages=False)
-    (sample,) = given_samples(whole, load_tokenizer(config.model.path), columns)
+    (sample,) = grader_samples(whole, load_tokenizer(config.model.path), columns)
     return dataclasses.asdict(sample)
 
 

@@ -29,7 +29,7 @@ from cairn.engines.types.errors import BadModel
 from cairn.engines.weights.checksum import checksums_as, tensors_of, trained_tensors_of, weights_checksum
 from cairn.flows.driver.trust import require_model_trusted
 from cairn.flows.events import Event
-from cairn.flows.history.replay import beside_the_ledger
+from cairn.flows.history.replay import read_only_context
 from cairn.flows.reading.samples import benchmark_scores
 from cairn.flows.text import code, table
 from cairn.storage.ledger.commits import Commit, Step
@@ -268,13 +268,13 @@ def _write_weights(
             f"Iteration {trained.iteration} has no checkpoint: starting the run's engines to replay the steps up to it"
         )
     )
-    with beside_the_ledger(ledger.owner(trained.iteration), emit) as run, run.weights_lock:
+    with read_only_context(ledger.owner(trained.iteration), emit) as run, run.weights_lock:
         restore_trainer(run, trained)
         emit(Message("Writing the weights"))
         run.fleet.training.export_hf(version_of(trained), folder.absolute())
     if not any(folder.iterdir()):
         raise CannotExport(f"the training engine runs on another machine, which does not share {folder.parent}")
-    _keep(folder, adapter)
+    _retain_one(folder, adapter)
     return f"{origin}, and the train steps after it"
 
 
@@ -309,7 +309,7 @@ def _require_description(ledger: Ledger, saved: Commit) -> None:
                 raise Damaged(f"{path} is damaged: SHA-256 {output.sha256} was committed, {found} was read")
 
 
-def _keep(folder: Path, adapter: bool) -> None:
+def _retain_one(folder: Path, adapter: bool) -> None:
     """Retain either the model or its adapter, which is next to it; delete the other."""
     beside = folder / ADAPTER
     if adapter:

@@ -149,7 +149,7 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             ledger = Ledger.open(store, contents.run)
             commits, problems = _commits(ledger)
             read, more = _tables(ledger, commits, contents)
-            problems += [*more, *_strangers(store, ledger, commits), *_misplaced(ledger, contents)]
+            problems += [*more, *_unnamed_tables(store, ledger, commits), *_misplaced(ledger, contents)]
             ledger.decisions.all()
             if signers:
                 problems += _unsigned(store, signers)
@@ -257,7 +257,7 @@ def _groups(ledger: Ledger, iteration: int) -> list[int]:
     return read_table(ledger.store, selection.run, selection.outputs[0], ["group_id"]).column("group_id").to_pylist()
 
 
-def _strangers(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iterator[str]:
+def _unnamed_tables(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iterator[str]:
     """Yield problems for tables that no commit names."""
     named = {layout.in_run(commit.run, output.path) for commit in commits for output in commit.outputs}
     for path in store.find(layout.runs()):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from cairn.configs.errors import BadInput
-from cairn.flows.driver.session import fleet_name, starting_fleet, telling_what_is_stale, total_steps
+from cairn.flows.driver.session import adding_stale_steps, fleet_name, starting_fleet, total_steps
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 UPDATES = frozenset({Step.SCORE, Step.ADVANTAGE, Step.TRAIN})
 """Steps that produce the weights of an iteration from its selected batch."""
-_ASKING_OTHERS = frozenset({Step.ROLLOUT, Step.REWARD, Step.SYNC, Step.EVAL})
+_USING_OTHER_ENGINES = frozenset({Step.ROLLOUT, Step.REWARD, Step.SYNC, Step.EVAL})
 """Steps that may need other engines than the training engine."""
 
 
@@ -172,9 +172,9 @@ def replay(
     if not any(commit.step is step and shard in (None, commit.shard) for commit in owner.commits(index)):
         which = step if shard is None else f"{step}.{shard}"
         raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
-    alone = step not in _ASKING_OTHERS
+    alone = step not in _USING_OTHER_ENGINES
     with (
-        beside_the_ledger(owner, emit, trains_only=alone) as run,
+        read_only_context(owner, emit, trains_only=alone) as run,
         TemporaryDirectory(prefix="cairn-replay-") as folder,
     ):
         runner = Replaying(run, {step}, shard, open_store(folder))
@@ -203,7 +203,7 @@ def replay_all(
     numbers = ledger.iterations()
     for name in dict.fromkeys(ledger.owner(index).run for index in numbers):
         own = [index for index in numbers if ledger.owner(index).run == name]
-        with beside_the_ledger(ledger.owner(own[0]), emit, trains_only=_ASKING_OTHERS.isdisjoint(steps)) as run:
+        with read_only_context(ledger.owner(own[0]), emit, trains_only=_USING_OTHER_ENGINES.isdisjoint(steps)) as run:
             for index in own:
                 with TemporaryDirectory(prefix="cairn-replay-") as folder:
                     runner = Replaying(run, steps, None, open_store(folder), tell, go_on=True)
@@ -260,7 +260,7 @@ def _walk(run: RunContext, runner: Replaying, index: int) -> None:
 
 
 @contextmanager
-def beside_the_ledger(
+def read_only_context(
     ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False
 ) -> Iterator[RunContext]:
     """Yield a context that reads a run as its driver does, but owns nothing of it. `trains_only`: see `Fleet.start`."""
@@ -268,7 +268,7 @@ def beside_the_ledger(
     sources = Sources.open(config, ledger.terms.inputs)
     differing = input_differences(ledger.terms.inputs, sources.digests)
     if differing:
-        with telling_what_is_stale(ledger.store, ledger.run, config, sources.digests):
+        with adding_stale_steps(ledger.store, ledger.run, config, sources.digests):
             raise RunDiffers(ledger.run, differing)
     with ExitStack() as stack:
         started: list[Fleet] = []

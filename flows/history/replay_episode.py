@@ -22,9 +22,9 @@ from cairn.configs.errors import BadInput
 from cairn.configs.kinds import GENERATE
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.context import Context, EpisodeOptions
-from cairn.engines.agents.episodes.offline import NotRecorded, again
+from cairn.engines.agents.episodes.offline import NotRecorded, replay
 from cairn.engines.agents.episodes.recorder import EpisodeDiverged
-from cairn.engines.agents.episodes.runner import Generate, told_of
+from cairn.engines.agents.episodes.runner import Generate, error_message
 from cairn.engines.agents.tools.tool import load_tools
 from cairn.engines.models.tokenizers import read_tokenizer, stop_clock
 from cairn.engines.types.trajectories import (
@@ -73,11 +73,11 @@ def replay_episode(
     shard: str | None,
     key: tuple[int, int],
     *,
-    given: Callable[[CallRecord], None] = lambda record: None,
+    on_response: Callable[[CallRecord], None] = lambda record: None,
     debugger: bool = False,
 ) -> EpisodeReplayed:
-    """Run the code of a sample again. `given` is called with each response that the code receives; with `debugger`, the
-    code stops in the terminal's debugger at its first line, and where it raises.
+    """Run the code of a sample again. `on_response` is called with each response that the code receives; with
+    `debugger`, the code stops in the terminal's debugger at its first line, and where it raises.
 
     Raises NotReplayable, ConfigError where the code is not in a working folder (`cairn.flows.driver.trust`), BadPlugin,
     Damaged, Retired, and bdb.BdbQuit where the person leaves the debugger.
@@ -109,7 +109,7 @@ def replay_episode(
         images=row.images,
         recorded=tuple(record for record in group.recorded if record.key == key),
     )
-    return _replayed(ledger, config, sample, committed, error, given, debugger)
+    return _replayed(ledger, config, sample, committed, error, on_response, debugger)
 
 
 def _replayed(
@@ -118,7 +118,7 @@ def _replayed(
     sample: SampleRequest,
     committed: GeneratedSample,
     error: str | None,
-    given: Callable[[CallRecord], None],
+    on_response: Callable[[CallRecord], None],
     debugger: bool,
 ) -> EpisodeReplayed:
     name = config.rollout.custom_generate_function_path
@@ -132,13 +132,13 @@ def _replayed(
     def count(record: CallRecord) -> None:
         nonlocal answers
         answers += 1
-        given(record)
+        on_response(record)
 
     def ended(outcome: Literal["same", "differs", "failed", "diverged"], told: str = "") -> EpisodeReplayed:
         return EpisodeReplayed(outcome=outcome, told=told, changed=changed, answers=answers)
 
     try:
-        made = again(
+        made = replay(
             sample,
             _stopping_in(function) if debugger else function,
             sampling_params(config, kept=False),
@@ -154,8 +154,8 @@ def _replayed(
     # This runs user code: any exception that it raises is a result.
     except BaseException as problem:
         if debugger:
-            _look_at(problem)
-        told = told_of(problem)
+            _debug(problem)
+        told = error_message(problem)
         return ended("failed", f"it failed as it did then: {told}" if told == error else told)
     if error is not None:
         return ended("differs", f"it ended with a trajectory, but is committed as failed: {error}")
@@ -253,7 +253,7 @@ def _stopping_in(function: Generate) -> Generate:
     return generate
 
 
-def _look_at(problem: BaseException) -> None:
+def _debug(problem: BaseException) -> None:
     """Open the debugger where the error was raised."""
     print(f"{type(problem).__name__}: {problem}")
     debugger = pdb.Pdb(nosigint=True)

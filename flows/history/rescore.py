@@ -28,14 +28,14 @@ from cairn.flows.driver.trust import require_trusted
 from cairn.flows.text import code, table
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.redacted import MARK, redacted_samples
+from cairn.storage.ledger.redacted import REDACTED_ERROR, redacted_samples
 from cairn.storage.ledger.schemas import ROLLOUT, complete
 from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.records import Record
 from cairn.storage.store.errors import Retired
 from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.prompts import PromptRow
-from cairn.tasks.grading.graders import require_paying
+from cairn.tasks.grading.graders import require_findable_answer
 from cairn.tasks.grading.opening import open_grader
 from cairn.tasks.grading.reward import graded_columns, graded_shard, prompt_rows
 from cairn.tasks.grading.shaping import Overlong
@@ -51,7 +51,7 @@ from cairn.tasks.rewards.grader import Grading
 TAGS = ("<think>", "</think>")
 
 
-def makes_tags(special: Iterable[str]) -> bool:
+def can_form_tags(special: Iterable[str]) -> bool:
     """Whether text with these special tokens can contain a tag that the text without them lacks. The default special
     tokens of transformers' classes, such as `<s>`, `<unk>` and `<|endoftext|>`, cannot produce one."""
     return any(_makes(token, tag) for token in special if token for tag in TAGS)
@@ -195,7 +195,7 @@ def rescore(
     with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
         tokenizer = _tokenizer(ledger, config, grader) if grader.sees_whole_samples else None
         row = _rows(config, tokenizer) if grader.sees_messages else None
-        again = _Again(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
+        again = _Rescorer(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
         for shard in _ahead(again.shards(numbers)):
             tell(f"grading {shard.rollout.name}: {shard.samples.num_rows} samples")
             graded = again.graded(shard)
@@ -239,11 +239,11 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
         overrides = [*overrides, *(f"{other}=null" for other in sorted(others))]
     config = with_section(recorded, "reward", overrides, "reward.rm_type=math")
     if "reward.rm_type" in given and config.reward.custom_rm_path is None:
-        require_paying(config.reward.rm_type)
+        require_findable_answer(config.reward.rm_type)
     return require_trusted(config, ledger.store, overrides=overrides, of=f" of {ledger.run}")
 
 
-def naming(grader: str) -> str:
+def grader_override(grader: str) -> str:
     """Return the override that selects a grader by its name, or by the import path or file of a custom one."""
     return f"reward.{'custom_rm_path' if '.' in grader else 'rm_type'}={grader}"
 
@@ -269,7 +269,7 @@ def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
     texts are equal to the decoded ones, as far as the grader reads them."""
     folder, recorded = Path(config.model.path), ledger.terms.inputs.get("model")
     special = None if grader.sees_tokens else special_tokens(folder)
-    if special is None or makes_tags(special):
+    if special is None or can_form_tags(special):
         from cairn.engines.models.tokenizers import load_tokenizer  # other graders need none of its imports
 
         tokenizer = load_tokenizer(config.model.path)
@@ -307,7 +307,7 @@ def _ahead(shards: Iterator[_Shard]) -> Iterator[_Shard]:
             yield shard
 
 
-class _Again:
+class _Rescorer:
     """Grades shards, and counts the samples that it passes over."""
 
     def __init__(
@@ -345,7 +345,7 @@ class _Again:
             self.passed_over["retired"] += rollout.table.rows or 0
             return None
         if rollout.name in self._redacted:
-            kept = pc.fill_null(pc.not_equal(samples["error"], MARK), True)
+            kept = pc.fill_null(pc.not_equal(samples["error"], REDACTED_ERROR), True)
             samples, before = samples.filter(kept), before.filter(kept)
             if redacted := pc.sum(pc.invert(kept)).as_py():
                 self.passed_over["redacted"] += redacted

@@ -137,12 +137,12 @@ class PrefectSteps:
         self._tasks: dict[str, Task[..., Commit]] = {}
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
-        return self._task(step)(index, shard, *map(_closed, args), **kwargs)
+        return self._task(step)(index, shard, *map(_opaque, args), **kwargs)
 
     def submit(
         self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any
     ) -> PrefectFuture[Commit]:
-        return self._task(step).submit(index, shard, *map(_closed, args), **kwargs)
+        return self._task(step).submit(index, shard, *map(_opaque, args), **kwargs)
 
     def _task(self, step: DurableStep[Any]) -> "Task[..., Commit]":
         if step.name not in self._tasks:
@@ -150,10 +150,10 @@ class PrefectSteps:
         return self._tasks[step.name]
 
 
-def _closed(argument: Any) -> Any:
+def _opaque(argument: Any) -> Any:
     """Wrap an argument of a task: Prefect resolves it and draws an edge from it, but does not traverse it, which it
     would do twice for each task."""
-    return [_closed(item) for item in argument] if isinstance(argument, list) else opaque(argument)
+    return [_opaque(item) for item in argument] if isinstance(argument, list) else opaque(argument)
 
 
 def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
@@ -174,7 +174,7 @@ def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
             raise
 
     def is_tried_again(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-        return not run.stopping.is_set() and run.retries.granted(state.result(raise_on_failure=False))
+        return not run.stopping.is_set() and run.retries.was_granted(state.result(raise_on_failure=False))
 
     def run_name(shard: str | None) -> str:
         return str(step.name) if shard is None else f"{step.name} {shard}"

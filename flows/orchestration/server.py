@@ -59,8 +59,8 @@ from prefect.settings import (
 )
 
 from cairn.configs.errors import Failure
-from cairn.configs.schema.base import has_credentials, shown
-from cairn.engines.processes.ports import spare_loopback
+from cairn.configs.schema.base import displayed_address, has_credentials
+from cairn.engines.processes.ports import bypass_proxy_for_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
 
 PREFECT_HOME = Path(".cairn/prefect")
@@ -74,7 +74,7 @@ START_TIMEOUT = 120.0
 MOST_RESTARTS = 3
 """Number of consecutive restarts of a server that dies, at most."""
 
-LASTING = 60.0
+STABLE_UPTIME = 60.0
 """Seconds of uptime after which a death of the server no longer counts as consecutive."""
 
 _DEFAULTS = {
@@ -186,7 +186,7 @@ class Server:
             while True:
                 began = time.monotonic()
                 self._process.wait()
-                in_a_row = 1 if time.monotonic() - began > LASTING else in_a_row + 1
+                in_a_row = 1 if time.monotonic() - began > STABLE_UPTIME else in_a_row + 1
                 with self._changing:
                     if self._stopped or not self._ready or in_a_row > MOST_RESTARTS:
                         return
@@ -252,8 +252,8 @@ def require_answer(api: str) -> None:
         said = "" if has_credentials(api) else str(error)  # the library repeats the address
         why = next(iter(said.splitlines()), type(error).__name__)
         raise ServerFailed(
-            f"Prefect's server at {shown(api)}, which PREFECT_API_URL or the Prefect profile names, does not respond "
-            f"like one ({why}): start it, correct the address (it ends in /api), or unset it"
+            f"Prefect's server at {displayed_address(api)}, which PREFECT_API_URL or the Prefect profile names, does "
+            f"not respond like one ({why}): start it, correct the address (it ends in /api), or unset it"
         ) from (None if has_credentials(api) else error)
 
 
@@ -273,11 +273,11 @@ def prefect_api(home: Path) -> Iterator[str]:
     configured = configured_api()
     if configured is not None:
         with _naming_failures(
-            f"Prefect's server at {shown(configured)}", "check that server, or unset PREFECT_API_URL"
+            f"Prefect's server at {displayed_address(configured)}", "check that server, or unset PREFECT_API_URL"
         ):
             yield configured
         return
-    spare_loopback()
+    bypass_proxy_for_loopback()
     server = ensure_server(home)
     server.wait_ready()
     settings = temporary_settings(

@@ -48,7 +48,7 @@ Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-class OwnPages:
+class SameOriginOnly:
     """An ASGI application that passes allowed requests to another one, and rejects the others."""
 
     def __init__(self, app: App, *names: str) -> None:
@@ -117,11 +117,11 @@ def _follows_a_link(method: str, found: dict[str, list[str]]) -> bool:
     )
 
 
-def prefect() -> OwnPages:
+def prefect() -> SameOriginOnly:
     """Return Prefect's application, for `uvicorn --factory`."""
     from prefect.server.api.server import create_app
 
-    return OwnPages(create_app(final=True))
+    return SameOriginOnly(create_app(final=True))
 
 
 def create(database: Path) -> None:
@@ -136,8 +136,8 @@ def create(database: Path) -> None:
     try:
         if not cached.exists():
             cached.parent.mkdir(parents=True, exist_ok=True)
-            _become(cached, _migrate)
-        _become(database, partial(shutil.copyfile, cached))
+            _create_atomically(cached, _migrate)
+        _create_atomically(database, partial(shutil.copyfile, cached))
     except OSError:  # no cache can be written here: the server migrates a database of its own as it starts
         return
 
@@ -146,7 +146,7 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn"
 
 
-def _become(file: Path, make: Callable[[Path], object]) -> None:
+def _create_atomically(file: Path, make: Callable[[Path], object]) -> None:
     """Create a file under a temporary name, and rename it when it is complete."""
     made = file.with_suffix(f".{os.getpid()}")
     made.unlink(missing_ok=True)
@@ -187,7 +187,7 @@ def database_url(file: Path) -> str:
     return "sqlite+aiosqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
 
 
-def _mend_bulk_inserts() -> None:
+def _allow_bulk_inserts() -> None:
     """Let Prefect schedule flow runs with SQLAlchemy 2.1.
 
     Prefect inserts them in bulk with values for computed attributes, which have no columns. SQLAlchemy 2.0 ignored such
@@ -230,7 +230,7 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
         from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
         from prefect.settings import PREFECT_HOME as SERVER_HOME
 
-    _mend_bulk_inserts()
+    _allow_bulk_inserts()
 
     class ImmediateTransactions(AioSqliteConfiguration):
         """Takes SQLite's write lock at the beginning of a transaction, instead of failing at its first write."""
@@ -260,7 +260,7 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
     if url.startswith("sqlite"):
         set_database_config(ImmediateTransactions(url))
     config = uvicorn.Config(
-        OwnPages(create_app(final=True), host),
+        SameOriginOnly(create_app(final=True), host),
         log_level="warning",
         timeout_graceful_shutdown=3,
         ws_per_message_deflate=False,  # events come over loopback

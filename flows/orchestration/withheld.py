@@ -27,7 +27,7 @@ from prefect.states import Cancelled, Paused, Running, State
 from cairn.flows.driver.approval import AwaitingApproval, Rejected, Withheld
 from cairn.flows.events import Stopping
 from cairn.flows.orchestration.flow_runs import current_flow_run, run_tags
-from cairn.storage.ledger.decisions import GateStanding
+from cairn.storage.ledger.decisions import GateStatus
 
 AWAITING_APPROVAL = "AwaitingApproval"
 REJECTED = "Rejected"
@@ -36,22 +36,22 @@ REJECTED = "Rejected"
 REQUESTED = "cairn.approval.requested"
 """Name of the event."""
 
-GONE_ON = "A later driver has continued the run"
+RESUMED_ELSEWHERE = "A later driver has continued the run"
 
 
 @contextmanager
-def waiting(driver: FlowRun, run: str, gate: GateStanding, sentence: str) -> Iterator[None]:
+def waiting(driver: FlowRun, run: str, gate: GateStatus, sentence: str) -> Iterator[None]:
     """Show in Prefect, while the block runs, that a run and its driver wait at a gate."""
     shown = {driver.id, current_flow_run().id}
     _show(shown, Running(name=AWAITING_APPROVAL, message=sentence))
-    tell_requested(driver, run, gate)
+    emit_requested(driver, run, gate)
     try:
         yield
     finally:
         _show(shown, Running())
 
 
-def tell_requested(driver: FlowRun, run: str, gate: GateStanding) -> None:
+def emit_requested(driver: FlowRun, run: str, gate: GateStatus) -> None:
     """Emit the event that requests a decision."""
     with suppress(Exception):
         emit_event(
@@ -83,7 +83,7 @@ def end_of_driver(error: Withheld, run: str, store_url: str) -> "State[Any]":
     Raises Pause, for Prefect's engine, where the flow run can be executed again."""
     own = current_flow_run()
     if isinstance(error, AwaitingApproval):
-        tell_requested(own, run, error.gate)
+        emit_requested(own, run, error.gate)
         if own.deployment_id is not None and (paused := _pause(own, str(error), run_tags(run, store_url))) is not None:
             raise Pause(state=paused)
     return Cancelled(name=_name(error), message=str(error), data=error)
@@ -103,7 +103,7 @@ def end_paused(driver: FlowRun, tags: Collection[str], require_held: Callable[[]
         found = client.read_flow_runs(flow_run_filter=waits)
     if found:
         require_held()
-        _show({flow_run.id for flow_run in found}, Cancelled(message=GONE_ON))
+        _show({flow_run.id for flow_run in found}, Cancelled(message=RESUMED_ELSEWHERE))
 
 
 def _pause(own: FlowRun, sentence: str, tags: Collection[str]) -> "State[Any] | None":

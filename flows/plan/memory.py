@@ -9,7 +9,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.plan.activations import bytes_of, output_bytes, stage_activations
 from cairn.engines.plan.ranks import Held, adapter_size, held_by_stage, is_trained, sharded, stages
 from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
-from cairn.engines.plan.serving import Serving, served_parameters, usual_static_fraction
+from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters
 from cairn.engines.plan.tensors import Model, Tensor
 from cairn.engines.training.exactly_once import untrained_models
 from cairn.engines.training.needs import has_critic
@@ -112,7 +112,7 @@ def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
         return EngineMemory(_times(rows, serving.tensor), need, pool, serving)
     left = max(0.0, hardware.memory - reserved.bytes - taken)
     fraction = options.get("mem_fraction_static")
-    static = left * float(usual_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
+    static = left * float(default_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
     pool = max(0.0, min(asked, static - weights))
     held = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
     work = Row(what="activations and graphs of the server", bytes=left - static)

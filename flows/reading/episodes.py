@@ -52,7 +52,7 @@ class Texts:
         for one in set(listed) - self._alone.keys():
             self._alone[one] = self._decode([one])
         texts = [self._alone[one] for one in listed]
-        return texts if "".join(texts) == self._decode(listed) else self._in_company(listed)
+        return texts if "".join(texts) == self._decode(listed) else self._with_context(listed)
 
     def are_of(self, ids: np.ndarray, response: str) -> bool:
         """Whether this tokenizer decodes the ids to the response; the folder may contain another model by now."""
@@ -62,7 +62,7 @@ class Texts:
         """Return the text of consecutive tokens, special tokens included."""
         return self._decode(ids.tolist())
 
-    def _in_company(self, ids: Sequence[int]) -> list[str]:
+    def _with_context(self, ids: Sequence[int]) -> list[str]:
         """Return what `__call__` returns, for tokens whose texts depend on earlier ones."""
         texts, begin, shown = [], 0, ""
         for end in range(1, len(ids) + 1):
@@ -135,7 +135,7 @@ class CallView(Record):
         return cls(**{name: call[name] for name in columns}, began_at=call["started_at"])
 
 
-class WorldView(Record):
+class EnvironmentView(Record):
     """Tokens from the environment."""
 
     ids: tuple[int, ...]
@@ -143,7 +143,7 @@ class WorldView(Record):
     """Decoded text; None where the run's tokenizer is unavailable."""
 
 
-class AnswerView(Record):
+class ResponseView(Record):
     """Response of the policy to one call."""
 
     call: str
@@ -178,7 +178,7 @@ class AnswerView(Record):
         log_probs: Sequence[float],
         loss_mask: Sequence[int],
         **others: Any,
-    ) -> "AnswerView":
+    ) -> "ResponseView":
         """Return the view of sampled tokens. `others`: the fields that do not follow from them."""
         return cls(
             ids=tuple(ids),
@@ -194,8 +194,8 @@ class AnswerView(Record):
 class TurnView(Record):
     """A response of the policy, with the environment's input before it and the calls after it."""
 
-    world: WorldView | None
-    answer: AnswerView | None
+    world: EnvironmentView | None
+    answer: ResponseView | None
     """The policy's response; None in a last turn that ends with input from the environment."""
     calls: tuple[CallView, ...] = ()
     reward: float | None = None
@@ -205,7 +205,7 @@ class TurnView(Record):
 class TrajectoryView(Record):
     """A sequence of turns after a prompt."""
 
-    prompt: WorldView | None
+    prompt: EnvironmentView | None
     """Own prompt of the trajectory; None: it follows the sample's prompt."""
     turns: tuple[TurnView, ...]
     role: str | None = None
@@ -356,16 +356,16 @@ class _Episode:
         if world:
             yield TurnView(world=self._world(world), answer=None)
 
-    def _turn(self, world: list[int], answer: AnswerView, reward: float | None = None) -> TurnView:
+    def _turn(self, world: list[int], answer: ResponseView, reward: float | None = None) -> TurnView:
         calls = () if answer.call in self.shown else tuple(self.after.get(answer.call, ()))
         self.shown.add(answer.call)
         return TurnView(world=self._world(world) if world else None, answer=answer, calls=calls, reward=reward)
 
-    def _answer(self, segment: Mapping[str, Any], start: int, end: int, given: int) -> AnswerView:
+    def _answer(self, segment: Mapping[str, Any], start: int, end: int, given: int) -> ResponseView:
         columns = ("response_ids", "log_probs", "loss_mask", "weight_versions")
         ids, log_probs, loss_mask, versions = (self.row[name][start:end] for name in columns)
         recorded = self.of_policy.get(segment["call"], {})
-        return AnswerView.of(
+        return ResponseView.of(
             self.texts,
             ids,
             log_probs,
@@ -383,7 +383,7 @@ class _Episode:
     def _unused(self, call: Mapping[str, Any]) -> TurnView:
         ids = call["response_ids"] or []
         same = ("call", "given_tokens", "cached_tokens", "finish_reason", "error", "seconds")
-        answer = AnswerView.of(
+        answer = ResponseView.of(
             self.texts,
             ids,
             call["log_probs"] or [],
@@ -394,8 +394,8 @@ class _Episode:
         )
         return self._turn([], answer)
 
-    def _world(self, ids: Sequence[int]) -> WorldView:
-        return WorldView(ids=tuple(ids), text=_text(self.texts, ids))
+    def _world(self, ids: Sequence[int]) -> EnvironmentView:
+        return EnvironmentView(ids=tuple(ids), text=_text(self.texts, ids))
 
     def _answer_before(self, call: Mapping[str, Any]) -> str | None:
         """Return the id of the response that a call follows; None where it came before all responses."""

@@ -6,11 +6,11 @@
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import evaluations, scored
-from cairn.storage.ledger.decisions import Decision, Gate, GateStanding, GateState, Verdict, gates
+from cairn.storage.ledger.decisions import Decision, Gate, GateState, GateStatus, Verdict, gates
 from cairn.storage.ledger.ledger import Ledger
 
 
-def holding(ledger: Ledger, index: int) -> GateStanding | None:
+def blocking_gate(ledger: Ledger, index: int) -> GateStatus | None:
     """Return the first gate before iteration `index`, or before an earlier one, that is not approved; None without
     one."""
     standing = ledger.decisions.gates()
@@ -18,7 +18,7 @@ def holding(ledger: Ledger, index: int) -> GateStanding | None:
     return next(held, None)
 
 
-def asking(held: GateStanding, run: str) -> str:
+def asking(held: GateStatus, run: str) -> str:
     """Return one sentence: why a run waits, and how to decide."""
     why = f" ({held.gate.why})" if held.gate is not None and held.gate.why else ""
     place = f"{run} {held.iteration}"
@@ -77,10 +77,10 @@ def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
 
     def asked(so_far: tuple[Decision, ...]) -> tuple[int, str]:
         if any(isinstance(one.what, Gate) and why in (one.why or "") for one in so_far):
-            raise _Known
+            raise _NothingToRecord
         held = [one for _, one in sorted(gates(so_far).items()) if one.state is not GateState.APPROVED]
         if any(one.state is GateState.REJECTED for one in held):
-            raise _Known
+            raise _NothingToRecord
         if held:
             before = held[0].gate.why if held[0].gate else None
             return held[0].iteration, "; ".join(filter(None, (before, why)))
@@ -95,15 +95,15 @@ def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
         return ledger.decisions.record(
             lambda so_far: Gate(iteration=asked(so_far)[0], cause="asked"), by=by, why=reasons
         )
-    except _Known:
+    except _NothingToRecord:
         return None
 
 
-class _Known(Exception):
+class _NothingToRecord(Exception):
     """Nothing is to be recorded."""
 
 
-def _undecided(ledger: Ledger, standing: dict[int, GateStanding]) -> int:
+def _undecided(ledger: Ledger, standing: dict[int, GateStatus]) -> int:
     waiting = [i for i in sorted(standing) if standing[i].state is not GateState.APPROVED]
     if not waiting:
         raise ValueError(f"run {ledger.run!r} is not waiting; name an iteration to decide in advance")

@@ -14,11 +14,11 @@ from pydantic import Field
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.reading.gates import holding
+from cairn.flows.reading.gates import blocking_gate
 from cairn.flows.reading.metrics import retries, retry_seconds
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.decisions import GateStanding, GateState
+from cairn.storage.ledger.decisions import GateState, GateStatus
 from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent, list_runs
@@ -138,7 +138,7 @@ class RunStatus(Record):
     last_commit: str | None = None
     last_commit_at: float | None = None
     driver: Driver | None = None
-    gate: GateStanding | None = None
+    gate: GateStatus | None = None
     """Gate at which the run waits, or was rejected."""
     written_by: tuple[WrittenBy, ...] = ()
     """Versions of the code, in chronological order."""
@@ -156,7 +156,7 @@ def run_status(store: Store, run: str) -> RunStatus:
     trained = _newest(ledger, Step.TRAIN, last, commits)
     graded = _newest(ledger, Step.ADVANTAGE, last, commits)
     newest = max(commits, key=lambda commit: commit.committed_at, default=None)
-    gate = None if iteration is None else holding(ledger, iteration)
+    gate = None if iteration is None else blocking_gate(ledger, iteration)
     return RunStatus(
         run=run,
         state=_state(lease, gate, done=iteration is None),
@@ -183,7 +183,7 @@ def run_status(store: Store, run: str) -> RunStatus:
     )
 
 
-def stands_in(ledger: Ledger, config: RunConfig) -> int | None:
+def current_iteration(ledger: Ledger, config: RunConfig) -> int | None:
     """Return the current iteration of a run: its oldest that is not complete; None when all are."""
     last = ledger.last_iteration()
     return _place(ledger, config, last, [] if last is None else ledger.commits(last))[0]
@@ -305,7 +305,7 @@ def _retries(commits: Sequence[Commit]) -> Retries:
     return Retries(by_error=dict(sorted(by_error.items())), samples=graded, waited=retry_seconds(commits))
 
 
-def _state(lease: LeaseState | None, gate: GateStanding | None, done: bool) -> RunState:
+def _state(lease: LeaseState | None, gate: GateStatus | None, done: bool) -> RunState:
     if gate is not None:
         return RunState.REJECTED if gate.state is GateState.REJECTED else RunState.WAITING
     if lease is None:

@@ -15,7 +15,7 @@ from cairn.configs.loader import from_manifest
 from cairn.flows.reading.episodes import EpisodeView, Texts, episodes, run_texts
 from cairn.flows.reading.views import run_status
 from cairn.flows.report.blocks import Block, shortened, text_blocks, token_blocks, turn_block
-from cairn.flows.report.data import History, Progress, Samples, Why, choose, read_history, read_samples, read_tokens
+from cairn.flows.report.data import Choice, History, Progress, Samples, choose, read_history, read_samples, read_tokens
 from cairn.flows.report.facts import (
     configuration_facts,
     cost_tables,
@@ -95,7 +95,7 @@ def write_report(
         WITH_TOKENS,
         config.seed,
     )
-    tokens = read_tokens(ledger, samples, np.flatnonzero(why != Why.NONE).tolist(), tell)
+    tokens = read_tokens(ledger, samples, np.flatnonzero(why != Choice.NONE).tolist(), tell)
     with_tokens = pc.count_distinct(tokens.column("row")).as_py()
     tell("packing", 0, 0)
     texts = _texts(ledger, samples, tokens)
@@ -152,7 +152,7 @@ def _texts(ledger: Ledger, samples: Samples, tokens: pa.Table) -> Texts | None:
 def _episodes(ledger: Ledger, samples: Samples, why: np.ndarray) -> dict[int, EpisodeView]:
     """Return the episodes of samples that have their tokens in the report, by row. Those whose tables are lost are left
     out: the samples' notes say so."""
-    chosen = np.flatnonzero(why != Why.NONE)
+    chosen = np.flatnonzero(why != Choice.NONE)
     names = ("group_id", "sample_index", "iteration", "shard")
     columns = [samples.rows.column(name).take(pa.array(chosen)).to_pylist() for name in names]
     keys = list(zip(*columns[:2], strict=True))

@@ -22,7 +22,7 @@ from cairn.storage.query.database import open_query
 _SHARE = 0.1
 
 
-class Why(IntEnum):
+class Choice(IntEnum):
     """Why a sample was chosen."""
 
     NONE = 0
@@ -40,7 +40,7 @@ class Why(IntEnum):
 
 
 def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """Return a `Why` for every sample, of which at most `most` are not NONE.
+    """Return a `Choice` for every sample, of which at most `most` are not NONE.
 
     A tenth of these are the best, a tenth the worst, a tenth the median ones; the others are drawn evenly from all
     iterations. Equal arguments give equal results.
@@ -50,26 +50,26 @@ def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) ->
     """
     n = len(rewards)
     if n <= most:
-        return np.full(n, Why.ALL, np.uint8)
+        return np.full(n, Choice.ALL, np.uint8)
     chance = np.random.default_rng(seed)
-    why = np.full(n, Why.NONE, np.uint8)
+    why = np.full(n, Choice.NONE, np.uint8)
     each = int(most * _SHARE)
     shuffled = chance.permutation(n)  # of equal rewards, any
     known = shuffled[np.isfinite(rewards[shuffled])]
     ascending = known[np.argsort(rewards[known], kind="stable")]
     failed = shuffled[~np.isfinite(rewards[shuffled])]
     middle = max(0, len(ascending) // 2 - each // 2)
-    why[ascending[middle : middle + each]] = Why.MEDIAN
-    why[np.concatenate([failed[: each // 2], ascending])[:each]] = Why.WORST
-    why[ascending[max(0, len(ascending) - each) :]] = Why.BEST
-    left = most - int((why != Why.NONE).sum())
-    others = shuffled[why[shuffled] == Why.NONE]
+    why[ascending[middle : middle + each]] = Choice.MEDIAN
+    why[np.concatenate([failed[: each // 2], ascending])[:each]] = Choice.WORST
+    why[ascending[max(0, len(ascending) - each) :]] = Choice.BEST
+    left = most - int((why != Choice.NONE).sum())
+    others = shuffled[why[shuffled] == Choice.NONE]
     # Take the nth sample of every iteration before the (n + 1)th of any.
     by_iteration = others[np.argsort(iterations[others], kind="stable")]
     _, firsts, counts = np.unique(iterations[by_iteration], return_index=True, return_counts=True)
     turns = np.arange(len(by_iteration)) - np.repeat(firsts, counts)
     ties = chance.permutation(len(by_iteration))
-    why[by_iteration[np.lexsort((ties, turns))[:left]]] = Why.SPREAD
+    why[by_iteration[np.lexsort((ties, turns))[:left]]] = Choice.SPREAD
     return why
 
 

@@ -51,7 +51,7 @@ class Watchers:
 
     def __init__(self, teller: OnEvent) -> None:
         self._teller = teller
-        self._posts: list[_Post] = []
+        self._posts: list[_WatcherQueue] = []
 
     def __call__(self, event: Event) -> None:
         self._teller(event)
@@ -63,13 +63,13 @@ class Watchers:
     def joined_by(self, watchers: Mapping[str, Watcher]) -> Iterator[None]:
         """Send events to these watchers too while the block runs; warnings use their names. An error of the block stops
         them; otherwise they are closed."""
-        self._posts = [_Post(name, watcher, self) for name, watcher in watchers.items()]
+        self._posts = [_WatcherQueue(name, watcher, self) for name, watcher in watchers.items()]
         try:
             yield
         except BaseException:
-            self._end(STOP_SECONDS, _Post.stop)
+            self._end(STOP_SECONDS, _WatcherQueue.stop)
             raise
-        self._end(CLOSE_SECONDS, _Post.close)
+        self._end(CLOSE_SECONDS, _WatcherQueue.close)
 
     def settle(self, seconds: float = CLOSE_SECONDS) -> None:
         """Return when every watcher has handled all events so far, or after `seconds`."""
@@ -77,7 +77,7 @@ class Watchers:
         for post in self._posts:
             post.wait(deadline)
 
-    def _end(self, seconds: float, end: "Callable[[_Post], None]") -> None:
+    def _end(self, seconds: float, end: "Callable[[_WatcherQueue], None]") -> None:
         deadline = time.monotonic() + seconds
         for post in self._posts:
             end(post)
@@ -88,7 +88,7 @@ class Watchers:
         self._posts = []
 
 
-class _Post:
+class _WatcherQueue:
     """The queue and the thread of one watcher."""
 
     def __init__(self, name: str, watcher: Watcher, tell: OnEvent) -> None:

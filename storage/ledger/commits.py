@@ -63,14 +63,14 @@ class Marker(Record):
     @classmethod
     def unsealed(cls, data: bytes) -> Self:
         """Parse a file. Raises ValueError, saying what is wrong, unless `to_bytes` wrote these bytes."""
-        return cls.model_validate(readable(data))
+        return cls.model_validate(unsealed_fields(data))
 
     def _fields(self) -> dict[str, Any]:
         # The digest leaves out fields that were not set when the marker was written: older versions had fewer fields.
         return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
 
 
-def readable(data: bytes) -> dict[str, Any]:
+def unsealed_fields(data: bytes) -> dict[str, Any]:
     """Return the fields of a sealed file without its digest.
 
     Raises ValueError unless the bytes are those that were written, in a format that this version reads.
@@ -124,8 +124,8 @@ class OutputFile(Record):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of the file's bytes."""
     content: str | None = None
-    """SHA-256 of a table without its measured columns (`cairn.storage.ledger.schemas.NOT_MADE`); None if the table has
-    no such column."""
+    """SHA-256 of a table without its measured columns (`cairn.storage.ledger.schemas.ALL_MEASURED`); None if the table
+    has no such column."""
 
     @field_validator("path")
     @classmethod
@@ -177,8 +177,8 @@ class Commit(Marker):
 
     @property
     def tables(self) -> tuple[OutputFile, ...]:
-        """Output files without those stored next to the step's table (`cairn.storage.ledger.layout.BESIDE`)."""
-        return tuple(output for output in self.outputs if output.path.rpartition("/")[2] not in layout.BESIDE)
+        """Output files without those stored next to the step's table (`cairn.storage.ledger.layout.SIDE_FILES`)."""
+        return tuple(output for output in self.outputs if output.path.rpartition("/")[2] not in layout.SIDE_FILES)
 
     @property
     def table(self) -> OutputFile:
@@ -192,7 +192,7 @@ class Commit(Marker):
         return self.beside(layout.IMAGES_FILE)
 
     def beside(self, name: str) -> OutputFile | None:
-        """Return a file stored next to the table, one of `cairn.storage.ledger.layout.BESIDE`, or None if there is
+        """Return a file stored next to the table, one of `cairn.storage.ledger.layout.SIDE_FILES`, or None if there is
         none."""
         return next((output for output in self.outputs if output.path.endswith(f"/{name}")), None)
 

@@ -161,7 +161,7 @@ class GateState(StrEnum):
     REJECTED = "rejected"
 
 
-class GateStanding(Record):
+class GateStatus(Record):
     """A gate with its newest verdict."""
 
     iteration: int
@@ -237,7 +237,7 @@ class Decisions:
             if self._store.create(path, canonical.seal(decision.model_dump(mode="json")), guard):
                 return decision
 
-    def gates(self) -> dict[int, GateStanding]:
+    def gates(self) -> dict[int, GateStatus]:
         """Return every gate of the run, by the iteration before which it waits."""
         return gates(self.all())
 
@@ -271,16 +271,16 @@ def read_decision(data: bytes, path: str) -> Decision:
         raise Damaged(f"decision {path} cannot be trusted: {error}") from None
 
 
-def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStanding]:
+def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStatus]:
     """Return every gate, by the iteration before which it waits."""
-    found: dict[int, GateStanding] = {}
+    found: dict[int, GateStatus] = {}
     for decision in decisions:
         match decision.what:
             case Gate(iteration=iteration):
-                found[iteration] = GateStanding(iteration=iteration, state=GateState.OPEN, gate=decision, verdict=None)
+                found[iteration] = GateStatus(iteration=iteration, state=GateState.OPEN, gate=decision, verdict=None)
             case Verdict(iteration=iteration, approved=approved):
                 before = found.get(iteration)
-                found[iteration] = GateStanding(
+                found[iteration] = GateStatus(
                     iteration=iteration,
                     state=GateState.APPROVED if approved else GateState.REJECTED,
                     gate=before.gate if before else None,

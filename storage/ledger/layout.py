@@ -53,12 +53,12 @@ IMAGES_FILE = "images.parquet"
 """File with the images of the samples' prompts, in the folder of an attempt at a rollout."""
 CALLS_FILE, RESULTS_FILE = "calls.parquet", "results.parquet"
 """Files with the calls of the samples' code and with long results of these calls, in the same folder."""
-BESIDE = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
+SIDE_FILES = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
 """Files that are stored next to a step's table."""
 
 
 ANSWERS = "answers"
-FOLDERS = ("runs", "self-tests", "evals", ANSWERS)
+ROOT_FOLDERS = ("runs", "self-tests", "evals", ANSWERS)
 """All folders in a store's root."""
 
 

@@ -145,7 +145,7 @@ class Outcome(StrEnum):
     """The machine was reclaimed: the driver was ordered to end, and shut down cleanly."""
 
 
-class Owned(NamedTuple):
+class LeaseSubject(NamedTuple):
     """Subject of a lease, by default a run."""
 
     folder: str
@@ -198,14 +198,14 @@ class LeaseState(Record):
         return f"pid {self.holder.pid} on {self.holder.host} since {since}"
 
 
-def on_run(run: str) -> Owned:
+def run_subject(run: str) -> LeaseSubject:
     """Return a run as the subject of a lease."""
-    return Owned(layout.leases(run), run)
+    return LeaseSubject(layout.leases(run), run)
 
 
-def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
+def newest_lease(store: Store, run: str | LeaseSubject) -> LeaseState | None:
     """Return the lease with the newest epoch, or None if nobody ever owned the run or other subject. Raises Damaged."""
-    owned = on_run(run) if isinstance(run, str) else run
+    owned = run_subject(run) if isinstance(run, str) else run
     epoch = max(_epochs(store, owned), default=0)
     while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
         epoch += 1
@@ -214,15 +214,15 @@ def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
 
 def all_leases(store: Store, run: str) -> list[LeaseState]:
     """Return every lease of a run, the oldest first. Makes three requests for each. Raises Damaged."""
-    owned = on_run(run)
+    owned = run_subject(run)
     return [_state(store, owned, epoch) for epoch in sorted(_epochs(store, owned))]
 
 
-def _epochs(store: Store, owned: Owned) -> list[int]:
+def _epochs(store: Store, owned: LeaseSubject) -> list[int]:
     return [epoch for name in store.list(owned.folder) if (epoch := layout.parse_lease(name)) is not None]
 
 
-def _state(store: Store, owned: Owned, epoch: int) -> LeaseState:
+def _state(store: Store, owned: LeaseSubject, epoch: int) -> LeaseState:
     fields = _read(store, owned.path(epoch))
     fields["renewed_at"] = fields["acquired_at"]
     for path in (owned.path(epoch, ".renewed"), owned.path(epoch, ".end")):
@@ -253,7 +253,7 @@ class Lease:
     evaluation.
     """
 
-    def __init__(self, store: Store, owned: Owned, state: LeaseState, renewal_interval: float):
+    def __init__(self, store: Store, owned: LeaseSubject, state: LeaseState, renewal_interval: float):
         """Do not call this directly; use `Lease.acquire`."""
         self.run = state.run
         self.epoch = state.epoch
@@ -273,7 +273,7 @@ class Lease:
     def acquire(
         cls,
         store: Store,
-        run: str | Owned,
+        run: str | LeaseSubject,
         takeover: bool = False,
         *,
         time_to_live: float = TIME_TO_LIVE,
@@ -284,7 +284,7 @@ class Lease:
         Raises LeaseHeld if a live driver owns the run, unless `takeover`, or if another driver was faster. Waits for
         the holder's time to live if the holder ran on another machine and has not recorded its end.
         """
-        owned = on_run(run) if isinstance(run, str) else run
+        owned = run_subject(run) if isinstance(run, str) else run
         newest = newest_lease(store, owned)
         if newest is not None and not takeover:
             newest = _require_over(store, owned, newest)
@@ -301,7 +301,7 @@ class Lease:
         if not store.create(owned.path(state.epoch), marker):
             winner = newest_lease(store, owned)
             assert winner is not None
-            raise _held(owned, winner)
+            raise _lease_held_error(owned, winner)
         return cls(store, owned, state, renewal_interval)
 
     def check(self) -> None:
@@ -320,7 +320,7 @@ class Lease:
             raise StoreError(
                 f"the lease on {self._owned} could not be renewed for {silent:.0f} s: {self._failure}"
             ) from self._failure
-        if not self._is_there():
+        if not self._still_held():
             self._ended.set()  # no sign of life of this driver belongs to that epoch
             raise LeaseLost(f"{self._owned} was deleted while this driver owned it; this driver stops")
 
@@ -331,10 +331,10 @@ class Lease:
         self._ended.set()
         self._renewer.join(self._interval)
         end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id})
-        if self._is_there():
+        if self._still_held():
             self._store.create(self._owned.path(self.epoch, ".end"), end)
 
-    def _is_there(self) -> bool:
+    def _still_held(self) -> bool:
         """Return whether the epoch still belongs to this driver.
 
         Deleting a run deletes its epochs, and the next run of that name starts again with epoch 1.
@@ -351,7 +351,7 @@ class Lease:
                 return
             sign = canonical.seal({"renewals": renewals, "renewed_at": time.time(), "holder_id": self.holder.id})
             try:
-                if not self._is_there():
+                if not self._still_held():
                     return  # what is there is another run's; `check` says so
                 self._store.write(self._owned.path(self.epoch, ".renewed"), sign)
                 self._renewed, self._failure = time.monotonic(), None
@@ -359,23 +359,23 @@ class Lease:
                 self._failure = error
 
 
-def _require_over(store: Store, owned: Owned, newest: LeaseState) -> LeaseState | None:
+def _require_over(store: Store, owned: LeaseSubject, newest: LeaseState) -> LeaseState | None:
     """Return the newest lease once its holder no longer owns the run. Raises LeaseHeld if the holder is alive."""
     over = newest.is_over()
     watched = over is None
     if watched:
         over = _is_silent(store, owned, newest)
     if not over:
-        raise _held(owned, newest)
+        raise _lease_held_error(owned, newest)
     if not watched:
         return newest
     later = newest_lease(store, owned)
     if later is not None and later.outcome is None and later.holder.id != newest.holder.id:
-        raise _held(owned, later)
+        raise _lease_held_error(owned, later)
     return later
 
 
-def _is_silent(store: Store, owned: Owned, seen: LeaseState) -> bool:
+def _is_silent(store: Store, owned: LeaseSubject, seen: LeaseState) -> bool:
     """Return whether a holder on another machine leaves its lease unchanged for its whole time to live.
 
     Returns True at once if the holder ends meanwhile. Raises LeaseHeld if another driver takes the run.
@@ -387,13 +387,13 @@ def _is_silent(store: Store, owned: Owned, seen: LeaseState) -> bool:
         began = time.monotonic()
         now = newest_lease(store, owned)
         if now is not None and now.outcome is None and now.holder.id != seen.holder.id:
-            raise _held(owned, now)
+            raise _lease_held_error(owned, now)
         if now != seen:
             return now is None or now.outcome is not None
     return True
 
 
-def _held(owned: Owned, state: LeaseState) -> LeaseHeld:
+def _lease_held_error(owned: LeaseSubject, state: LeaseState) -> LeaseHeld:
     return LeaseHeld(
         f"{owned} is driven by {state}; wait until it ends, stop it, or take the run over with --takeover",
         state.holder,

@@ -148,7 +148,7 @@ class Ledger:
         """
         ledger = cls(store, read_manifest(store, run))
         if config is not None:
-            ledger._terms.go_on_under(config, inputs, rules)
+            ledger._terms.declare(config, inputs, rules)
         elif inputs is not None and (differing := input_differences(ledger.terms.inputs, inputs)):
             raise RunDiffers(run, differing)
         return ledger
@@ -225,7 +225,7 @@ class Ledger:
 
         Raises Damaged if the bytes are not those that were committed.
         """
-        for run in self._holders(iteration):
+        for run in self._runs_with_commits_of(iteration):
             commit = self._read(layout.commit(run, iteration, step, shard))
             if commit is not None or step is not Step.CHECKPOINT:
                 return commit
@@ -258,7 +258,7 @@ class Ledger:
 
     def markers(self, iteration: int) -> list[str]:
         """Return the store paths of an iteration's commits, sorted by the spelling of step and shard."""
-        folders = [layout.iteration(run, iteration) for run in self._holders(iteration)]
+        folders = [layout.iteration(run, iteration) for run in self._runs_with_commits_of(iteration)]
         found = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
         return [f"{found[name]}/{name}" for name in sorted(found) if _is_marker(name)]
 
@@ -350,14 +350,14 @@ class Ledger:
         """Return the store path of the folder with a commit's files."""
         return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
 
-    def _holders(self, iteration: int) -> list[str]:
+    def _runs_with_commits_of(self, iteration: int) -> list[str]:
         """Return the runs whose folders hold commits of an iteration.
 
         A fork may hold checkpoints of the last iterations that it shares, made because its parent has none there.
         """
         if self.parent is None or iteration >= self.first_iteration:
             return [self.run]
-        shared = self.parent._holders(iteration)
+        shared = self.parent._runs_with_commits_of(iteration)
         return [*shared, self.run] if iteration + 1 + self.lag >= self.first_iteration else shared
 
     def _held_lease(self) -> Lease:

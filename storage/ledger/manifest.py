@@ -11,7 +11,7 @@ from cairn.storage.ledger.commits import require_readable
 from cairn.storage.ledger.terms import Terms
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut
+from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore
 from cairn.storage.store.store import Store
 
 _REQUESTS = 8
@@ -77,13 +77,13 @@ def read_manifest(store: Store, run: str) -> Manifest:
 
 
 @cache
-def _say_once(sentence: str) -> None:
+def _warn_once(sentence: str) -> None:
     logging.getLogger(__name__).warning("%s", sentence)
 
 
-def pass_over(name: str, error: Exception) -> None:
+def warn_skipped(name: str, error: Exception) -> None:
     """Warn once about a folder among the runs that does not hold a run."""
-    _say_once(f"{layout.run(name)} is skipped, as if the run did not exist: {ascii(str(error))[1:-1]}")
+    _warn_once(f"{layout.run(name)} is skipped, as if the run did not exist: {ascii(str(error))[1:-1]}")
 
 
 def list_runs(store: Store) -> list[str]:
@@ -95,8 +95,8 @@ def list_runs(store: Store) -> list[str]:
     def exists(name: str) -> bool:
         try:
             return store.exists(layout.run_manifest(name))
-        except LeadsOut as error:
-            pass_over(name, error)
+        except LinkOutsideStore as error:
+            warn_skipped(name, error)
             return False
 
     names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) is not None]

@@ -51,7 +51,7 @@ class Finding(Record):
     """Sentence with what was expected and what was found."""
 
 
-MARK = "redacted"
+REDACTED_ERROR = "redacted"
 """Value of `error` in a redacted row."""
 
 _TEXTS = frozenset(
@@ -64,7 +64,7 @@ _TEXTS = frozenset(
 or one value for each token."""
 
 
-def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:
+def redact_rows(table: pa.Table, rows: pa.Array) -> pa.Table:
     """Return the table with the text, tokens and per-token values of the rows `rows` removed."""
     columns = []
     for column, kept in zip(table.schema, table.columns, strict=True):
@@ -73,7 +73,7 @@ def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:
         if not nested and column.name not in _TEXTS:
             columns.append(kept)
             continue
-        nothing = MARK if column.name == "error" else None if column.nullable else [] if listed else ""
+        nothing = REDACTED_ERROR if column.name == "error" else None if column.nullable else [] if listed else ""
         columns.append(pc.if_else(rows, pa.scalar(nothing, column.type), kept))
     return pa.table(columns, schema=table.schema)
 

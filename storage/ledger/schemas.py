@@ -43,7 +43,7 @@ DATA = "data"
 
 MEASURED = frozenset({"engine", "seconds", "cached_tokens"})
 """Columns of samples with measurements of the generation. They differ between runs that make the same samples."""
-NOT_MADE = MEASURED | {"started_at"}
+ALL_MEASURED = MEASURED | {"started_at"}
 """Measured columns of any table."""
 
 _IDS = pa.list_(pa.int32())
@@ -208,8 +208,8 @@ def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False, im
         images: include the images of the prompts.
     """
     sequences = ((field, several) for field in SEQUENCES)
-    asked = ((KEPT, cut), *sequences, (ROUTED, routed), (IMAGES, images))
-    return pa.schema([*ROLLOUT, *(field for field, is_asked in asked if is_asked)])
+    requested = ((KEPT, cut), *sequences, (ROUTED, routed), (IMAGES, images))
+    return pa.schema([*ROLLOUT, *(field for field, is_asked in requested if is_asked)])
 
 
 REWARD = _schema(

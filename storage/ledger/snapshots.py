@@ -17,7 +17,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import OutputFile
 from cairn.storage.ledger.decisions import Decisions, redacted_files
 from cairn.storage.ledger.manifest import read_manifest
-from cairn.storage.ledger.schemas import NOT_MADE, SCHEMAS, complete
+from cairn.storage.ledger.schemas import ALL_MEASURED, SCHEMAS, complete
 from cairn.storage.store.errors import Damaged, Retired, StoreError, StoreRefused
 from cairn.storage.store.store import Store, StoredFile, check_path
 
@@ -38,7 +38,7 @@ _EXTENSION_IN_BASE64 = [
 ]
 """Base64 forms of this prefix: Parquet stores Arrow's schema in base64. The prefix may start at any of three offsets.
 The characters at both ends are left out because they also hold bits of neighbouring bytes."""
-_AT_ONCE = 2**20
+_MIN_READ_BYTES = 2**20
 """Least number of bytes of a request for a part of a file."""
 _PAGE_BYTES = 8 * 2**20
 """Bytes of a page, which is the window in which zstd finds text and tokens that samples share."""
@@ -59,14 +59,14 @@ def to_parquet(table: pa.Table) -> bytes:
         compression="zstd",
         compression_level=3,
         use_dictionary=False,
-        column_encoding={_numbers_of(table.schema.field(name)): "BYTE_STREAM_SPLIT" for name in noisy},
+        column_encoding={_leaf_path(table.schema.field(name)): "BYTE_STREAM_SPLIT" for name in noisy},
         data_page_size=_PAGE_BYTES,
         write_statistics=False,
     )
     return sink.getvalue()
 
 
-def _numbers_of(field: pa.Field) -> str:
+def _leaf_path(field: pa.Field) -> str:
     """Return the Parquet path of the numbers of a list, or of a list of lists."""
     depth = 2 if pa.types.is_nested(field.type.value_type) else 1
     return field.name + depth * ".list.element"
@@ -74,7 +74,7 @@ def _numbers_of(field: pa.Field) -> str:
 
 def content_digest(table: pa.Table) -> str | None:
     """Return the hexadecimal SHA-256 of a table without its measured columns; None if it has no such column."""
-    measured = [name for name in table.column_names if name in NOT_MADE]
+    measured = [name for name in table.column_names if name in ALL_MEASURED]
     return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
 
 
@@ -102,13 +102,13 @@ def read_columns(read_range: Callable[[int, int], bytes], size: int, columns: Co
         size: size of the file in bytes.
         columns: names of the wanted columns.
     """
-    if size <= _AT_ONCE:
+    if size <= _MIN_READ_BYTES:
         return from_parquet(read_range(0, size), columns)
     tail = read_range(size - _PARQUET_END, size)
     footer = read_range(max(0, size - _PARQUET_END - int.from_bytes(tail[:4], "little")), size)
     _require_plain(footer, _EXTENSION_IN_BASE64)
     try:
-        with io.BufferedReader(_Ranges(read_range, size), _AT_ONCE) as ranges:
+        with io.BufferedReader(_Ranges(read_range, size), _MIN_READ_BYTES) as ranges:
             file = pq.ParquetFile(pa.PythonFile(ranges, "r"))
             return file.read([name for name in file.schema_arrow.names if name in columns])
     except pa.ArrowException as error:

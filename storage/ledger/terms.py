@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, JsonValue
 
 from cairn.configs.schema.base import RECORDED, UNCHECKED
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import FORMAT, readable
+from cairn.storage.ledger.commits import FORMAT, unsealed_fields
 from cairn.storage.ledger.leases import Lease
 from cairn.storage.records import CodeVersion, Record, code_version
 from cairn.storage.store import canonical
@@ -59,9 +59,9 @@ class Terms(Record):
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Parse a sealed file. Raises ValueError, saying what is wrong."""
-        return cls.model_validate(readable(data))
+        return cls.model_validate(unsealed_fields(data))
 
-    def same_as(self, other: "Terms") -> bool:
+    def equals(self, other: "Terms") -> bool:
         """Return whether both are the terms of one version of the code, so that commits need not distinguish them."""
         names = ("config", "inputs", "rules", "code_version")
         return all(getattr(self, name) == getattr(other, name) for name in names)
@@ -86,20 +86,22 @@ def plain(config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
     return config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
 
 
-def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_config(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration in the options of the version of `config`."""
     if not isinstance(config, BaseModel):
         return dict(recorded)
     return type(config).model_validate(recorded, context=RECORDED | UNCHECKED).model_dump(mode="json")
 
 
-def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:
+def input_differences(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[tuple[str, Any, Any]]:
     """Return (name, recorded, current) of each input whose digest differs from the recorded one.
 
     Ignores names that were not recorded: they belong to a version that reads more.
     """
     return [
-        (f"digest of {name}", value, given.get(name)) for name, value in recorded.items() if given.get(name) != value
+        (f"digest of {name}", value, current.get(name))
+        for name, value in recorded.items()
+        if current.get(name) != value
     ]
 
 
@@ -159,7 +161,7 @@ class RunTerms:
         """Declare that this process has created the run, so that it commits under the manifest's terms."""
         self._now, self._committing_under, self._upgrades = self._manifest, 0, ()
 
-    def go_on_under(
+    def declare(
         self,
         config: BaseModel | Mapping[str, Any],
         inputs: Mapping[str, str] | None,
@@ -167,7 +169,7 @@ class RunTerms:
     ) -> None:
         """Declare the terms under which this process commits. None means the recorded value. Raises RunDiffers."""
         recorded = self.now
-        differing = differences(as_read_now(recorded.config, config), plain(config))
+        differing = differences(upgrade_config(recorded.config, config), plain(config))
         if inputs is not None:
             differing += input_differences(recorded.inputs, inputs)
         if differing:
@@ -187,7 +189,7 @@ class RunTerms:
             while self._committing_under is None:
                 recorded = [self._manifest, *self.upgrades]
                 number = len(recorded)
-                if self._now is None or self._now.same_as(recorded[-1]):
+                if self._now is None or self._now.equals(recorded[-1]):
                     self._committing_under = number - 1
                     continue
                 fields = self._now.model_dump(mode="json", include=set(Terms.model_fields))

@@ -148,7 +148,7 @@ class Admitted:
             for id in _ids(commit):
                 earlier = self._admitted.setdefault(id, commit)
                 if earlier.name != commit.name:
-                    self._tell(
+                    self._report(
                         commit, Fault.GROUP_DIFFERS, f"group {id} is admitted by {commit.name} and {earlier.name}"
                     )
         elif commit.step is Step.ROLLOUT and "admitted" in commit.values:
@@ -156,7 +156,9 @@ class Admitted:
             for id in _ids(commit):
                 earlier_take = self._taken.setdefault(id, commit.name)
                 if earlier_take != commit.name:
-                    self._tell(commit, Fault.GROUP_DIFFERS, f"group {id} is taken by {commit.name} and {earlier_take}")
+                    self._report(
+                        commit, Fault.GROUP_DIFFERS, f"group {id} is taken by {commit.name} and {earlier_take}"
+                    )
 
     def open(self) -> int:
         """Return the number of groups that no step has taken."""
@@ -179,8 +181,10 @@ class Admitted:
         number = next((_number(one) for one in self._admitted.values() if one.name == last), -1)
         for id, admission in self._admitted.items():
             if id not in self._taken and id not in still and _number(admission) <= number:
-                told = f"group {id} is admitted by {admission.name}, but {newest.name} neither took it nor left it open"
-                yield _finding(newest, Fault.GROUP_LOST, told)
+                message = (
+                    f"group {id} is admitted by {admission.name}, but {newest.name} neither took it nor left it open"
+                )
+                yield _finding(newest, Fault.GROUP_LOST, message)
 
     def _not_as_claimed(self) -> Iterator[Finding]:
         last = max(self._numbered, default=-1)
@@ -198,7 +202,7 @@ class Admitted:
             path = layout.admission(claim.run, claim.number)
             yield Finding(fault=Fault.ADMISSION_DIFFERS, path=path, message=message)
 
-    def _tell(self, commit: Commit, fault: Fault, message: str) -> None:
+    def _report(self, commit: Commit, fault: Fault, message: str) -> None:
         self._found.append(_finding(commit, fault, message))
 
 

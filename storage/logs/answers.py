@@ -14,9 +14,9 @@ answers, one row each with the digest of the question. The name of a file is the
 | a listed file that is gone | its rows are in another file by now |
 
 Answers are written while other answers are still pending, those of a tenth of a second in one file. When all answers of
-one call have arrived, its files are merged into one. If there are more than `MANY` files, all are merged. The contents
-of a file are in another one before it is deleted. The folder does not belong to any run. Deleting it costs as much as
-calling the grader again.
+one call have arrived, its files are merged into one. If there are more than `MERGE_THRESHOLD` files, all are merged.
+The contents of a file are in another one before it is deleted. The folder does not belong to any run. Deleting it costs
+as much as calling the grader again.
 
 Each answer carries the digest of its prompt, by which redaction finds it (`forget`). An answer without this digest, as
 in files of earlier versions, may belong to any prompt.
@@ -38,9 +38,9 @@ from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.store import Store
 
-MANY = 64
+MERGE_THRESHOLD = 64
 """Number of files of one grader above which they are merged when the grader's cache is opened."""
-_LOOKS = 10
+_MAX_LISTINGS = 10
 """Greatest number of listings of the folder while other processes merge files."""
 _SCHEMA = pa.schema(
     [
@@ -51,7 +51,7 @@ _SCHEMA = pa.schema(
         ("prompt", pa.string()),
     ]
 )
-_BEFORE = _SCHEMA.remove(_SCHEMA.get_field_index("prompt"))
+_OLD_SCHEMA = _SCHEMA.remove(_SCHEMA.get_field_index("prompt"))
 """Schema of the files of earlier versions."""
 
 
@@ -101,7 +101,7 @@ def _table(name: str, data: bytes) -> pa.Table | None:
     if hashlib.sha256(data).hexdigest() != layout.parse_answers(name):
         return None
     table = tables.from_ipc(data)
-    if table.schema.equals(_BEFORE):
+    if table.schema.equals(_OLD_SCHEMA):
         table = table.append_column(_SCHEMA.field("prompt"), pa.nulls(table.num_rows, pa.string()))
     return table if table.schema.equals(_SCHEMA) else None
 
@@ -134,7 +134,7 @@ class Answers:
     def find(self, questions: Collection[str]) -> dict[str, Answer]:
         """Return the known answers to questions, by the digests of the questions. Raises StoreError."""
         with self._lock:
-            self._look()
+            self._refresh()
             return {question: self._known[question] for question in questions if question in self._known}
 
     def log(self) -> "AnswerLog":
@@ -143,14 +143,14 @@ class Answers:
 
     def write(self, answers: Mapping[str, Answer]) -> str:
         """Make answers durable in one file. Return its name."""
-        given = list(answers.values())
+        values = list(answers.values())
         table = pa.table(
             {
                 "question": list(answers),
-                "reward": [answer.reward for answer in given],
-                "components": [None if a.components is None else json.dumps(dict(a.components)) for a in given],
-                "error": [answer.error for answer in given],
-                "prompt": [answer.prompt for answer in given],
+                "reward": [answer.reward for answer in values],
+                "components": [None if a.components is None else json.dumps(dict(a.components)) for a in values],
+                "error": [answer.error for answer in values],
+                "prompt": [answer.prompt for answer in values],
             },
             _SCHEMA,
         )
@@ -167,9 +167,9 @@ class Answers:
         for name in set(names) - {kept}:
             self._store.delete(f"{self._folder}/{name}")
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         opening = not self._read
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_LISTINGS):
             names = [name for name in self._store.list(self._folder) if layout.parse_answers(name)]
             fresh = [name for name in names if name not in self._read]
             found = self._store.read_many([f"{self._folder}/{name}" for name in fresh])
@@ -179,7 +179,7 @@ class Answers:
                     self._take(name, data)
             if None not in found:
                 break
-        if opening and len(self._read) > MANY:
+        if opening and len(self._read) > MERGE_THRESHOLD:
             self.join(set(self._read), dict(self._known))
 
     def _take(self, name: str, data: bytes) -> None:
@@ -210,6 +210,6 @@ class AnswerLog(PacedWriter):
             self._answers.join(names, self._all)
 
     def _write_answers(self, number: int, answers: list[tuple[str, Answer]]) -> None:
-        given = dict(answers)
-        self._names.append(self._answers.write(given))
-        self._all |= given
+        batch = dict(answers)
+        self._names.append(self._answers.write(batch))
+        self._all |= batch

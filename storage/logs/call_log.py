@@ -122,7 +122,7 @@ class CallLog(Log):
     def _recover(self, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
         ordered = sorted(found.items(), key=lambda item: _age(*item))
         parts = [Part(name, number, path) for name, own in ordered for _, number, path in own]
-        return _of_newest([(part.attempt, table) for part, table in self._recovered(parts)])
+        return _valid_rows([(part.attempt, table) for part, table in self._recovered(parts)])
 
     def _write_rows(self, number: int, items: list[Any]) -> None:
         table = self._encode(items)
@@ -141,7 +141,7 @@ def _age(name: str, parts: Sequence[tuple[int, int, str]]) -> tuple[int, int]:
     return layout.attempt_epoch(name), parts[0][0] if parts else -1
 
 
-def _of_newest(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
+def _valid_rows(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
     """Return the rows that count. `tables` are the rows of attempts, in the order of the attempts."""
     if not tables:
         return CALLS.empty_table()
@@ -161,8 +161,8 @@ def _of_newest(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
             own[:] = [answer for answer in own if answer[0] < order]
         if not own or own[-1][0] + 1 == order:  # what follows a torn part is of no use
             own.append((order, row))
-    kept = [row for _, own in sorted(answers.items()) for _, row in own]
-    return rows.take(pa.array([*kept, *sorted(intents.values())], pa.int64()))
+    valid = [row for _, own in sorted(answers.items()) for _, row in own]
+    return rows.take(pa.array([*valid, *sorted(intents.values())], pa.int64()))
 
 
 def is_calls(path: str) -> bool:

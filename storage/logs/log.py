@@ -15,7 +15,7 @@ import pyarrow as pa
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.paced import PacedWriter
-from cairn.storage.logs.parts import Part, part_bytes, recover, says
+from cairn.storage.logs.parts import Part, found_metadata, part_bytes, recover
 from cairn.storage.store.errors import StoreError
 from cairn.storage.store.store import Store
 
@@ -101,7 +101,7 @@ class Log(PacedWriter):
         The next part of this log names what was found.
         """
         recovered = recover(self._attempt.store, parts, self._schema, self._accepted)
-        found = says(recovered, self._attempt.name)
+        found = found_metadata(recovered, self._attempt.name)
         if found is not None and self._groups != frozenset():
             self._write_part(self._schema.empty_table(), found)
         tables = []

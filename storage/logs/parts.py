@@ -108,12 +108,12 @@ def recover(store: Store, parts: Sequence[Part], schema: pa.Schema, accepted: Co
     """Read the parts of a log by other attempts. Rows made from inputs with a digest in `accepted` count."""
     with ThreadPoolExecutor(READERS) as readers:
         tables = list(readers.map(lambda part: read_any_part(store, part.path), parts))
-    said = {
+    found_by_attempt = {
         part.attempt: _found(part.path, table)
         for part, table in zip(parts, tables, strict=True)
         if table is not None and FOUND in (table.schema.metadata or {})
     }
-    limits = {name: min(_limits(name, said), default=inf) for name in {part.attempt for part in parts}}
+    limits = {name: min(_limits(name, found_by_attempt), default=inf) for name in {part.attempt for part in parts}}
     counted = [
         (part, None if table is None or part.number >= limits[part.attempt] else accepted_rows(table, schema, accepted))
         for part, table in zip(parts, tables, strict=True)
@@ -122,7 +122,7 @@ def recover(store: Store, parts: Sequence[Part], schema: pa.Schema, accepted: Co
     return Recovered(counted, {name: int(min(limit, ends[name])) for name, limit in limits.items()})
 
 
-def says(recovered: Recovered, attempt: str) -> dict[bytes, bytes] | None:
+def found_metadata(recovered: Recovered, attempt: str) -> dict[bytes, bytes] | None:
     """Return the metadata of the part that names the attempts found; None if no other attempt can be writing."""
     if not recovered.found and layout.attempt_epoch(attempt) <= 1:
         return None

@@ -86,7 +86,7 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
         tables = [
             output
             for output in outputs
-            if output["path"].endswith(".parquet") and output["path"].rpartition("/")[2] not in layout.BESIDE
+            if output["path"].endswith(".parquet") and output["path"].rpartition("/")[2] not in layout.SIDE_FILES
         ]
         return {
             **{name: fields.get(name) for name in _PLAIN},
@@ -165,7 +165,7 @@ def _numbers(mapping: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 _SHA256 = 32
-_KEPT = 30 * 86400
+_INDEX_LIFETIME = 30 * 86400
 """Seconds after its last use at which an index is deleted."""
 
 
@@ -218,7 +218,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 def _forget_unused(folder: Path) -> None:
     for file in folder.glob("*/*"):
-        if time.time() - file.stat().st_mtime > _KEPT:
+        if time.time() - file.stat().st_mtime > _INDEX_LIFETIME:
             file.unlink(missing_ok=True)
 
 

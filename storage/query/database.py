@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from cairn.storage.ledger import layout
 from cairn.storage.query.catalogue import Catalogue
-from cairn.storage.query.relations import Relations, quoted, unreadable
+from cairn.storage.query.relations import excluded, quoted, unreadable
 from cairn.storage.query.views import VIEWS
 from cairn.storage.store.errors import BadQuery
 from cairn.storage.store.store import Store
@@ -134,7 +134,7 @@ class Query:
         lost: dict[str, str] = {}
         while True:
             catalogue = Catalogue(self.store, self.run)
-            relations = Relations(catalogue, without=lost, run=self.run)
+            relations = excluded(catalogue, without=lost, run=self.run)
             with closing(duckdb.connect(config=_SETTINGS)) as connection:
                 views: frozenset[str] = frozenset()
                 try:
@@ -148,7 +148,7 @@ class Query:
                     _confine(connection, relations.folders)
                     table = connection.sql(text, params=params).to_arrow_table()
                 except duckdb.Error as error:
-                    newly = unreadable(self.store, relations.sizes) if _of_a_file(error) else {}
+                    newly = unreadable(self.store, relations.sizes) if _may_be_file_error(error) else {}
                     if not newly:
                         raise BadQuery(plain_error(error, views)) from error
                     lost |= newly
@@ -185,6 +185,6 @@ def _confine(connection: duckdb.DuckDBPyConnection, folders: Sequence[str]) -> N
     connection.execute("SET lock_configuration = true")
 
 
-def _of_a_file(error: duckdb.Error) -> bool:
+def _may_be_file_error(error: duckdb.Error) -> bool:
     """Return whether a lost or damaged file may have caused the error."""
     return not isinstance(error, duckdb.ParserException | duckdb.BinderException | duckdb.CatalogException)

@@ -31,9 +31,9 @@ from cairn.storage.store.store import Store
 
 
 SCHEME = "ledger"
-_WHOLE = 2**20
+_WHOLE_FILE_BYTES = 2**20
 """Greatest size in bytes of a file that is read by one request. Larger files are read in parts on demand."""
-_AT_A_TIME = 2**20
+_BLOCK_BYTES = 2**20
 """Least number of bytes of a request for a part."""
 
 
@@ -67,9 +67,9 @@ class LedgerFiles(AbstractFileSystem):
         if mode != "rb":
             raise PermissionError(f"{path} is read-only here")
         name = self._strip_protocol(path)
-        if self.info(path)["size"] <= _WHOLE:
+        if self.info(path)["size"] <= _WHOLE_FILE_BYTES:
             return io.BytesIO(self.store.read(name))
-        return _Part(self, name, size=self.sizes[name], block_size=_AT_A_TIME, cache_type="readahead")
+        return _Part(self, name, size=self.sizes[name], block_size=_BLOCK_BYTES, cache_type="readahead")
 
 
 class _Part(AbstractBufferedFile):
@@ -154,7 +154,7 @@ def _row(result: Evaluation) -> dict[str, object]:
 
 
 _EVALUATIONS = "evaluations"
-_BESIDE = {"calls": "calls", "long_results": "results"}
+_SIDE_RELATIONS = {"calls": "calls", "long_results": "results"}
 """Relations of files stored next to the tables of rollouts, with their kinds in the catalogue."""
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
@@ -196,7 +196,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-class Relations:
+class excluded:
     """Relations on which the views of one query are built."""
 
     def __init__(self, catalogue: Catalogue, without: Collection[str] = (), run: str | None = None):
@@ -291,7 +291,11 @@ class Relations:
 
     def _define_tables(self, connection: duckdb.DuckDBPyConnection, step: str) -> None:
         branches = []
-        found = self.catalogue.tables(Step.ROLLOUT, _BESIDE[step]) if step in _BESIDE else self.catalogue.tables(step)
+        found = (
+            self.catalogue.tables(Step.ROLLOUT, _SIDE_RELATIONS[step])
+            if step in _SIDE_RELATIONS
+            else self.catalogue.tables(step)
+        )
         for number, tables in enumerate(found):
             paths = self._usable(tables)
             if paths:
@@ -330,7 +334,7 @@ class Relations:
 
     def _branch(self, step: str, tables: Tables, variable: str) -> str:
         start = len(self._root) + len(layout.iterations(tables.share.owner)) + 2
-        after = start + len(layout.digits(0)) + len(f"/{Step.ROLLOUT if step in _BESIDE else step}/")
+        after = start + len(layout.digits(0)) + len(f"/{Step.ROLLOUT if step in _SIDE_RELATIONS else step}/")
         at = f"substr(filename, {start}, 6)::BIGINT AS iteration, {_shard(step, tables, after)} AS shard"
         read = f"read_parquet(getvariable('{variable}'), {_known(step)}, filename = true)"
         return (

@@ -21,7 +21,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Twin:
+class EquivalentJoin:
     """A join that usually has exactly one row for each row of the base, and then can replace the base."""
 
     alias: str
@@ -43,7 +43,7 @@ class View:
     """Joins by alias. Each may use only those before it."""
     anchor: str = ""
     """Column that unnests and so determines the rows. It is always selected."""
-    twin: Twin | None = None
+    twin: EquivalentJoin | None = None
 
     def select(self, names: Collection[str], *, same_rows: bool = False) -> str:
         """Return the SELECT of some columns, in the view's order; its first column if no column is named.
@@ -115,7 +115,7 @@ _OF_A_SAMPLE = {
     "a": _per_sample("advantage_by_origin", "a", _TRAINED_WITH),
     "s": _per_sample("score_by_origin", "s", _TRAINED_WITH),
 }
-_GRADED = Twin(
+_GRADED = EquivalentJoin(
     "g", "cairn_reward b", frozenset({"run", "owner", "iteration", "shard", "group_id", "sample_index", "status"})
 )
 """Join of a grade for each sample, whose status covers generation and grading. The tables match once all shards are

@@ -10,7 +10,6 @@ from cairn.storage.query.sample_views import (
     SEGMENTS,
     TOKENS,
     Column,
-    Twin,
     View,
     column,
     time,
@@ -180,7 +179,7 @@ EVALUATIONS = View(
 )
 
 
-__all__ = ["VIEWS", "Column", "Twin", "View"]
+__all__ = ["VIEWS", "Column", "View"]
 
 VIEWS: dict[str, View] = {
     view.name: view

@@ -5,25 +5,25 @@ import json
 import math
 from typing import Any
 
-DEEPEST = 200
+MAX_DEPTH = 200
 """Greatest nesting depth of JSON that is read. Code that walks a value needs a few stack frames for each level."""
 
 
 def from_json(data: str | bytes) -> Any:
-    """Return the value of an untrusted JSON text. Raises ValueError, also if it is nested deeper than `DEEPEST`."""
+    """Return the value of an untrusted JSON text. Raises ValueError, also if it is nested deeper than `MAX_DEPTH`."""
     try:
         value = json.loads(data)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {DEEPEST} lists and objects") from None
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} lists and objects") from None
     openings = (b"[", b"{") if isinstance(data, bytes) else ("[", "{")
-    if sum(map(data.count, openings)) > DEEPEST:  # type: ignore[arg-type]
+    if sum(map(data.count, openings)) > MAX_DEPTH:  # type: ignore[arg-type]
         _require_shallow(value)
     return value
 
 
 def _require_shallow(value: Any) -> None:
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -31,7 +31,7 @@ def _require_shallow(value: Any) -> None:
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     if any(isinstance(inner, dict | list) for inner in level):
-        raise ValueError(f"it is nested deeper than {DEEPEST} lists and objects")
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} lists and objects")
 
 
 def _plain(value: Any) -> Any:

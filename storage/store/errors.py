@@ -23,7 +23,7 @@ class StoreRefused(StoreError, BadInput):
     """
 
 
-class LeadsOut(StoreRefused):
+class LinkOutsideStore(StoreRefused):
     """A symbolic link in the store points out of it."""
 
 

@@ -18,7 +18,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from cairn.storage.store.errors import NO_SPACE, Damaged, LeadsOut, NoSpace, StoreError, StoreRefused, naming_full
+from cairn.storage.store.errors import (
+    NO_SPACE,
+    Damaged,
+    LinkOutsideStore,
+    NoSpace,
+    StoreError,
+    StoreRefused,
+    naming_full,
+)
 from cairn.storage.store.store import LONGEST_RECORD, Unfinished, check_path, is_path
 
 _REFUSALS = {
@@ -123,7 +131,7 @@ class LocalStore:
     def _path(self, path: str) -> Path:
         target = self.root / check_path(path)
         if self._has_link(path) and not target.resolve().is_relative_to(self.root):
-            raise LeadsOut(f"{target} leads out of the store by a symbolic link; remove the link")
+            raise LinkOutsideStore(f"{target} leads out of the store by a symbolic link; remove the link")
         return target
 
     def _has_link(self, path: str) -> bool:

@@ -5,7 +5,7 @@ a response may be lost after the object was created. So after any failure the ob
 caller whose bytes it holds.
 
 botocore retries a request after transient failures (5xx, throttling, timeouts, broken connections). An operation that
-still fails, or whose body was cut off, is retried here until `PATIENCE` is exhausted. Only this module retries a
+still fails, or whose body was cut off, is retried here until `RETRY_DEADLINE` is exhausted. Only this module retries a
 creation, after calling its guard. All retries are counted, except the second connection that aiohttp opens at once if
 one breaks without a response.
 """
@@ -74,7 +74,7 @@ _MOMENTARY = {"RequestTimeout", "IncompleteBody", "BadDigest", "PreconditionFail
 _MOMENTARY_STATUS = {400, 408, 409, 412, 429}
 
 
-def in_our_words(error: Exception, url: str, path: str) -> Exception:
+def as_store_error(error: Exception, url: str, path: str) -> Exception:
     """Return the store error for an error of a request to the store at `url`.
 
     The message never quotes the server, whose text may contain what the request sent.
@@ -105,7 +105,7 @@ def in_our_words(error: Exception, url: str, path: str) -> Exception:
 
 T = TypeVar("T")
 
-PATIENCE = 60.0
+RETRY_DEADLINE = 60.0
 """Seconds for which an operation is retried before it fails: longer than a store's restart."""
 _REQUEST_ATTEMPTS = 4
 """Times that botocore sends one request. Its waits add up to at most 7 s."""
@@ -381,7 +381,7 @@ class S3Store:
     def _retrying(self, operation: Callable[[], T]) -> T:
         return Retrying(
             retry=retry_if_exception(lambda e: isinstance(e, StoreError) and not isinstance(e, StoreRefused)),
-            stop=stop_after_delay(PATIENCE),
+            stop=stop_after_delay(RETRY_DEADLINE),
             wait=wait_random_exponential(multiplier=0.1, max=10),
             before_sleep=lambda _: self._retries.add(),
             reraise=True,
@@ -391,4 +391,4 @@ class S3Store:
         try:
             return request(*args, **kwargs)
         except REQUEST_ERRORS as error:
-            raise in_our_words(error, self.url, path) from None
+            raise as_store_error(error, self.url, path) from None

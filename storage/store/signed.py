@@ -71,12 +71,12 @@ def signing(store: Store, key: Ed25519PrivateKey, opener: Callable[[str], Store]
         opener: opens the store at a URL in another process, with that process's own key.
     """
     kind = type(store)
-    signs = type(f"Signing{kind.__name__}", (_Signs, kind), {"key": key, "opener": staticmethod(opener)})
+    signs = type(f"Signing{kind.__name__}", (_SigningMixin, kind), {"key": key, "opener": staticmethod(opener)})
     store.__class__ = signs
     return store
 
 
-class _Signs(_AnyStore):
+class _SigningMixin(_AnyStore):
     """Mixin that signs. It precedes the store class among the bases."""
 
     key: Ed25519PrivateKey
@@ -86,7 +86,7 @@ class _Signs(_AnyStore):
         return self.opener, (self.url,)
 
     def write(self, path: str, data: bytes) -> None:
-        if (beside := part_signature(path)) is not None and beside == signature_path(path, data):
+        if (signature := part_signature(path)) is not None and signature == signature_path(path, data):
             self._sign(path, data)
         super().write(path, data)
 

@@ -36,7 +36,7 @@ Unread = Literal["retired", "unreadable"]
 _CUT_COLUMNS = ("group_id", "iteration", "shard", "disposition", "reason")
 _NO_REASON = "not_kept"
 """Reason of groups that a user's filter dropped without a reason."""
-_TOLD = {
+_VERBS = {
     Disposition.TRAIN: "trained on",
     Disposition.DROP: "dropped",
     Disposition.BUFFER: "buffered",
@@ -59,7 +59,7 @@ class GroupCounts(Record):
     """Iterations whose groups cannot be checked because their tables or commits are damaged."""
 
 
-def tells_of_groups(commit: str) -> bool:
+def records_groups(commit: str) -> bool:
     """Return whether the tables of a commit record which groups exist, or what becomes of them.
 
     `commit` is the name of the commit.
@@ -116,9 +116,9 @@ class Accounting:
         """Groups that the newest cut left open, by id; None if they cannot be read."""
         self._cut: Commit | None = None
         """Newest cut."""
-        self._given_up = 0
+        self._abandoned = 0
         """Number of open groups that no later cut takes over."""
-        self._uncut: tuple[int, frozenset[int]] | None = None
+        self._without_cut: tuple[int, frozenset[int]] | None = None
         """The iteration before with its generated groups, if it has no cut."""
         self._dropped: Counter[str] = Counter()
         self._unaccounted: dict[Unread, list[int]] = {"retired": [], "unreadable": []}
@@ -133,8 +133,8 @@ class Accounting:
         """
         if not tables and whole:  # a stream has admitted prompts for it, and no more
             return []
-        if self._uncut is not None:  # a later one cannot begin without it
-            self._pass_over(self._uncut[0], "unreadable")
+        if self._without_cut is not None:  # a later one cannot begin without it
+            self._pass_over(self._without_cut[0], "unreadable")
         unread = {table.unread for table in tables}
         if not whole or "unreadable" in unread:
             self._pass_over(iteration, "unreadable")
@@ -150,24 +150,24 @@ class Accounting:
             self._pass_over(iteration, "unreadable")
             return []
         if cut is None or rows is None:
-            self._uncut = (iteration, frozenset(generated)) if tables else None
+            self._without_cut = (iteration, frozenset(generated)) if tables else None
             return []
         return list(self._account(cut.commit, rows, generated))
 
     def groups(self) -> GroupCounts:
         """Return the counts of all groups, after the last iteration."""
-        waiting = set(self._open or ()) | (self._uncut[1] if self._uncut is not None else set())
+        waiting = set(self._open or ()) | (self._without_cut[1] if self._without_cut is not None else set())
         return GroupCounts(
             trained=sum(fate.disposition is Disposition.TRAIN for fate in self._fates.values()),
             dropped=dict(sorted(self._dropped.items())),
-            open=len(waiting) + self._given_up,
+            open=len(waiting) + self._abandoned,
             retired=tuple(self._unaccounted["retired"]),
             unreadable=tuple(self._unaccounted["unreadable"]),
         )
 
     def _pass_over(self, iteration: int, why: Unread) -> None:
         self._unaccounted[why].append(iteration)
-        self._open = self._uncut = self._cut = None
+        self._open = self._without_cut = self._cut = None
 
     def _generated(self, tables: Sequence[GroupTable]) -> dict[int, str]:
         """Return the rollout with the newest samples of each group that an iteration generated or continued."""
@@ -192,7 +192,7 @@ class Accounting:
         known, before = self._open is not None, self._cut
         carried = self._open or {}
         if before is not None and before.name not in cut.inputs:
-            self._given_up += len(carried)
+            self._abandoned += len(carried)
             carried = {}
         expected = {id: row.rollout for id, row in carried.items()} | dict(generated)
         fates = {disposition: _Fate(cut.name, disposition) for disposition in (Disposition.TRAIN, Disposition.DROP)}
@@ -211,7 +211,7 @@ class Accounting:
             if id in generated:
                 was = f"was generated in {expected[id]}"
             else:
-                was = f"was {_TOLD[carried[id].disposition]} by {before.name if before is not None else 'a cut'}"
+                was = f"was {_VERBS[carried[id].disposition]} by {before.name if before is not None else 'a cut'}"
             yield _finding(cut, Fault.GROUP_LOST, f"group {id} {was} and is not among the groups of {cut.name}")
 
     def _contradictions(
@@ -226,7 +226,7 @@ class Accounting:
             seen: groups of earlier rows of the cut.
             known: whether all commits before were read.
         """
-        id, told, fate = row.group_id, _TOLD[row.disposition], self._fates.get(row.group_id)
+        id, verb, fate = row.group_id, _VERBS[row.disposition], self._fates.get(row.group_id)
         trains = row.disposition is Disposition.TRAIN
         if id in seen:
             again = trains and fate is not None and fate.disposition is Disposition.TRAIN
@@ -235,13 +235,13 @@ class Accounting:
         elif fate is not None:
             again = trains and fate.disposition is Disposition.TRAIN
             fault = Fault.TRAINED_TWICE if again else Fault.GROUP_DIFFERS
-            message = f"group {id} is {told} in {cut.name}, although {_TOLD[fate.disposition]} in {fate.cut}"
+            message = f"group {id} is {verb} in {cut.name}, although {_VERBS[fate.disposition]} in {fate.cut}"
             yield _finding(cut, fault, message)
         elif rollout is None and (known or row.iteration == cut.iteration):
-            message = f"group {id} is {told} in {cut.name}, but neither the cut before nor a rollout has it"
+            message = f"group {id} is {verb} in {cut.name}, but neither the cut before nor a rollout has it"
             yield _finding(cut, Fault.GROUP_DIFFERS, message)
         elif rollout is not None and rollout != row.rollout:
-            message = f"group {id} is {told} in {cut.name} with samples of {row.rollout}, its newest are in {rollout}"
+            message = f"group {id} is {verb} in {cut.name} with samples of {row.rollout}, its newest are in {rollout}"
             yield _finding(cut, Fault.GROUP_DIFFERS, message)
 
 

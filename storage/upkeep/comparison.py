@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from cairn.storage.ledger.commits import Commit, OutputFile
-from cairn.storage.ledger.schemas import NOT_MADE, SCHEMAS
+from cairn.storage.ledger.schemas import ALL_MEASURED, SCHEMAS
 from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.store.errors import Retired
 from cairn.storage.store.store import Store
@@ -80,7 +80,7 @@ def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None
     rows_by_column = {
         name: _differing_rows(ours.column(name).to_pylist(), theirs.column(name).to_pylist())
         for name in ours.column_names
-        if name not in NOT_MADE
+        if name not in ALL_MEASURED
     }
     columns = [name for name, rows in rows_by_column.items() if rows]
     rows = sorted(set().union(*rows_by_column.values()))

@@ -39,7 +39,7 @@ from cairn.storage.ledger import snapshots as tables
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, pinned, redacted_files
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.redacted import without_text
+from cairn.storage.ledger.redacted import redact_rows
 from cairn.storage.ledger.schemas import IMAGES
 from cairn.storage.ledger.snapshots import read_bytes
 from cairn.storage.logs.answers import forget
@@ -47,7 +47,7 @@ from cairn.storage.logs.call_log import groups_of_calls, is_calls
 from cairn.storage.logs.sample_log import prompts_in_stream, waiting_prompts
 from cairn.storage.store.errors import Retired
 from cairn.storage.upkeep.collector import collect, garbage
-from cairn.storage.upkeep.retention import brought_back_from, forks, needed_iterations, newest_checkpoint
+from cairn.storage.upkeep.retention import forks, needed_iterations, newest_checkpoint, recovery_needs
 
 _ORDER = (Step.EVAL, Step.ADVANTAGE, Step.SCORE, Step.REWARD, Step.ROLLOUT)
 """Order in which tables are replaced. Evaluations are found by the prompt's text, which the rollouts hold, so rollouts
@@ -79,7 +79,7 @@ def redact(
     by: str | None = None,
     why: str | None = None,
     progress: Callable[[str], None] = lambda sentence: None,
-    unreached: Callable[[str], None] = lambda sentence: None,
+    on_remaining: Callable[[str], None] = lambda sentence: None,
 ) -> Decision:
     """Redact the samples of a prompt, or finish an interrupted redaction. Return the decision.
 
@@ -91,17 +91,17 @@ def redact(
         by: author of the decision; the process's user by default.
         why: reason for the decision.
         progress: called with a sentence about each step.
-        unreached: called with a sentence about each result of an evaluation, and about running episodes, that may hold
-            the same text and are not changed.
+        on_remaining: called with a sentence about each result of an evaluation, and about running episodes, that may
+            hold the same text and are not changed.
     """
     found = find(ledger, prompt, progress)
-    decision = _begun(ledger, found)
+    decision = _unfinished_decision(ledger, found)
     if decision is None:
         require_unneeded(ledger, found)
         decision = ledger.decisions.record(lambda so_far: _decision(ledger, found, so_far), by=by, why=why)
     require_unneeded(ledger, found)  # somebody may have forked the run or pinned something before it was recorded
     for sentence in _unreached(ledger, found.seen):
-        unreached(sentence)
+        on_remaining(sentence)
     forget(ledger.store, found.seen.texts)
     for number, file in enumerate(found.files):
         progress(f"{number} of {len(found.files)} tables redacted, next: the table of {file.commit}")
@@ -200,7 +200,7 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
             )
     for pin in pinned(ledger.decisions.all()):
         saved = newest_checkpoint(ledger, pin)
-        needed = {i for i, kind in brought_back_from(ledger, pin) if kind is layout.Kind.SNAPSHOTS}
+        needed = {i for i, kind in recovery_needs(ledger, pin) if kind is layout.Kind.SNAPSHOTS}
         if (saved is None or saved.iteration < pin) and (clash := sorted(found.iterations & needed)):
             raise ValueError(
                 f"{place}: iteration {pin} is pinned, and its weights are recomputed from samples of iteration "
@@ -210,7 +210,7 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
 
 def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
     """Yield a sentence about each place where text of a prompt may remain."""
-    for folder in evals.asking(ledger.store, seen.texts):
+    for folder in evals.results_with_prompts(ledger.store, seen.texts):
         yield f"the evaluation result in {folder} holds the same text: remove that folder, and evaluate again"
     for folder in sorted(
         {path.rpartition("/")[0] for path in ledger.store.find(layout.run(ledger.run)) if is_calls(path)}
@@ -280,11 +280,13 @@ def _bytes_without(
     table = tables.from_parquet(data)
     if output in (commit.images, commit.beside(layout.RESULTS_FILE)):
         is_image = output == commit.images
-        kept = _images_of_others(ledger, commit, prompt) if is_image else _results_of_others(ledger, commit, seen)
-        left = table.filter(pc.is_in(table.column("sha256"), pa.array(sorted(kept), pa.string())))
+        used_elsewhere = (
+            _images_of_others(ledger, commit, prompt) if is_image else _results_of_others(ledger, commit, seen)
+        )
+        left = table.filter(pc.is_in(table.column("sha256"), pa.array(sorted(used_elsewhere), pa.string())))
         return (data if left.num_rows == table.num_rows else tables.to_parquet(left)), False
     rows = _rows(commit.step, table, prompt, seen)
-    emptied = without_text(table, rows)
+    emptied = redact_rows(table, rows)
     return (data if emptied.equals(table) else tables.to_parquet(emptied)), bool(pc.any(rows).as_py())
 
 
@@ -323,7 +325,7 @@ def _commit(ledger: Ledger, file: RedactedFile) -> Commit:
     return commit
 
 
-def _begun(ledger: Ledger, found: Found) -> Decision | None:
+def _unfinished_decision(ledger: Ledger, found: Found) -> Decision | None:
     """Return the decision that covers what is left, or None.
 
     Raises ValueError if there is nothing to do, or if another prompt's redaction must be finished first.

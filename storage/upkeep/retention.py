@@ -44,13 +44,13 @@ from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.decisions import Decision, Pin, pinned
 from cairn.storage.ledger.layout import Kind
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.manifest import pass_over
+from cairn.storage.ledger.manifest import warn_skipped
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import BeingDeleted, Damaged, LeadsOut, Redacted, Retired
+from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore, Redacted, Retired
 from cairn.storage.store.store import Store
 
 _REQUESTS = 8
@@ -83,7 +83,7 @@ def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False
         if ledger.store.create(path, marker, ledger.require_held):
             marked.add(path)
     shared = shared_with_forks(ledger) if found else -1
-    wanted = kept_by_pins(ledger, marked=marked) if found else set()
+    wanted = protected_by_pins(ledger, marked=marked) if found else set()
     staying = [one for one in found if one.iteration <= shared or (one.iteration, one.kind) in wanted]
     for one in staying:
         path = layout.retired(ledger.run, one.iteration, one.kind)
@@ -129,7 +129,7 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
     checkpoint = saved.iteration
     first = max(ledger.first_iteration, shared_with_forks(ledger) + 1)
     needed = needed_iterations(ledger, checkpoint, newest)
-    needed_by_pins = kept_by_pins(ledger)
+    needed_by_pins = protected_by_pins(ledger)
     gone = retired(ledger) if everything else set()
     finished: set[Kind] = set()
     for iteration, kind in candidates(config, newest=newest, checkpoint=checkpoint, needed=needed, first=first):
@@ -162,10 +162,10 @@ def candidates(
         needed: earlier iterations whose snapshots are still read.
         first: first iteration that may lose anything.
     """
-    kept = config.save_retain_interval
-    if kept is not None:
+    interval = config.save_retain_interval
+    if interval is not None:
         for iteration in range(checkpoint - 1, first - 1, -1):  # those of preempted drivers lie anywhere
-            if (iteration + 1) % kept != 0:
+            if (iteration + 1) % interval != 0:
                 yield iteration, Kind.CHECKPOINT
     if config.retain_snapshots is not None:
         for iteration in range(min(checkpoint, newest - max(config.retain_snapshots, 2)), first - 1, -1):
@@ -200,7 +200,7 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
     for iteration in range(min(checkpoint + 1, newest - 1), newest + 1):
         commits = ledger.commits(iteration) if iteration >= 0 else []
         if iteration > checkpoint:
-            needed |= _made_from(commits)
+            needed |= _input_iterations(commits)
         if (found := newest_selection(commits)) is None:
             continue
         selection = found
@@ -211,7 +211,7 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
     return needed
 
 
-def kept_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
+def protected_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
     """Return what is not retired because an iteration is pinned.
 
     `marked` are store paths of markers whose files still exist.
@@ -219,12 +219,12 @@ def kept_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int,
     return {
         place
         for iteration in pinned(ledger.decisions.all())
-        for place in brought_back_from(ledger, iteration, marked)
+        for place in recovery_needs(ledger, iteration, marked)
         if place[0] >= ledger.first_iteration
     }
 
 
-def brought_back_from(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
+def recovery_needs(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
     """Return what the recovery of an iteration's weights and samples needs.
 
     This is the newest checkpoint at or below it, the snapshots since then, and those from which their steps were made.
@@ -232,7 +232,7 @@ def brought_back_from(ledger: Ledger, iteration: int, marked: Collection[str] = 
     saved = newest_checkpoint(ledger, iteration, marked)
     since = -1 if saved is None else saved.iteration
     samples = {iteration, *range(since + 1, iteration + 1)}
-    samples |= {i for one in samples for i in _made_from(ledger.commits(one))}
+    samples |= {i for one in samples for i in _input_iterations(ledger.commits(one))}
     kept = {(i, Kind.SNAPSHOTS) for i in samples}
     return kept if saved is None else kept | {(since, Kind.CHECKPOINT)}
 
@@ -254,7 +254,7 @@ def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
         raise Retired(f"run {ledger.run!r} cannot be forked at iteration {iteration}: its checkpoint is retired")
     needed = set(range(checkpoint + 1, iteration + 1))
     for since in range(checkpoint + 1, iteration + 1):
-        needed |= _made_from(ledger.commits(since))
+        needed |= _input_iterations(ledger.commits(since))
     selection = newest_selection(ledger.commits(iteration))
     if selection is not None and (selection.values["buffered"] or selection.values["unfinished"]):
         needed |= {iteration, *_places_of_groups(ledger, selection, _WAITING)}
@@ -302,8 +302,8 @@ def forks(store: Store, run: str) -> dict[str, int]:
             parent = Ledger.open(store, name).manifest.parent
         except (FileNotFoundError, BeingDeleted):  # no run, or none any more
             return None
-        except (Damaged, LeadsOut) as error:
-            pass_over(name, error)
+        except (Damaged, LinkOutsideStore) as error:
+            warn_skipped(name, error)
             return None
         return parent.iteration if parent is not None and parent.run == run else None
 
@@ -325,7 +325,7 @@ def _commits(ledger: Ledger, iteration: int, kind: Kind) -> list[Commit]:
     return [commit for commit in ledger.commits(iteration) if Kind.of(commit.step) is kind]
 
 
-def _made_from(commits: Iterable[Commit]) -> set[int]:
+def _input_iterations(commits: Iterable[Commit]) -> set[int]:
     """Return the iterations of the commits with files from which commits were made. A train step has no files."""
     names = (name.partition("/") for commit in commits for name in commit.inputs)
     return {int(iteration) for iteration, slash, step in names if slash and step != Step.TRAIN}
@@ -379,7 +379,7 @@ def unpin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | N
 
 
 def _require_there(ledger: Ledger, iteration: int) -> None:
-    for i, kind in sorted(brought_back_from(ledger, iteration)):
+    for i, kind in sorted(recovery_needs(ledger, iteration)):
         if i >= ledger.first_iteration and ledger.store.exists(layout.retired(ledger.run, i, kind)):
             raise Retired(
                 f"iteration {iteration} of run {ledger.run!r} cannot be pinned: that needs the {kind} of iteration "

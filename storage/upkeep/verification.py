@@ -24,7 +24,7 @@ from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
-from cairn.storage.upkeep.accounting import Accounting, GroupCounts, GroupTable, tells_of_groups
+from cairn.storage.upkeep.accounting import Accounting, GroupCounts, GroupTable, records_groups
 
 # Check that the tokens of committed samples match their committed calls, even if several drivers made them.
 
@@ -46,14 +46,14 @@ def mixed_histories(store: Store, commit: Commit) -> Iterator[Finding]:
     samples = read_table(store, commit.run, files[SAMPLES_FILE])
     for row in samples.select([name for name in _COLUMNS if name in samples.column_names]).to_pylist():
         key = row["group_id"], row["sample_index"]
-        for call, before in _asked(row):
+        for call, before in _sampled_segments(row):
             recorded = calls.get((*key, call))
             if recorded is None or not _is_after(recorded, before):
                 path = layout.in_run(commit.run, files[SAMPLES_FILE].path)
-                told = (
+                problem = (
                     "is not recorded" if recorded is None else f"continued from other tokens than these {len(before)}"
                 )
-                message = f"{path} has sample {key[0]}/{key[1]}, whose policy call {call} {told}"
+                message = f"{path} has sample {key[0]}/{key[1]}, whose policy call {call} {problem}"
                 yield Finding(fault=Fault.CALLS_DIFFER, path=path, message=message)
                 return
 
@@ -66,7 +66,7 @@ def _calls(store: Store, run: str, output: OutputFile) -> dict[tuple[int, int, s
     return {(row["group_id"], row["sample_index"], row["call"]): row for row in rows}
 
 
-def _asked(row: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
+def _sampled_segments(row: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the call of each sampled segment, and the tokens before the segment in its trajectory."""
     lengths = row.get(TRAJECTORIES.name) or [len(row["response_ids"])]
     prompts = row.get(TRAJECTORY_PROMPTS.name) or repeat(None)
@@ -170,7 +170,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                 there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
                 faults = [found for found in read if isinstance(found, Finding)]
                 admitted.take(commit)
-                _look_again(ledger, commit, digests, admitted)
+                _read_late_admissions(ledger, commit, digests, admitted)
                 tables += _group_tables(commit, read, redactions[commit.run])
                 yield Verified(
                     name=commit.name,
@@ -186,7 +186,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     ),
                 )
             damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
-            whole = not any(tells_of_groups(name) for name in damaged)
+            whole = not any(records_groups(name) for name in damaged)
             contradictions += accounting.take(iteration, tables, whole=whole)
         contradictions += admitted.findings()
     groups = accounting.groups()
@@ -194,7 +194,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     yield Verified(name=_GROUPS, files=0, bytes=0, findings=tuple(contradictions), groups=groups)
 
 
-def _look_again(ledger: Ledger, commit: Commit, digests: dict[str, str], admitted: Admitted) -> None:
+def _read_late_admissions(ledger: Ledger, commit: Commit, digests: dict[str, str], admitted: Admitted) -> None:
     """Read admissions from which a commit was made and that did not exist when their iteration was listed.
 
     The admissions of a stream can be in later iterations than the commit.
@@ -365,7 +365,7 @@ def verify_file(
 
 def _group_tables(commit: Commit, read: Sequence[_Found], redactions: _Redactions) -> Iterator[GroupTable]:
     """Yield the tables of a commit that record groups, each with the result of reading its file."""
-    for output, found in zip(commit.outputs, read, strict=True) if tells_of_groups(commit.name) else ():
+    for output, found in zip(commit.outputs, read, strict=True) if records_groups(commit.name) else ():
         if output in commit.tables:
             versions = redactions.get(output.path, ())
             yield GroupTable(

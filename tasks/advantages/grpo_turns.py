@@ -30,14 +30,14 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     advantages = [np.zeros(len(mask), np.float32) for mask in batch.loss_masks]
     for group in batch.groups:
         members = range(group.start, group.stop)
-        paid = [(i, end, reward) for i in members for end, reward in _paid(batch, i)]
+        paid = [(i, end, reward) for i in members for end, reward in _rewarded_turns(batch, i)]
         normalised = normalise(np.array([reward for _, _, reward in paid]), config)
         for (i, end, _), reward in zip(paid, normalised, strict=True):
             advantages[i][:end] += reward
     return advantages, advantages
 
 
-def _paid(batch: ScoredBatch, sample: int) -> list[tuple[int, float]]:
+def _rewarded_turns(batch: ScoredBatch, sample: int) -> list[tuple[int, float]]:
     """Return (end, reward) of each turn of a sample that has a reward."""
     assert batch.turns is not None
     turns = batch.turns[sample]

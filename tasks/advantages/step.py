@@ -240,10 +240,10 @@ def _turns(segments: Segments | None, rewards: Sequence[float | None] | None, to
     if segments is None:
         return [Turn(0, total, rewards[0] if rewards else None)] if total else []
     spans = pairwise([0, *accumulate(segment["tokens"] for segment in segments)])
-    given = rewards or [None] * len(segments)
+    turn_rewards = rewards or [None] * len(segments)
     return [
         Turn(*span, reward)
-        for segment, span, reward in zip(segments, spans, given, strict=True)
+        for segment, span, reward in zip(segments, spans, turn_rewards, strict=True)
         if segment["call"] is not None and span[0] < span[1]
     ]
 
@@ -340,7 +340,7 @@ def estimated(
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
     statuses = samples.column("status").to_pylist()
-    rewards_per_group, own_rewards, said = _rewards(run, selection, rollouts, rewards)
+    rewards_per_group, own_rewards, raw_rewards = _rewards(run, selection, rollouts, rewards)
     rewards_flat = np.concatenate(rewards_per_group)
     masks, ages = trained_tokens(run, selection, samples)
     _require_tokens(masks, run.config.training.num_steps_per_rollout, selection)
@@ -391,7 +391,7 @@ def estimated(
         ADVANTAGE,
     )
     return table, {
-        **sample_metrics(said, sampled_lengths(samples), statuses),
+        **sample_metrics(raw_rewards, sampled_lengths(samples), statuses),
         "advantages": mean_of_trained(advantages, masks),
         "returns": mean_of_trained(returns, masks),
         **_age_metrics(masks, ages, arrays(samples, "loss_mask")),

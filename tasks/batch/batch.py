@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from cairn.engines.training.needs import loss_needs
 from cairn.engines.types.images import Image
-from cairn.engines.types.types import KeptTokens, TrainBatch
+from cairn.engines.types.types import SamplingSupport, TrainBatch
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import IMAGES, KEPT, RAW_REWARD, ROUTED, SEQUENCES
 from cairn.tasks.batch.sequences import own_prompts, routed_experts, several_trajectories, split_trajectories
@@ -129,7 +129,7 @@ def train_batch(
         if estimated is None or "returns" not in loss_needs(run.config.algorithm)
         else arrays(estimated, "returns"),
         groups=samples.column("group_id").to_pylist(),
-        kept=kept_tokens(samples, responses),
+        kept=sampling_supports(samples, responses),
         routed_experts=routed_experts(samples) if replays else None,
         images=_images(run, rollouts, samples),
     )
@@ -137,7 +137,7 @@ def train_batch(
     return batch if trajectories is None else split_trajectories(batch, trajectories, own_prompts(samples))
 
 
-def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
+def kept_column(kept: Sequence[SamplingSupport]) -> pa.Array:
     """Return the sampling support of each sample's tokens as a column of type `cairn.storage.ledger.schemas.KEPT`."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
@@ -168,7 +168,7 @@ def _nested(values: np.ndarray, counts: np.ndarray, tokens: Sequence[int], kind:
     return pa.ListArray.from_arrays(pa.array(ends), of_tokens).cast(kind)
 
 
-def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[KeptTokens] | None:
+def sampling_supports(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[SamplingSupport] | None:
     """Return the sampling support of each sample's tokens; the whole vocabulary for a sample whose column is null. None
     where that holds for all samples."""
     lists = samples.column(KEPT.name).combine_chunks()
@@ -179,9 +179,9 @@ def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[Kept
     found = []
     for (start, end), response in zip(itertools.pairwise(lists.offsets.to_numpy()), responses, strict=True):
         if start == end:
-            found.append(KeptTokens.whole(len(response)))
+            found.append(SamplingSupport.whole(len(response)))
         else:
-            found.append(KeptTokens(ids[ends[start] : ends[end]], np.diff(ends[start : end + 1]).astype(np.int32)))
+            found.append(SamplingSupport(ids[ends[start] : ends[end]], np.diff(ends[start : end + 1]).astype(np.int32)))
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.engines.training.batching import PER_TOKEN
-from cairn.engines.types.types import KeptTokens, TrainBatch
+from cairn.engines.types.types import SamplingSupport, TrainBatch
 from cairn.storage.ledger.schemas import ROUTED, TRAJECTORIES, TRAJECTORY_PROMPTS
 
 # Conversion between the column of routed experts and the arrays that engines exchange.
@@ -137,7 +137,7 @@ def split_trajectories(
     )
 
 
-def of_samples(batch: TrainBatch, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+def join_by_sample(batch: TrainBatch, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Join an engine's results per sequence into one array per sample."""
     if batch.samples is None:
         return list(values)
@@ -145,5 +145,5 @@ def of_samples(batch: TrainBatch, values: Sequence[np.ndarray]) -> list[np.ndarr
     return [np.concatenate(values[start:end]) for start, end in pairwise([*starts.tolist(), len(values)])]
 
 
-def _span(values: np.ndarray | KeptTokens, start: int, end: int) -> np.ndarray | KeptTokens:
-    return values.at(np.arange(start, end)) if isinstance(values, KeptTokens) else values[start:end]
+def _span(values: np.ndarray | SamplingSupport, start: int, end: int) -> np.ndarray | SamplingSupport:
+    return values.at(np.arange(start, end)) if isinstance(values, SamplingSupport) else values[start:end]

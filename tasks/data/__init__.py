@@ -5,7 +5,7 @@ from cairn.tasks.data.demonstrations import DemonstrationData, DemonstrationRow
 from cairn.tasks.data.drawing import MixedData, learns_from_results, next_prompts
 from cairn.tasks.data.opening import Data, open_data
 from cairn.tasks.data.prompts import PromptData, PromptRow
-from cairn.tasks.data.stream import Draw, GivenPrompts, GroupResult, draw, order
+from cairn.tasks.data.stream import Draw, GroupResult, StatefulPrompts, draw, order
 
 __all__ = [
     "BadData",
@@ -13,11 +13,11 @@ __all__ = [
     "DemonstrationData",
     "DemonstrationRow",
     "Draw",
-    "GivenPrompts",
     "GroupResult",
     "MixedData",
     "PromptData",
     "PromptRow",
+    "StatefulPrompts",
     "draw",
     "learns_from_results",
     "next_prompts",

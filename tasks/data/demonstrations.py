@@ -50,7 +50,7 @@ class TurnEnds:
         """Token that is appended to a turn without an end; None if the model has none."""
         self._tokenizer = tokenizer
 
-    def look_at(self, closing: Sequence[int], opening: Sequence[int]) -> None:
+    def learn_from_template(self, closing: Sequence[int], opening: Sequence[int]) -> None:
         """Learn from the chat template what it writes after an answer that nothing follows, and after one that a
         question follows. A template that closes nothing ends a turn by beginning the next one: GLM-4.5's does this."""
         self.closes = any(id in self.special for id in self._gap(closing))
@@ -159,7 +159,7 @@ class Chats:
         question: Messages = [{"role": "user", "content": "?"}]
         closing, opening = (self._behind([*question, *_ANSWER, *rest], None) for rest in ([], question))
         if closing is not None:
-            self._ends.look_at(self._ids(closing), self._ids(opening or ""))
+            self._ends.learn_from_template(self._ids(closing), self._ids(opening or ""))
         if not self._ends.closes and self._ends.default is None:
             raise BadData(
                 "the chat template writes no end token after an answer, and neither the model's config nor its "
@@ -287,16 +287,17 @@ class Chats:
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _behind(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
+    def _behind(self, messages: Messages, tools: list[Any] | None, generation_prompt: bool = False) -> str | None:
         """Return the rendered text after `_MARK`; None where the template rejects the messages, or does not write the
         mark."""
-        _, found, after = (self._rendered(messages, tools, asks) or "").rpartition(_MARK)
+        _, found, after = (self._rendered(messages, tools, generation_prompt) or "").rpartition(_MARK)
         return after if found else None
 
-    def _rendered(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
-        """Return the rendered messages; None where the template rejects them. `asks`: with the generation prompt."""
+    def _rendered(self, messages: Messages, tools: list[Any] | None, generation_prompt: bool = False) -> str | None:
+        """Return the rendered messages; None where the template rejects them. `generation_prompt`: with the generation
+        prompt."""
         try:
-            text: str = self._template(messages, tools, "", tokenize=False, add_generation_prompt=asks)
+            text: str = self._template(messages, tools, "", tokenize=False, add_generation_prompt=generation_prompt)
         except Exception:  # a template raises what it likes
             return None
         return text

@@ -28,7 +28,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.data.prompts import Check, PromptData, PromptRow
-from cairn.tasks.data.stream import Draw, GivenPrompts, GroupResult, draw, drawn_so_far
+from cairn.tasks.data.stream import Draw, GroupResult, StatefulPrompts, draw, drawn_so_far
 
 # Several data sets, drawn from by weight.
 
@@ -159,7 +159,7 @@ def draw_mixed(
     return Draw(rows, {"drawn": drawn, "sources": left}, passed_over)
 
 
-Prompts = PromptData | MixedData | GivenPrompts
+Prompts = PromptData | MixedData | StatefulPrompts
 
 
 def learns_from_results(config: RunConfig) -> bool:
@@ -178,7 +178,7 @@ def next_prompts(
     without: Collection[int] = (),
 ) -> Draw[PromptRow]:
     """Return the `count` prompts after `cursor` that are not among `without`. Raises BadData if there are none."""
-    if isinstance(data, GivenPrompts):
+    if isinstance(data, StatefulPrompts):
         return data.draw(cursor, count, results, max_prompt_len=max_prompt_len, without=without)
     if config.data.curriculum.policy is None:
         return _in_order(config, data, cursor, count, max_prompt_len, without)

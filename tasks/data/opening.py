@@ -8,12 +8,12 @@ from cairn.configs.schema.run import RunConfig
 from cairn.tasks.data.demonstrations import DemonstrationData
 from cairn.tasks.data.drawing import MixedData, Prompts
 from cairn.tasks.data.prompts import Check, PromptData
-from cairn.tasks.data.stream import GivenPrompts
+from cairn.tasks.data.stream import StatefulPrompts
 
 # Tools of a run, for its prompts and its steps.
 
 
-def told_tools(rollout: RolloutConfig) -> list[Any] | None:
+def template_tools(rollout: RolloutConfig) -> list[Any] | None:
     """Return the tool schemas of `rollout.tools` for chat templates; None if templates get none. Raises BadPlugin."""
     if not rollout.tools or rollout.tool_call_format != "template":
         return None
@@ -22,7 +22,7 @@ def told_tools(rollout: RolloutConfig) -> list[Any] | None:
     return [tool.schema for tool in load_tools(rollout.tools, rollout.tool_options).values()]
 
 
-def searched(rollout: RolloutConfig) -> Path | None:
+def search_corpus(rollout: RolloutConfig) -> Path | None:
     """Return the corpus of the tool `search`; None if none is configured."""
     corpus = rollout.tool_options.search.corpus if "search" in rollout.tools else None
     return None if corpus is None else Path(corpus).expanduser()
@@ -39,11 +39,11 @@ def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None) -> 
     """
     data = config.data
     if config.samples_responses and data.get_samples_path is not None:
-        return GivenPrompts(data, tokenizer, told_tools(config.rollout))
+        return StatefulPrompts(data, tokenizer, template_tools(config.rollout))
     if config.samples_responses and data.mixture:
-        return MixedData.open(data.mixture, tokenizer, check, told_tools(config.rollout))
+        return MixedData.open(data.mixture, tokenizer, check, template_tools(config.rollout))
     if config.samples_responses:
-        return PromptData.open(data, data.path, tokenizer, check, told_tools(config.rollout))
+        return PromptData.open(data, data.path, tokenizer, check, template_tools(config.rollout))
     from cairn.engines.models.folders import (  # PyTorch takes seconds to import
         check_model_folder,
         context_length,

@@ -44,9 +44,9 @@ class RowImages:
     The images replace each `<image>` in the prompt, or each part `{"type": "image"}` of a message, in order.
     """
 
-    def __init__(self, format: RowFormat, folder: str, beside: str | None = None) -> None:
-        """Create the reader. `folder`: of the model. `beside`: the file of the rows, whose folder relative paths start
-        from. Raises BadData where the model sees no images."""
+    def __init__(self, format: RowFormat, folder: str, base_file: str | None = None) -> None:
+        """Create the reader. `folder`: of the model. `base_file`: the file of the rows, whose folder relative paths
+        start from. Raises BadData where the model sees no images."""
         from cairn.engines.models.folders import check_model_folder, sees_images  # what few data sets need
         from cairn.engines.models.vision import image_processor
 
@@ -58,7 +58,7 @@ class RowImages:
             )
         self.column = format.multimodal_keys["image"]
         self._pixels = format.min_pixels, format.max_pixels
-        self._beside = None if beside is None else os.path.dirname(beside)
+        self._beside = None if base_file is None else os.path.dirname(base_file)
         self._processor = image_processor(folder)
         size: Any = self._processor.size
         if (format.min_pixels or 0) > (most := format.max_pixels or size.longest_edge):
@@ -99,7 +99,7 @@ class RowImages:
                 raise BadPrompt(f"{where}: image {number} {error}: correct or remove the row") from None
         return images
 
-    def laid(self, ids: Sequence[int], images: Sequence[Image], where: str) -> tuple[int, ...]:
+    def expand_placeholders(self, ids: Sequence[int], images: Sequence[Image], where: str) -> tuple[int, ...]:
         """Return a prompt's token ids with each image's placeholder repeated as often as the image needs. Raises
         BadPrompt."""
         from cairn.engines.models.vision import places_of
@@ -310,7 +310,7 @@ class PromptData(OverRows):
         optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
         optional.update(format.multimodal_keys.values())
 
-        def looked_at(row: dict[str, Any], where: str) -> None:
+        def check_row(row: dict[str, Any], where: str) -> None:
             metadata = _fields(row, format, where).metadata
             if images is not None:
                 images.check(row, where)
@@ -321,7 +321,7 @@ class PromptData(OverRows):
                     raise BadData(str(error)) from error
 
         pictures = set(format.multimodal_keys.values())
-        rows = open_rows(format.data_source_path, path, required, optional, looked_at, pictures)
+        rows = open_rows(format.data_source_path, path, required, optional, check_row, pictures)
         if images is not None:
             images.end_checks(path)
         return cls(rows, format, tokenizer, images, tools)
@@ -346,12 +346,12 @@ class PromptData(OverRows):
         images: tuple[Image, ...] = ()
         if self._images is not None:
             images = self._images.of(row, where)
-            ids = self._images.laid(ids, images, where)
+            ids = self._images.expand_placeholders(ids, images, where)
         if tools is not None:
             metadata = {**(metadata or {}), "tools": tools}
         return PromptRow(index, tuple(ids), prompt, str(text), label, metadata, images)
 
-    def dated(self, rows: Sequence[PromptRow]) -> dict[str, str]:
+    def clock_key(self, rows: Sequence[PromptRow]) -> dict[str, str]:
         """Return a part of an evaluation's key: the digest of the prompts under `prompts` if the chat template reads
         the clock, otherwise nothing."""
         if not self._format.apply_chat_template or not reads_clock(self._tokenizer):

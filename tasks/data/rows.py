@@ -263,7 +263,7 @@ def open_rows(
             columns = partial(_columns, required=required, optional=optional, url=url)
             lines = _spooled(parquet_rows(lines, url, columns, pictures))
     else:
-        lines = _spooled(_given(source, url))
+        lines = _spooled(_rows_of_function(source, url))
         lines.seek(0)
         fingerprint = hashlib.file_digest(lines, "sha256").hexdigest()
     offsets = _index(lines, url, "line" if source == FILES and not is_parquet(url) else "row", required, check)
@@ -283,7 +283,7 @@ def without_slice(path: str) -> str:
     return match["path"] if match else path
 
 
-def _given(source: str, path: str) -> Iterator[dict[str, Any]]:
+def _rows_of_function(source: str, path: str) -> Iterator[dict[str, Any]]:
     """Yield the rows that a function of the user's provides. Raises BadData."""
     function, number = SOURCE.load(source), 0
     try:

@@ -150,7 +150,7 @@ _BARREN = 100
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ReturnedRows:
     """Rows that the function has just returned."""
 
     path: str
@@ -164,7 +164,7 @@ class _Given:
         return self.rows[index]
 
 
-class GivenPrompts:
+class StatefulPrompts:
     """Prompts from a function of the user's, a data source with a state.
 
     `get_samples(path, state, count, results) -> (rows, state)` is called for the next `count` prompts. It receives the
@@ -207,12 +207,12 @@ class GivenPrompts:
         rows: list[PromptRow] = []
         passed_over, barren = 0, 0
         if not count and results:  # all that is generated was begun before: the source learns of the round all the same
-            _, state = self._ask(state, 0, results)
+            _, state = self._call(state, 0, results)
         while len(rows) < count:
-            found, state = self._ask(state, count - len(rows), results)
+            found, state = self._call(state, count - len(rows), results)
             taken = len(rows)
             data = PromptData(
-                _Given(f"{self.name}, from its prompt {given + 1} on", found),
+                _ReturnedRows(f"{self.name}, from its prompt {given + 1} on", found),
                 self._format,
                 self._tokenizer,
                 self._images,
@@ -236,7 +236,7 @@ class GivenPrompts:
                 )
         return Draw(rows, {"drawn": given, "state": state}, passed_over)
 
-    def _ask(
+    def _call(
         self, state: JsonValue, count: int, results: Sequence[GroupResult]
     ) -> tuple[list[dict[str, Any]], JsonValue]:
         try:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Results of the groups that a filter step judged in its own round, with their prompts.
 
 
-def untold_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
+def unreported_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
     """Return the results of all prompts that were judged since the last draw of prompts.
 
     These are the results of this round. Where it generated nothing since the batch was filled from the buffer, the
@@ -280,7 +280,7 @@ class RunContext(RecordedRun):
                     self.data,
                     cursor,
                     count,
-                    untold_results(self, earlier[-1]) if learns else (),
+                    unreported_results(self, earlier[-1]) if learns else (),
                     max_prompt_len=self.max_prompt_len,
                     without=frozenset(without),
                 )

@@ -24,7 +24,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 
 
-def passed_over(ledger: Ledger, iteration: int) -> list[int]:
+def skipped_prompts(ledger: Ledger, iteration: int) -> list[int]:
     """Return the prompts that an iteration skips, as rows of the data set, sorted."""
     return list(_in_force(ledger, ledger.decisions.all(), iteration))
 
@@ -38,13 +38,13 @@ def wanted(ledger: Ledger, decisions: tuple[Decision, ...]) -> list[int]:
     return sorted(prompts)
 
 
-def put_in_force(run: RunContext, iteration: int) -> None:
+def apply_requests(run: RunContext, iteration: int) -> None:
     """Record that the requests so far take effect from this iteration on. Call it before the iteration begins."""
     ledger = run.ledger
     lease = ledger.lease
     assert lease is not None
     decisions = ledger.decisions.all()
-    if wanted(ledger, decisions) == passed_over(ledger, iteration) or _has_begun(ledger, iteration):
+    if wanted(ledger, decisions) == skipped_prompts(ledger, iteration) or _has_begun(ledger, iteration):
         return
 
     def from_here(so_far: tuple[Decision, ...]) -> InForce:

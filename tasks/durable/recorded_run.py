@@ -15,13 +15,13 @@ from cairn.storage.ledger.snapshots import read_recorded_table, read_table
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 
-TABLE_BYTES_KEPT = 2 << 30
+TABLE_CACHE_BYTES = 2 << 30
 """Maximum size, in bytes, of the snapshots that stay in memory after a write or read, since later steps of the
 iteration read them again. Beyond it, the least recently used one is dropped."""
 
 
 class _Tables:
-    """LRU cache of snapshots by their digests, at most `TABLE_BYTES_KEPT`. Thread-safe."""
+    """LRU cache of snapshots by their digests, at most `TABLE_CACHE_BYTES`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class _Tables:
             self._bytes -= self._tables.pop(digest, (table, 0))[1]
             self._tables[digest] = table, table.nbytes
             self._bytes += table.nbytes
-            while self._bytes > TABLE_BYTES_KEPT:
+            while self._bytes > TABLE_CACHE_BYTES:
                 _, (_, least_wanted) = self._tables.popitem(last=False)
                 self._bytes -= least_wanted
 

@@ -91,7 +91,7 @@ class RetryTally:
         """Return the largest number of retries of one step: the sum over all error classes."""
         return sum(self._policy.policy(step, kind).retries for kind in get_args(ErrorClass))
 
-    def granted(self, error: object) -> bool:
+    def was_granted(self, error: object) -> bool:
         """Return whether a retry was granted after this very error object."""
         with self._lock:
             return any(tried.error is error for tried in self._tried.values())

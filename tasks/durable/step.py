@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from cairn.configs.digest import digest as config_digest_of
 from cairn.configs.engines import ENGINES
-from cairn.configs.kinds import naming_code
+from cairn.configs.kinds import code_options
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, reads_under, view
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
@@ -48,7 +48,7 @@ def changes(then: Environment, now: Environment) -> Iterator[str]:
             yield f"{name} was {old.get(name)}, is {new.get(name)}"
 
 
-def tell_changed_environment(run: RunContext, before: Commit, now: Environment) -> None:
+def report_environment_change(run: RunContext, before: Commit, now: Environment) -> None:
     """Emit a warning, once per change, if a step runs in another environment than when `before` was committed."""
     changed = "; ".join(changes(before.environment, now))
     if changed and run.notice(f"{before.step} {changed}"):
@@ -131,13 +131,13 @@ class DurableStep(Generic[Args]):
     @property
     def plugins(self) -> tuple[str, ...]:
         """The options that name user code. Its source is part of the configuration digest."""
-        return naming_code(self.options)
+        return code_options(self.options)
 
     def __call__(
         self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
     ) -> Commit:
         """Return the step's commit; make it now if it does not exist. Raises what the body raises, and StaleCommits."""
-        given = _given(args, kwargs)
+        given = argument_digests(args, kwargs)
         inputs = given | self._external_inputs(run)
         config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
         committed = run.find(iteration, self.name, shard)
@@ -175,7 +175,7 @@ class DurableStep(Generic[Args]):
         )
         before = run.find(iteration - 1, self.name, shard) if iteration else None
         if before is not None:
-            tell_changed_environment(run, before, commit.environment)
+            report_environment_change(run, before, commit.environment)
         self._require_fresh(run, commit, given, inputs, config_digest)
         run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
         return commit
@@ -222,7 +222,7 @@ class DurableStep(Generic[Args]):
         self, run: RunContext, commit: Commit, given: Mapping[str, str], inputs: Mapping[str, str], config_digest: str
     ) -> None:
         terms = run.ledger.terms_of(commit)
-        if not terms.same_as(run.ledger.terms):
+        if not terms.equals(run.ledger.terms):
             inputs, config_digest = {**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name)
         found = {name: digest for name, digest in commit.inputs.items() if step_of(name) in self.finds}
         require_fresh(commit, {**inputs, **found}, config_digest)
@@ -231,7 +231,7 @@ class DurableStep(Generic[Args]):
         return frozenset(
             input_digest({**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name))
             for terms in (run.ledger.manifest, *run.ledger.upgrades)
-            if not terms.same_as(run.ledger.terms)
+            if not terms.equals(run.ledger.terms)
         )
 
     def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
@@ -264,7 +264,7 @@ def step_of(name: str) -> str | None:
     return rest.partition(".")[0] if separator else None
 
 
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
+def argument_digests(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of a step's arguments."""
     commits, scalars = [], {}
     for name, value in [*enumerate(args), *kwargs.items()]:

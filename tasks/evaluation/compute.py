@@ -29,7 +29,7 @@ from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.generation.groups import finished_samples, segments_value, status_of, trajectory_columns
 from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.opening import open_grader
-from cairn.tasks.grading.reward import given_samples, grade_benchmark, messages_of
+from cairn.tasks.grading.reward import grade_benchmark, grader_samples, messages_of
 from cairn.tasks.rewards.grader import Graded, Grading
 
 SAMPLES = "samples.parquet"
@@ -107,7 +107,7 @@ def grade(grader: Grading, questions: Questions, tokenizer: Any, generated: pa.T
         "metadata": [row.metadata or {} for row in asked],
         "messages": [messages_of(row) for row in asked],
     }
-    given = given_samples(grader, tokenizer, samples | seen)
+    given = grader_samples(grader, tokenizer, samples | seen)
     graded = grade_benchmark(grader, given, samples["error"], samples["group_id"])
     said = [(one.components or {}).get("answer") for one in graded]
     columns = samples | {

@@ -41,7 +41,7 @@ from cairn.engines.agents.episodes.user_code import SINGLE_TURN
 from cairn.engines.models.tokenizers import tokenizer_digest
 from cairn.engines.processes.fingerprint import combined
 from cairn.engines.types.types import FinishReason
-from cairn.storage.evals import Claim, Evaluation, EvaluationKey, look, read_samples
+from cairn.storage.evals import Claim, Evaluation, EvaluationKey, read_samples, try_claim
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import EVAL, GRADED_EVAL, IMAGES, SEQUENCES, complete
 from cairn.storage.records import Environment
@@ -211,7 +211,7 @@ def _found(
 
 def _look(step: StepCall, key: EvaluationKey, claims: ExitStack) -> Evaluation | Claim | LeaseHeld:
     """Look a result up. A claim is released at the end of `claims`."""
-    found = look(step.attempt.store, key)
+    found = try_claim(step.attempt.store, key)
     return claims.enter_context(found) if isinstance(found, Claim) else found
 
 

@@ -127,7 +127,7 @@ def own_questions(
             "metric": source_digest(benchmark.metric) if "." in benchmark.metric else benchmark.metric,
             "stop": list(stop_token_ids),
             **({"stop_strings": list(stop)} if stop else {}),
-            **prompts.dated(rows),
+            **prompts.clock_key(rows),
         },
         described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
     )

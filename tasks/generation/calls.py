@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.engines.types.trajectories import FIRST_CALL, CallKind, CallRecord, SampleKey, Segment
-from cairn.engines.types.types import FinishReason, KeptTokens
+from cairn.engines.types.types import FinishReason, SamplingSupport
 from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.ledger.schemas import CALLS, LONG_RESULTS
 from cairn.tasks.batch.sequences import routed_column, routes_of
@@ -72,7 +72,7 @@ def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
     Rows are sorted by sample and by the order of responses. Intents that got a response are left out, and so are tokens
     that `samples`, rows of the rollout table, already contain. Long results go into a table of their own.
     """
-    calls = calls.filter(pa.array(_last_words(calls), pa.bool_()))
+    calls = calls.filter(pa.array(_is_final(calls), pa.bool_()))
     calls = calls.sort_by([("group_id", "ascending"), ("sample_index", "ascending"), ("order", "ascending")])
     long = [text is not None and len(text) > LONG for text in calls["result"].to_pylist()]
     texts = [text if is_long else None for text, is_long in zip(calls["result"].to_pylist(), long, strict=True)]
@@ -119,7 +119,7 @@ def uncertain_effects(calls: pa.Table) -> dict[SampleKey, str]:
     intents = calls.filter(pc.is_null(calls["order"]))
     if not intents.num_rows:
         return {}
-    left = call_records(calls.filter(pa.array(_last_words(calls), pa.bool_())).filter(pc.field("order").is_null()))
+    left = call_records(calls.filter(pa.array(_is_final(calls), pa.bool_())).filter(pc.field("order").is_null()))
     return {key: " ".join(map(_uncertain, records)) for key, records in by_sample(left).items()}
 
 
@@ -130,7 +130,7 @@ def _uncertain(intent: CallRecord) -> str:
     )
 
 
-def _last_words(calls: pa.Table) -> list[bool]:
+def _is_final(calls: pa.Table) -> list[bool]:
     """Return for each row whether it is a response, or an intent without a response."""
     rows = list(zip(*(calls[name].to_pylist() for name in ("group_id", "sample_index", "call", "order")), strict=True))
     answered = {row[:3] for row in rows if row[3] is not None}
@@ -176,14 +176,14 @@ def _segment(row: Mapping[str, Any]) -> Segment | None:
         np.asarray(row["weight_versions"], np.int32),
         row["seed"],
         FinishReason(row["finish_reason"]),
-        None if kept is None else KeptTokens.of(kept),
+        None if kept is None else SamplingSupport.of(kept),
         routes_of(row["routed_experts"]),
         row["seconds"],
         row["cached_tokens"],
     )
 
 
-def _sets(kept: KeptTokens) -> list[np.ndarray]:
+def _sets(kept: SamplingSupport) -> list[np.ndarray]:
     return np.split(kept.ids, np.cumsum(kept.counts)[:-1]) if len(kept) else []
 
 

@@ -175,27 +175,27 @@ def _together(
     if not samples or unfinished.is_enough or interrupted():
         yield [GeneratedSample.aborted(sample) for sample in samples]
         return
-    asked = {sample.key: sample for sample in samples}
+    requests_by_key = {sample.key: sample for sample in samples}
     unfinished.add(samples)
     aborted = False
 
     def take_joined() -> None:
         others = joined()
         unfinished.add(others)
-        asked.update({sample.key: sample for sample in others})
+        requests_by_key.update({sample.key: sample for sample in others})
 
     try:
-        for told in engine.generate_samples(samples, params, generate_function(step.run)):
-            if isinstance(told, Recorded):
-                calls.take(told, engine.acknowledge)
+        for message in engine.generate_samples(samples, params, generate_function(step.run)):
+            if isinstance(message, Recorded):
+                calls.take(message, engine.acknowledge)
                 continue
             calls.require_intact()
             take_joined()
-            generated = [_usable(step.run, asked[sample.key], sample) for sample in told]
+            generated = [_usable(step.run, requests_by_key[sample.key], sample) for sample in message]
             may_abort = aborted or interrupted()
             for sample in generated:
                 versions = version_of(weights), version_of(brought())
-                _check(engine, asked[sample.key], sample, versions, may_abort=may_abort)
+                _check(engine, requests_by_key[sample.key], sample, versions, may_abort=may_abort)
                 unfinished.take(sample)
             yield generated
             if unfinished.is_enough and unfinished.groups and not aborted:

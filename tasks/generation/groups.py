@@ -23,7 +23,7 @@ from cairn.engines.types.trajectories import (
     Segment,
     Trajectory,
 )
-from cairn.engines.types.types import FinishReason, KeptTokens
+from cairn.engines.types.types import FinishReason, SamplingSupport
 from cairn.storage.ledger.schemas import (
     IMAGE_BYTES,
     IMAGES,
@@ -61,10 +61,10 @@ class Group:
     recorded: Sequence[CallRecord] = ()
     """Recorded calls of a continued group's samples."""
 
-    def requests(self, *, besides: Collection[SampleKey]) -> list[SampleRequest]:
-        """Return requests for the samples that must be generated. Those in `besides` have been."""
+    def requests(self, *, finished: Collection[SampleKey]) -> list[SampleRequest]:
+        """Return requests for the samples that must be generated. Those in `finished` have been."""
         left = (self._request(index) for index in range(len(self.seeds)) if not self._had_finished(index))
-        return [sample for sample in left if sample.key not in besides]
+        return [sample for sample in left if sample.key not in finished]
 
     def finished(self) -> list[GeneratedSample]:
         """Return the samples that earlier shards finished."""
@@ -176,7 +176,7 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
     if segments is None:
         reason = FinishReason(row["finish_reason"])
         segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
-    kept = None if row.get(KEPT.name) is None else KeptTokens.of(row[KEPT.name])
+    kept = None if row.get(KEPT.name) is None else SamplingSupport.of(row[KEPT.name])
     routes, prompt = routes_of(row.get(ROUTED.name)), len(row["prompt_ids"])
     rewards = row.get(TURN_REWARDS.name) or [None] * len(segments)
     found, start = [], 0

@@ -28,17 +28,17 @@ class ShardProgress:
         self._step = step
         self._missing = Counter(missing)
         self._total = len(missing)
-        self._told = float("-inf")
-        self._tell()
+        self._reported_at = float("-inf")
+        self._report()
 
     def take(self, samples: Iterable[GeneratedSample]) -> None:
         """Count generated samples, and emit the progress at most every `INTERVAL` seconds."""
         self._missing.subtract(sample.group_id for sample in samples if sample.finish_reason != FinishReason.ABORT)
-        if time.monotonic() - self._told >= INTERVAL:
-            self._tell()
+        if time.monotonic() - self._reported_at >= INTERVAL:
+            self._report()
 
-    def _tell(self) -> None:
-        self._told = time.monotonic()
+    def _report(self) -> None:
+        self._reported_at = time.monotonic()
         groups = sum(left <= 0 for left in self._missing.values())
         self._step.run.emit(GroupsGenerated(self._step.iteration, self._step.shard, groups, self._total))
 

@@ -194,7 +194,7 @@ def rollout(
         Calls(step, records=records) as calls,
     ):
         finished, errors = finished_samples(recovered)
-        missing = {id: group.requests(besides=finished) for id, group in by_id.items() if id not in errors}
+        missing = {id: group.requests(finished=finished) for id, group in by_id.items() if id not in errors}
         usable = sum(not requests for requests in missing.values())
         progress = ShardProgress(step, {id: len(requests) for id, requests in missing.items()})
         began = time.perf_counter()
@@ -234,12 +234,12 @@ def rollout(
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
     images = image_table(groups)
-    beside = {} if made is None else call_tables(made, samples)
+    call_files = {} if made is None else call_tables(made, samples)
     return Outcome(
         tables={
             "samples.parquet": samples.combine_chunks(),
             **({} if images is None else {IMAGES_FILE: images}),
-            **beside,
+            **call_files,
         },
         values={
             "cursor": draw.cursor,
@@ -251,12 +251,12 @@ def rollout(
             "recovered_groups": recovered_groups,
             "continued_groups": len(places),
             "aborted_groups": aborted_groups,
-            "prompt_tokens": _given_tokens(samples, by_id, cut_tokens),
+            "prompt_tokens": _input_tokens(samples, by_id, cut_tokens),
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **retold_metrics(run.config, samples),
-            **episode_metrics(samples, beside.get(CALLS_FILE)),
+            **episode_metrics(samples, call_files.get(CALLS_FILE)),
             **failure_metrics(ended),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
@@ -299,7 +299,7 @@ def _unfinished(samples: pa.Table) -> set[int]:
     return set(samples.column("group_id").filter(parts).to_pylist())
 
 
-def _given_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int | None) -> int:
+def _input_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int | None) -> int:
     """Return the input tokens of all calls of the samples that got tokens in this shard, with one prefill per round."""
     names = ["group_id", "sample_index", "segments", TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]

@@ -41,9 +41,9 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
     """
     path = config.custom_rm_path
     if path is not None:
-        grader = _of_ones_own(path)
+        grader = _user_grader(path)
     else:
-        grader = _outside(config) if config.rm_type in OUTSIDE else _ours(config.rm_type)
+        grader = _outside(config) if config.rm_type in OUTSIDE else _built_in(config.rm_type)
     if config.group_rm and not grader.takes.several:
         raise BadPlugin(
             f"group_rm passes the samples of a whole group, but the grader {grader.name!r} takes one: let it take "
@@ -57,10 +57,10 @@ def grader_version(grader: NamedGrader) -> str:
     return _version_of_source(grader.path) if grader.path == grader.name else _version_of_built_in(grader.name)
 
 
-def require_paying(name: str) -> None:
+def require_findable_answer(name: str) -> None:
     """Raise BadPlugin where a built-in grader behind `BOXED` could never find an answer."""
     file = name.removeprefix(BOXED)
-    found = REWARD.declaration_of_ours(file) if name != file else None
+    found = REWARD.built_in_declaration(file) if name != file else None
     if found is not None and found.mark is not None:
         raise BadPlugin(
             f"the grader {name!r} would never give a reward: {file} looks for the answer after {found.mark}, "
@@ -68,7 +68,7 @@ def require_paying(name: str) -> None:
         )
 
 
-def gives_a_number(grader: NamedGrader) -> bool:
+def returns_only_a_number(grader: NamedGrader) -> bool:
     """Whether the grader is built in and returns a reward and nothing else."""
     if grader.path == grader.name:
         return False
@@ -77,7 +77,7 @@ def gives_a_number(grader: NamedGrader) -> bool:
     return inspect.signature(REWARD.load(grader.name.removeprefix(BOXED))).return_annotation is float
 
 
-def _of_ones_own(path: str) -> NamedGrader:
+def _user_grader(path: str) -> NamedGrader:
     function = REWARD.load(path)
     return NamedGrader(path, path, _version_of_source(path), _takes(path, function), deferred(function) is not None)
 
@@ -93,10 +93,10 @@ def _outside(config: "RewardConfig") -> NamedGrader:
     return NamedGrader(asked.name, f"cairn.tasks.grading.outside.{asked.name}", asked.version, Takes.SAMPLE, waits=True)
 
 
-def _ours(name: str) -> NamedGrader:
+def _built_in(name: str) -> NamedGrader:
     file = name.removeprefix(BOXED)
-    if file not in REWARD.ours():
-        known = ", ".join(sorted([*REWARD.ours(), *OUTSIDE]))
+    if file not in REWARD.built_in_names():
+        known = ", ".join(sorted([*REWARD.built_in_names(), *OUTSIDE]))
         raise BadPlugin(
             f"there is no grader {name!r}: set rm_type to one of {known}, or to one of them after {BOXED}, or "
             "custom_rm_path to package.module.function or file.py:function"
@@ -150,7 +150,7 @@ def _takes(path: str, grader: Grader) -> Takes:
     If it accepts one argument, and its first parameter is called `sample` or `samples`, the name decides. Else a grader
     of two arguments is written for slime, one of three takes texts, and any other takes a sample.
     """
-    counts = {len(way) for way in REWARD.ways(path, grader)}
+    counts = {len(way) for way in REWARD.signatures_of(path, grader)}
     try:
         first, *more = inspect.signature(grader).parameters
     except ValueError:  # it is not written in Python
@@ -204,7 +204,7 @@ def row_check(config: RewardConfig) -> Check:
     def known(name: str) -> str | None:
         try:
             get_grader(config.of(name))
-            require_paying(name)
+            require_findable_answer(name)
         except BadPlugin as error:
             return str(error)
         return None

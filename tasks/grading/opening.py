@@ -12,8 +12,8 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.ledger.schemas import TRAJECTORY_REWARDS
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest, question_digest
 from cairn.storage.store.store import Store
-from cairn.tasks.grading.graders import gives_a_number
-from cairn.tasks.grading.outside.asking import Answered, OutsideGraders
+from cairn.tasks.grading.graders import returns_only_a_number
+from cairn.tasks.grading.outside.asking import OnResponse, OutsideGraders
 from cairn.tasks.grading.outside.kinds import KEPT, outside
 from cairn.tasks.grading.outside.reward_model import NAME, RewardModelGrader, Scorer
 from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, GraderPool
@@ -23,10 +23,10 @@ from cairn.tasks.rewards.sample import Sample
 # A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
 
 
-Ask = Callable[[Sequence[Sample], Answered], list[Graded]]
+Ask = Callable[[Sequence[Sample], OnResponse], list[Graded]]
 
 
-class Remembered:
+class CachedGrader:
     """A wrapper of a grader that stores its answers and uses them again. Equal samples share an answer. Thread-safe."""
 
     by_group = False
@@ -68,9 +68,9 @@ class Remembered:
 
         Where a process was killed before it received an answer, the grader is called again.
         """
-        who = [self._grader.graded_by(sample) for sample in samples]
-        questions = [self._question(sample, *one) for sample, one in zip(samples, who, strict=True)]
-        asked = dict(zip(questions, zip(samples, who, strict=True), strict=True))
+        graders = [self._grader.graded_by(sample) for sample in samples]
+        questions = [self._question(sample, *one) for sample, one in zip(samples, graders, strict=True)]
+        asked = dict(zip(questions, zip(samples, graders, strict=True), strict=True))
         graded = {
             question: Graded(
                 one.reward,
@@ -88,11 +88,11 @@ class Remembered:
                 self._grader.can_grade(asked[answered][0])
             with self._answers.log() as log:
 
-                def keep(position: int, one: Graded) -> None:
+                def store_answer(position: int, one: Graded) -> None:
                     about = prompt_digest(asked[left[position]][0].prompt)
                     log.append((left[position], Answer(one.reward, one.components, one.error, about)))
 
-                found = self._ask([asked[question][0] for question in left], keep)
+                found = self._ask([asked[question][0] for question in left], store_answer)
             graded |= dict(zip(left, found, strict=True))
         return [graded[question] for question in questions]
 
@@ -107,14 +107,14 @@ class Remembered:
             try:
                 return question_digest(self._grader.question(sample))
             except ValueError:  # it will say so when it is asked
-                return question_digest(_seen(sample))
+                return question_digest(_hashed_fields(sample))
         whole = self._grader.sees_whole_samples
-        seen: Any = _seen(sample) if whole else [sample.response, sample.label, sample.metadata]
+        seen: Any = _hashed_fields(sample) if whole else [sample.response, sample.label, sample.metadata]
         if grader != self.name:  # in the folder of another, under whose version
-            seen = [_seen(sample), grader, version]
+            seen = [_hashed_fields(sample), grader, version]
         return question_digest(seen)
 
-    def _ask(self, samples: Sequence[Sample], keep: Answered) -> list[Graded]:
+    def _ask(self, samples: Sequence[Sample], keep: OnResponse) -> list[Graded]:
         if isinstance(self._grader, OutsideGraders):
             return self._grader.ask(samples, keep)
         found: list[Graded] = []
@@ -127,7 +127,7 @@ class Remembered:
         return found
 
 
-def _seen(sample: Sample) -> dict[str, Any]:
+def _hashed_fields(sample: Sample) -> dict[str, Any]:
     """Return all of a sample, without empty fields of rewards and roles.
 
     Only user code fills those fields. Without them the digest is equal to that of answers of earlier versions.
@@ -250,13 +250,13 @@ def open_grader(
         grader = RewardModelGrader(config, reward_model)
     else:
         grader = OutsideGraders(outside(config), retries)
-    if store is None or not keeps_answers(config):
+    if store is None or not stores_answers(config):
         return grader
     calls = config.num_workers * max(CHUNKS_PER_WORKER, config.rm_concurrency)
-    return Remembered(grader, store, calls, config.reward_key)
+    return CachedGrader(grader, store, calls, config.reward_key)
 
 
-def keeps_answers(config: RewardConfig) -> bool:
+def stores_answers(config: RewardConfig) -> bool:
     """Whether a grader's answers are stored. Raises BadPlugin where they cannot be."""
     path = config.custom_rm_path
     declares = config.rm_type in KEPT if path is None else declared(REWARD.load(path)).cached
@@ -283,13 +283,13 @@ def _calls_side_by_side(config: RewardConfig, grader: NamedGrader) -> bool:
     if grader.name in OUTSIDE:
         return grader.name in ("judge", "remote_rm")
     # A user's grader with stored answers: the option also sets after how many samples they are written.
-    return grader.waits or (grader.name == config.custom_rm_path and keeps_answers(config))
+    return grader.waits or (grader.name == config.custom_rm_path and stores_answers(config))
 
 
 _READ: dict[str, tuple[str, Reads]] = {
     "reward_key": (
         "only remote_rm and graders that return a mapping read it",
-        lambda config, grader: grader.name == "remote_rm" or not gives_a_number(grader),
+        lambda config, grader: grader.name == "remote_rm" or not returns_only_a_number(grader),
     ),
     "rm_timeout": (
         "judge has reward.judge.timeout, and code has reward.code.test_timeout",

@@ -11,9 +11,9 @@ kill and stop processes. `cairn.tasks.grading.process` says whether the sample o
 | the grader raises an error of `retry.grader.errors` | it is graded again after waits, then it fails |
 | the same, and then a sample that had a reward before fails so too | neither fails: GraderUnavailable |
 | its process computes for too long | a fresh process grades it; if that one does too, it fails |
-| its process sleeps for too long, or ends itself | the same with `FRESH` fresh processes |
+| its process sleeps for too long, or ends itself | the same with `FRESH_PROCESSES` fresh processes |
 | the machine ends its process or gives it no time | the same, alone in the pool; after `KILLED` GraderUnavailable |
-| a coroutine function does not return in time | it is called `FRESH` times more, then the sample fails |
+| a coroutine function does not return in time | it is called `FRESH_PROCESSES` times more, then the sample fails |
 
 A built-in grader that reads responses does not fail a sample where its process computes for too long or ends. It gives
 the reward of a wrong answer, with the reason as `error` in the components: the response itself caused that. A failed
@@ -39,8 +39,8 @@ from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading.graders import get_grader, named_by_row
-from cairn.tasks.grading.process import Blame, GraderProcess, Lost
-from cairn.tasks.grading.worker import Answer, Terms, Whose
+from cairn.tasks.grading.process import Cause, GraderProcess, Lost
+from cairn.tasks.grading.worker import Answer, ErrorCause, Terms
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
 
@@ -48,7 +48,7 @@ __all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
 
 CHUNKS_PER_WORKER = 4
 """Chunks of a batch for each process: enough for an even load."""
-FRESH = 2
+FRESH_PROCESSES = 2
 """Fresh processes that may end themselves over a sample, or sleep for too long, before it fails."""
 KILLED = 5
 """Processes that the machine may end over a sample before the pool gives up."""
@@ -226,16 +226,16 @@ class GraderPool:
     def _grade_once(self, samples: Sequence[Sample], calls: Sequence[Sequence[int]]) -> dict[int, "_Outcome"]:
         """Return the outcome of every sample, by its position: an answer of a process, or a failure that the sample
         caused."""
-        given = [[self._message(samples[i]) for i in call] for call in calls]
-        found = self._together(given)
-        for _ in range(FRESH):
+        messages = [[self._message(samples[i]) for i in call] for call in calls]
+        found = self._together(messages)
+        for _ in range(FRESH_PROCESSES):
             late = [place for place, one in enumerate(found) if not isinstance(one, Lost) and _is_late(one)]
-            for place, one in zip(late, self._together([given[place] for place in late]), strict=True):
+            for place, one in zip(late, self._together([messages[place] for place in late]), strict=True):
                 found[place] = one
         graded: dict[int, _Outcome] = {}
         alone: list[int] = []
         lost: list[tuple[Sequence[int], list[Any], Lost]] = []
-        for call, message, one in zip(calls, given, found, strict=True):
+        for call, message, one in zip(calls, messages, found, strict=True):
             if len(call) > 1 and not self.by_group and (isinstance(one, Lost) or not _has_reward(one)):
                 alone += call
             elif isinstance(one, Lost):
@@ -267,17 +267,17 @@ class GraderPool:
     def _grade_fresh(self, call: list[Any], lost: Lost) -> list["_Outcome"]:
         """Grade a call in fresh processes, until one answers or the samples fail. `lost` is the outcome of the shared
         process."""
-        tries, ended, killed = 1, 0, int(lost.blame is Blame.MACHINE)
+        tries, ended, killed = 1, 0, int(lost.blame is Cause.MACHINE)
         while True:
             with self._all() if killed else self._one() as worker:
                 outcome = worker.grade_fresh(call)
             tries += 1
             if not isinstance(outcome, Lost):
                 return [replace(_Outcome.of(one), tries=tries) for one in outcome]
-            if outcome.blame is not Blame.MACHINE:
+            if outcome.blame is not Cause.MACHINE:
                 ended += 1
-                if ended == FRESH or outcome.blame is Blame.SAMPLE_FOR_SURE:
-                    return [_Outcome(self._ended_over(outcome), tries=tries)] * len(call)
+                if ended == FRESH_PROCESSES or outcome.blame is Cause.SAMPLE_FOR_SURE:
+                    return [_Outcome(self._grade_of_lost_sample(outcome), tries=tries)] * len(call)
                 continue
             killed += 1
             if killed >= KILLED:
@@ -287,7 +287,7 @@ class GraderPool:
                 )
             self._sleep(FIRST_WAIT * 2.0 ** (killed - 1))
 
-    def _ended_over(self, lost: Lost) -> Graded:
+    def _grade_of_lost_sample(self, lost: Lost) -> Graded:
         """Return the grade of a sample that no process could grade, by its own fault."""
         wrong = self._grader.wrong
         return Graded(None, error=lost.error) if wrong is None else Graded(wrong, {"error": lost.error})
@@ -326,7 +326,7 @@ class _Outcome:
     @classmethod
     def of(cls, answer: Answer) -> "_Outcome":
         reward, components, error, whose = answer
-        return cls(Graded(reward, components, error), whose is Whose.SERVICE)
+        return cls(Graded(reward, components, error), whose is ErrorCause.SERVICE)
 
 
 def _has_reward(answers: Sequence[Answer]) -> bool:
@@ -334,4 +334,4 @@ def _has_reward(answers: Sequence[Answer]) -> bool:
 
 
 def _is_late(answers: Sequence[Answer]) -> bool:
-    return any(whose is Whose.NOBODY for *_, whose in answers)
+    return any(whose is ErrorCause.NOBODY for *_, whose in answers)

@@ -36,7 +36,7 @@ import psutil
 from cairn.engines.processes.child import Child
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading.graders import grader_version
-from cairn.tasks.grading.worker import Answer, Terms, Whose, too_long
+from cairn.tasks.grading.worker import Answer, ErrorCause, Terms, timeout_message
 from cairn.tasks.rewards.grader import NamedGrader
 
 _AT_REST = frozenset("SIZX")  # sleeping, idle kernel thread, ended
@@ -65,7 +65,7 @@ class OwnTime:
         self._cpu = self._cpu_seconds(self._family())
         self.computed = 0.0
         """CPU seconds."""
-        self.rested = 0.0
+        self.slept = 0.0
         """Seconds in which no process was runnable."""
         self.stopped = 0.0
         """Seconds in which processes were stopped."""
@@ -75,7 +75,7 @@ class OwnTime:
     @property
     def own(self) -> float:
         """Seconds of own time: computing and sleeping."""
-        return self.computed + self.rested
+        return self.computed + self.slept
 
     def tick(self) -> None:
         """Look at the processes, and add to the times. Raises psutil.NoSuchProcess where the process is gone."""
@@ -87,7 +87,7 @@ class OwnTime:
         self.computed += used
         self.watched += passed
         if states <= _AT_REST:
-            self.rested += max(0.0, passed - used)
+            self.slept += max(0.0, passed - used)
         elif states & _STOPPED:
             self.stopped += passed
 
@@ -131,7 +131,7 @@ TICK = 0.25
 """Seconds between two looks at a process that has not answered."""
 
 
-class Blame(StrEnum):
+class Cause(StrEnum):
     """Cause of a sample's missing grade."""
 
     SAMPLE = "sample"
@@ -147,7 +147,7 @@ class Blame(StrEnum):
 class Lost:
     """A process that ended, or was ended, over a sample."""
 
-    blame: Blame
+    blame: Cause
     error: str
 
 
@@ -192,11 +192,11 @@ class GraderProcess:
                 lost = self._wait(child, self._terms.timeout * (samples if self._terms.waits else len(calls[first])))
                 if lost is None:
                     position, answers = child.connection.recv()
-                    lost = _machines(answers)
+                    lost = _machine_failure(answers)
                     if lost is None:
                         outcomes[position] = answers
         except (EOFError, OSError, psutil.NoSuchProcess):
-            lost = self._how_it_ended(child)
+            lost = self._exit_cause(child)
         if lost is not None:
             self.kill()
             left = (position for position in range(len(calls)) if position not in outcomes)
@@ -219,14 +219,14 @@ class GraderProcess:
                 continue
             clock.tick()
             if child.is_gone:
-                return self._how_it_ended(child)
+                return self._exit_cause(child)
             if clock.own > allowed:
-                blame = Blame.SAMPLE_FOR_SURE if clock.computed > clock.rested else Blame.SAMPLE
-                return Lost(blame, too_long(limit))
+                blame = Cause.SAMPLE_FOR_SURE if clock.computed > clock.slept else Cause.SAMPLE
+                return Lost(blame, timeout_message(limit))
             if clock.stopped > allowed:
-                return Lost(Blame.MACHINE, f"the grader's process was stopped for {clock.stopped:.3g} s")
+                return Lost(Cause.MACHINE, f"the grader's process was stopped for {clock.stopped:.3g} s")
             if clock.watched > allowed * PATIENCE:
-                return Lost(Blame.MACHINE, f"the grader got {clock.own:.3g} of {clock.watched:.3g} s of CPU time")
+                return Lost(Cause.MACHINE, f"the grader got {clock.own:.3g} of {clock.watched:.3g} s of CPU time")
         return None
 
     def _send(self, child: Child, calls: Sequence[Sequence[Any]]) -> None:
@@ -295,24 +295,24 @@ class GraderProcess:
             self.kill()
             return f"did not start within {START_TIMEOUT:g} s"
         except (EOFError, OSError):
-            lost = self._how_it_ended(child)
+            lost = self._exit_cause(child)
         self.kill()
-        if lost.blame is Blame.MACHINE:
+        if lost.blame is Cause.MACHINE:
             return "was killed while it loaded the grader"
         raise GraderFailed(
             f"the process of grader {self._grader.name} ended while it loaded the grader; see its output above"
         )
 
-    def _how_it_ended(self, child: Child) -> Lost:
+    def _exit_cause(self, child: Child) -> Lost:
         """Return how a process ended that hung up or is gone. Its group, which may outlive it, is killed."""
         ended = child.wait()
         if ended.hung_up:
-            return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
+            return Lost(Cause.SAMPLE, "the grader closed the connection of its process")
         how = f"exit code {ended.code}" if ended.signal is None else f"signal {-ended.code}"
-        blame = Blame.MACHINE if ended.from_outside else Blame.SAMPLE
+        blame = Cause.MACHINE if ended.from_outside else Cause.SAMPLE
         return Lost(blame, f"the grader's process died with {how}")
 
 
-def _machines(answers: Sequence[Answer]) -> Lost | None:
+def _machine_failure(answers: Sequence[Answer]) -> Lost | None:
     """Return the loss if the machine kept a call from being graded, else None."""
-    return next((Lost(Blame.MACHINE, error or "") for *_, error, whose in answers if whose is Whose.MACHINE), None)
+    return next((Lost(Cause.MACHINE, error or "") for *_, error, whose in answers if whose is ErrorCause.MACHINE), None)

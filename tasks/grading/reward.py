@@ -123,7 +123,7 @@ def graded_shard(
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
     samples["metadata"] = [from_json(metadata) if metadata else {} for metadata in samples["metadata"]]
-    given = given_samples(grader, tokenizer, samples)
+    given = grader_samples(grader, tokenizer, samples)
     ready = iter(
         grade_generated(
             grader,
@@ -139,7 +139,7 @@ def graded_shard(
         for later, count in zip(waits, counts, strict=True)
     ]
     results, own = tuple(one for one, _ in found), [rewards for _, rewards in found]
-    said = [one and one.reward for one in results]
+    raw_rewards = [one and one.reward for one in results]
     if overlong is not None:
         lengths = list(map(sampled_tokens, map(len, samples["response_ids"]), samples["segments"]))
         pairs_of = zip(results, lengths, strict=True)
@@ -166,13 +166,13 @@ def graded_shard(
         REWARD,
     )
     if overlong is not None:
-        table = table.append_column(RAW_REWARD, pa.array(said, RAW_REWARD.type))
+        table = table.append_column(RAW_REWARD, pa.array(raw_rewards, RAW_REWARD.type))
     if any(rewards is not None for rewards in own):
         table = table.append_column(TRAJECTORY_REWARDS, pa.array(own, TRAJECTORY_REWARDS.type))
     return GradedShard(table, results)
 
 
-def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
+def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """Return the samples as the grader gets them. If a sample has several trajectories, the last one is the response.
 
     Each has `response_text`, `label` and `metadata`. For a grader of whole samples it also has `prompt_text`,

@@ -82,8 +82,8 @@ def with_own_rewards(graded: Graded, trajectories: int) -> tuple[Graded, Sequenc
     except (TypeError, ValueError):
         rewards = []
     if len(rewards) != trajectories:
-        told = f"the grader returned {given!r} as {TRAJECTORY_REWARDS.name} of {trajectories} trajectories"
-        return replace(graded, reward=None, error=f"{told}: let it return a list with one number for each"), None
+        problem = f"the grader returned {given!r} as {TRAJECTORY_REWARDS.name} of {trajectories} trajectories"
+        return replace(graded, reward=None, error=f"{problem}: let it return a list with one number for each"), None
     return replace(graded, components=components or None), rewards
 
 
@@ -117,8 +117,8 @@ class Overlong:
         if graded.reward is None:
             return graded
         penalty = self.penalty(length)
-        told = {**(graded.components or {}), **dict(zip(SHAPED, (graded.reward, penalty), strict=True))}
-        return replace(graded, reward=graded.reward + penalty, components=told)
+        components = {**(graded.components or {}), **dict(zip(SHAPED, (graded.reward, penalty), strict=True))}
+        return replace(graded, reward=graded.reward + penalty, components=components)
 
 
 def as_graded(rewards: pa.Table) -> pa.ChunkedArray:

@@ -33,7 +33,7 @@ from cairn.tasks.rewards.boxed import in_box
 from cairn.tasks.rewards.grader import Grader, Takes, TryAgain
 
 
-class Whose(StrEnum):
+class ErrorCause(StrEnum):
     """Cause of an error that a grader raised."""
 
     SAMPLE = "sample"
@@ -46,9 +46,9 @@ class Whose(StrEnum):
     """Unknown: the call timed out while it ran next to others."""
 
 
-Answer = tuple[float | None, dict[str, Any] | None, str | None, Whose]
+Answer = tuple[float | None, dict[str, Any] | None, str | None, ErrorCause]
 
-_LOOK = 0.25
+_POLL_INTERVAL = 0.25
 """Seconds between two looks at the clock."""
 _TO_END = 1.0
 """Seconds that a cancelled call may take to end."""
@@ -119,7 +119,7 @@ def answers(grader: Grader, samples: Sequence[Any], terms: Terms, runner: asynci
         result = grader(*_arguments(samples, terms))
         if isawaitable(result):
             result = runner.run(_result(result))
-        return _told(result, samples, terms, alone=True)
+        return _answers_of_result(result, samples, terms, alone=True)
     except (Exception, SystemExit) as error:
         return [_failed(error, terms, alone=True)] * len(samples)
 
@@ -145,13 +145,13 @@ async def _awaited(grader: Grader, samples: Sequence[Any], terms: Terms, alone: 
     async def call() -> list[Answer]:
         try:
             result = await grader(*_arguments(samples, terms))
-            return _told(result, samples, terms, alone)
+            return _answers_of_result(result, samples, terms, alone)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return [_failed(error, terms, alone)] * len(samples)
 
     task = asyncio.create_task(call())
     left = terms.timeout * len(samples)
-    look = min(_LOOK, left / 8)
+    look = min(_POLL_INTERVAL, left / 8)
     while left > 0:
         began = time.monotonic()
         if (await asyncio.wait([task], timeout=look))[0]:
@@ -159,10 +159,10 @@ async def _awaited(grader: Grader, samples: Sequence[Any], terms: Terms, alone: 
         left -= min(time.monotonic() - began, 2 * look)
     task.cancel()
     await asyncio.wait([task], timeout=_TO_END)
-    return [(None, None, too_long(terms.timeout * len(samples)), Whose.NOBODY)] * len(samples)
+    return [(None, None, timeout_message(terms.timeout * len(samples)), ErrorCause.NOBODY)] * len(samples)
 
 
-def too_long(seconds: float) -> str:
+def timeout_message(seconds: float) -> str:
     """Return the message for a call that took more than `seconds`."""
     return f"the grader took longer than {seconds:g} s"
 
@@ -182,7 +182,7 @@ def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
     return sample if terms.takes is Takes.TEXTS else [sample]
 
 
-def _told(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:
+def _answers_of_result(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:
     """Return the answers of a call, one a sample. Raises an error where the result is not valid."""
     if not terms.takes.several:
         return [_reward(result, terms)]
@@ -207,12 +207,12 @@ def _each(results: Sequence[Any], terms: Terms, alone: bool) -> Iterator[Answer]
 def _reward(result: Any, terms: Terms) -> Answer:
     """Return the answer for one sample. Raises an error where the result is no reward."""
     if not isinstance(result, Mapping):
-        return finite(result), None, None, Whose.SAMPLE
+        return finite(result), None, None, ErrorCause.SAMPLE
     if terms.reward_key not in result:
         has = ", ".join(sorted(map(repr, result))) or "nothing"
         raise ValueError(f"the grader's mapping lacks {terms.reward_key!r}, it has {has}: set reward.reward_key")
     components = {str(name): _component(value) for name, value in result.items() if name != terms.reward_key}
-    return finite(result[terms.reward_key]), components or None, None, Whose.SAMPLE
+    return finite(result[terms.reward_key]), components or None, None, ErrorCause.SAMPLE
 
 
 def _component(value: Any) -> Any:
@@ -237,12 +237,12 @@ def _failed(error: BaseException, terms: Terms, alone: bool) -> Answer:
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    told = f"{type(error).__name__}: {error}{place}"
-    told = told.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text that can be stored
-    return None, None, told, whose(error, terms.transient, terms.memory is not None and alone)
+    message = f"{type(error).__name__}: {error}{place}"
+    message = message.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text that can be stored
+    return None, None, message, cause_of_error(error, terms.transient, terms.memory is not None and alone)
 
 
-def whose(error: BaseException, transient: Sequence[str], limited: bool) -> Whose:
+def cause_of_error(error: BaseException, transient: Sequence[str], limited: bool) -> ErrorCause:
     """Return the cause of an error.
 
     A service causes the errors of the classes that `transient` names, and those with an HTTP status that does not last.
@@ -252,21 +252,27 @@ def whose(error: BaseException, transient: Sequence[str], limited: bool) -> Whos
         limited: the sample's memory was limited, so that it caused a lack of memory itself.
     """
     if isinstance(error, ExceptionGroup):
-        parts = {whose(part, transient, limited) for part in error.exceptions}
-        return Whose.MACHINE if Whose.MACHINE in parts else Whose.SERVICE if parts == {Whose.SERVICE} else Whose.SAMPLE
+        parts = {cause_of_error(part, transient, limited) for part in error.exceptions}
+        return (
+            ErrorCause.MACHINE
+            if ErrorCause.MACHINE in parts
+            else ErrorCause.SERVICE
+            if parts == {ErrorCause.SERVICE}
+            else ErrorCause.SAMPLE
+        )
     out_of_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if out_of_memory:
-        return Whose.SAMPLE if limited else Whose.MACHINE
+        return ErrorCause.SAMPLE if limited else ErrorCause.MACHINE
     if isinstance(error, OSError) and error.errno in _NOTHING_LEFT:
-        return Whose.MACHINE
+        return ErrorCause.MACHINE
     names = {name for kind in type(error).__mro__ for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")}
     if isinstance(error, TryAgain) or not names.isdisjoint(transient):
-        return Whose.SERVICE
+        return ErrorCause.SERVICE
     holders = (error, getattr(error, "response", None))
     # `status_code`: requests, httpx and openai; `status`: aiohttp; `code`: urllib.
     statuses = [getattr(holder, name, None) for holder in holders for name in ("status_code", "status", "code")]
     lasts = not any(isinstance(status, int) and (status in _BUSY or 500 <= status < 600) for status in statuses)
-    return Whose.SAMPLE if lasts else Whose.SERVICE
+    return ErrorCause.SAMPLE if lasts else ErrorCause.SERVICE
 
 
 def finite(value: Any) -> float:

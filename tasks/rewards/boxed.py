@@ -92,7 +92,7 @@ def last_boxed(text: str) -> str | None:
 def final_answer(sample: Sample) -> str | None:
     """Return the answer that a sample gives after its thoughts; None without an answer.
 
-    The answer is the content of the last box, else what `said` finds in a response that was not cut off.
+    The answer is the content of the last box, else what `stated_answer` finds in a response that was not cut off.
     """
     final = answer_of(sample)
     try:
@@ -101,10 +101,10 @@ def final_answer(sample: Sample) -> str | None:
         return None
     if boxed is not None:
         return boxed
-    return None if sample.truncated else said(final)
+    return None if sample.truncated else stated_answer(final)
 
 
-def said(text: str) -> str | None:
+def stated_answer(text: str) -> str | None:
     """Return what the last sentence with a number or a formula says.
 
     That is the formula at its end, with the unit after it; or the text after a word such as `is`; or the whole sentence

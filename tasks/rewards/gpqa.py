@@ -51,8 +51,12 @@ def _choices(metadata: dict[str, Any]) -> list[str]:
 
 
 def _letters(metadata: dict[str, Any], choices: Sequence[str]) -> list[str]:
-    given = metadata.get("valid_letters")
-    return [str(letter).upper() for letter in given] if given else list(ascii_uppercase[: len(choices) or 10])
+    valid_letters = metadata.get("valid_letters")
+    return (
+        [str(letter).upper() for letter in valid_letters]
+        if valid_letters
+        else list(ascii_uppercase[: len(choices) or 10])
+    )
 
 
 def _right(sample: Sample, choices: Sequence[str], letters: Sequence[str]) -> tuple[str | None, list[str]]:

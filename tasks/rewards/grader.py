@@ -179,5 +179,5 @@ def share_of_right(reward: float, grader: str) -> float:
 @cache
 def paid(grader: str) -> tuple[float, float]:
     """Return a grader's rewards of a wrong and of a right answer."""
-    declaration = REWARD.declaration_of_ours(grader.removeprefix(BOXED))
+    declaration = REWARD.built_in_declaration(grader.removeprefix(BOXED))
     return (0.0, 1.0) if declaration is None else declaration.pays

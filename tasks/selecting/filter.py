@@ -107,7 +107,7 @@ def filter_groups(
         rewards: the reward commits of the same shards, in the same order.
     """
     config = step.run.config.rollout
-    newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
+    newest = {group.group_id: group for group in _remaining_groups(step.run, previous, step.iteration)}
     for generated, graded in zip(rollouts, rewards, strict=True):
         assert generated.shard is not None
         sampled, stale = _sampled_from(step.run, generated), _stale_tokens(step.run, step.iteration, generated)
@@ -199,10 +199,10 @@ def fill_batch(
 
 def buffered_groups(run: RunContext, previous: Commit, iteration: int) -> int:
     """Return how many groups an iteration may take from the buffer of the previous one."""
-    return sum(group.kept and not group.is_too_old for group in _left_over(run, previous, iteration))
+    return sum(group.kept and not group.is_too_old for group in _remaining_groups(run, previous, iteration))
 
 
-def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list[JudgedGroup]:
+def _remaining_groups(run: RunContext, previous: Commit | None, iteration: int) -> list[JudgedGroup]:
     """Return the surplus and the unfinished groups of the previous iteration, oldest first, with their ages in
     `iteration`."""
     if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):

@@ -50,7 +50,7 @@ class EngineWork:
         self._working = False
         self._ready = False
         """Whether the engine works and may receive news."""
-        self._told = False
+        self._sending = False
         """Whether a message to the engine is under way."""
         self._lost = False
         """Whether its loss was counted. Both threads may notice it."""
@@ -65,7 +65,7 @@ class EngineWork:
         self._since = 0.0
         """Monotonic time up to which its work was counted, if it works."""
         self._threads = [
-            threading.Thread(target=does, name="stream", daemon=True) for does in (self._generate, self._attend)
+            threading.Thread(target=does, name="stream", daemon=True) for does in (self._generate, self._send_news)
         ]
 
     def begin(self) -> None:
@@ -80,9 +80,9 @@ class EngineWork:
                 thread.join()
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no thread calls the engine."""
-        return not self._working and not self._told
+        return not self._working and not self._sending
 
     def interrupt(self) -> None:
         """Have the engine return its unfinished samples."""
@@ -148,16 +148,16 @@ class EngineWork:
                         state.end(id)
                     self._changed.notify_all()
 
-    def _attend(self) -> None:
+    def _send_news(self) -> None:
         """Send the engine messages while it works, in a thread of its own."""
         state = self._state
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_to_be_told() or (state.closed and not self._working))
-                if not self._is_to_be_told():
+                self._changed.wait_for(lambda: self._has_news() or (state.closed and not self._working))
+                if not self._has_news():
                     return
                 interrupted, behind, weights = self._interrupted.is_set(), self._is_behind(), state.weights
-                self._told = True
+                self._sending = True
             try:
                 if interrupted:
                     with suppress(Exception):  # the thread that generates hears of it
@@ -172,7 +172,7 @@ class EngineWork:
                     self._interrupted.set()
             finally:
                 with self._changed:
-                    self._told = False
+                    self._sending = False
                     self._changed.notify_all()
             if interrupted:
                 time.sleep(_AGAIN)
@@ -182,22 +182,22 @@ class EngineWork:
 
     def _may_work(self) -> bool:
         state = self._state
-        may = not state.pauses and not self._told and state.error is None and not self._run.stopping.is_set()
+        may = not state.pauses and not self._sending and state.error is None and not self._run.stopping.is_set()
         return may and self._serves_the_run()
 
-    def _is_to_be_told(self) -> bool:
+    def _has_news(self) -> bool:
         if self._working and self._interrupted.is_set():
             return True
-        return self._is_behind() or (self._may_be_told() and self._has_samples())
+        return self._is_behind() or (self._accepts_news() and self._has_samples())
 
     def _has_samples(self) -> bool:
         return self._state.has_samples_for(self._number)
 
-    def _may_be_told(self) -> bool:
+    def _accepts_news(self) -> bool:
         return self._ready and not self._interrupted.is_set() and self._state.error is None
 
     def _is_behind(self) -> bool:
-        return self._may_be_told() and version_of(self._serves) != version_of(self._state.weights)
+        return self._accepts_news() and version_of(self._serves) != version_of(self._state.weights)
 
     def _fail(self, error: Exception) -> None:
         """Handle an error. The others continue without a lost engine where they can. The next `take` raises any other

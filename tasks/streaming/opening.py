@@ -58,7 +58,7 @@ def open_stream(run: RunContext) -> Iterator[None]:
         parts = _parts(recovered[0])
         for admission, ids in left:
             groups = (group for group in admitted_groups(run, admission) if group.prompt.group_id in ids)
-            stream.admit(admission, [_gone_on(group, parts) for group in groups])
+            stream.admit(admission, [_with_parts(group, parts) for group in groups])
         if newest is not None:
             stream.admit(newest, [])
         stream.begin()
@@ -110,6 +110,6 @@ def _parts(rows: pa.Table) -> dict[int, list[dict[str, object]]]:
     return found
 
 
-def _gone_on(group: Group, rows: dict[int, list[dict[str, object]]]) -> Group:
+def _with_parts(group: Group, rows: dict[int, list[dict[str, object]]]) -> Group:
     own = rows.get(group.prompt.group_id)
     return group if own is None else replace(group, parts=sample_parts(own))

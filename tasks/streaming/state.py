@@ -203,7 +203,7 @@ class StreamState:
             one = OpenGroup(group, admission, min(loads, key=loads.__getitem__, default=0))
             loads[one.engine] = loads.get(one.engine, 0) + 1
             self.open[group.prompt.group_id] = replace(one, recovered=one.decided)
-            self.look_whether_complete(group.prompt.group_id)
+            self.update_complete(group.prompt.group_id)
         self.changed.notify_all()
 
     def deal(self, serving: Collection[int]) -> None:
@@ -224,7 +224,7 @@ class StreamState:
 
     def samples_of(self, number: int) -> list[SampleRequest]:
         """Return the samples that an engine must begin: unfinished ones of its groups without a sample in flight."""
-        return [sample for one in self._waiting(number) for sample in one.group.requests(besides=())]
+        return [sample for one in self._waiting(number) for sample in one.group.requests(finished=())]
 
     def has_samples_for(self, number: int) -> bool:
         """Return whether there are samples that an engine must begin."""
@@ -242,7 +242,7 @@ class StreamState:
         left.pop(index, None) if index is not None else left.clear()
         if not left:
             self.running.pop(group, None)
-        self.look_whether_complete(group)
+        self.update_complete(group)
 
     def note(self, samples: Sequence[GeneratedSample], number: int) -> None:
         """Record and log samples as far as an engine brought them."""
@@ -254,10 +254,10 @@ class StreamState:
             if len(sample.trajectory.segments) or sample.error is not None:
                 rows.append((self._names[number], one.group, sample))
             self.open[sample.group_id] = one.with_part(sample, number)
-            self.look_whether_complete(sample.group_id)
+            self.update_complete(sample.group_id)
         self.calls.after(partial(self._log.append, *rows))  # raises where the calls cannot be logged
 
-    def look_whether_complete(self, id: int) -> None:
+    def update_complete(self, id: int) -> None:
         """Mark a group as complete if no sample of it must be begun or is in flight. Samples in flight count even when
         another one has failed, because their calls belong to the group too."""
         one = self.open.get(id)

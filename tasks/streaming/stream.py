@@ -220,10 +220,11 @@ class Stream:
             self._state.weights = weights
             self._changed.notify_all()
 
-    def take(self, iteration: int, count: int, tell: Callable[[int], None]) -> Taken:
+    def take(self, iteration: int, count: int, report: Callable[[int], None]) -> Taken:
         """Wait until a round of an iteration can take `count` groups, and return them. They stay open until `forget`.
 
-        Raises what an engine raised: a new call lets it try again. `tell` is called with the number of complete groups.
+        Raises what an engine raised: a new call lets it try again. `report` is called with the number of complete
+        groups.
         """
         began = time.monotonic()
         end = began + self._run.config.rollout.timeout
@@ -237,7 +238,7 @@ class Stream:
                     raise state.error
                 if self._run.stopping.is_set():
                     raise EngineError("generation was interrupted: the driver stops")
-                tell(len(state.complete))
+                report(len(state.complete))
                 late = {id for id in state.open if state.oldest_version(id, oldest) < oldest}
                 awaited = [id for id in late if id not in state.complete] if time.monotonic() < end else []
                 if membership.enough() and len(state.complete) >= count and not awaited:
@@ -271,12 +272,12 @@ class Stream:
 
     def wait_until(self, wants_more: Callable[[Backlog], bool]) -> None:
         """Return when `wants_more` is true for the backlog, or the driver ends. It is called again when the backlog has
-        changed, and after `look_again`."""
+        changed, and after `recheck`."""
         with self._changed:
             while not (self._state.closed or self._run.stopping.is_set() or wants_more(self.backlog)):
                 self._changed.wait(1.0)
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Have `wait_until` call its condition again, because something else has changed."""
         with self._changed:
             self._changed.notify_all()
@@ -287,7 +288,7 @@ class Stream:
         with self._changed:
             self._state.pauses += 1
             self._interrupt_all()
-            self._changed.wait_for(lambda: all(engine.rests for engine in self._engines))
+            self._changed.wait_for(lambda: all(engine.is_idle for engine in self._engines))
         try:
             yield
         finally:

@@ -35,15 +35,15 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
     stream = run.attached(Stream)
     assert stream is not None
 
-    told = float("-inf")
+    reported_at = float("-inf")
 
-    def tell(complete: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= INTERVAL:
-            told = time.monotonic()
+    def report(complete: int) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= INTERVAL:
+            reported_at = time.monotonic()
             run.emit(GroupsGenerated(step.iteration, step.shard, min(complete, count), count))
 
-    taken = stream.take(step.iteration, count, tell)
+    taken = stream.take(step.iteration, count, report)
     serving = run.fleet.membership.serving()
     groups = {one.group.prompt.group_id: one.group for one in taken.groups}
     names = [engine.name for engine in run.fleet.rollout]

@@ -70,23 +70,23 @@ def _restore_from(run: RunContext, position: Position | None, weights: Commit | 
     target = -1 if weights is None else weights.iteration
     saved = newest_checkpoint(run.ledger, target)
     begin = -1 if saved is None else saved.iteration
-    stands_at = _stands_at(run, position)
-    if stands_at is None or stands_at > target:
+    current = _current_iteration(run, position)
+    if current is None or current > target:
         run.fleet.training.restart()
-        stands_at = -1
+        current = -1
     run.fleet.turns.for_training()
-    origin = "the initial weights" if stands_at < 0 else f"iteration {stands_at}"
-    if saved is not None and stands_at < begin:
+    origin = "the initial weights" if current < 0 else f"iteration {current}"
+    if saved is not None and current < begin:
         _load(run, saved)
-        stands_at, origin = begin, f"the checkpoint of iteration {begin}"
-    todo = target - stands_at
+        current, origin = begin, f"the checkpoint of iteration {begin}"
+    todo = target - current
     if saved is not None or todo:
         run.emit(Message(f"Restoring weight version {version} from {origin}; {todo} committed step(s) to replay"))
-    for iteration in range(stands_at + 1, target + 1):
+    for iteration in range(current + 1, target + 1):
         replay(run, run.committed(iteration, Step.TRAIN))
 
 
-def _stands_at(run: RunContext, position: Position | None) -> int | None:
+def _current_iteration(run: RunContext, position: Position | None) -> int | None:
     """Return the iteration that left exactly the training engine's state, -1 for the initial state; None where none
     did."""
     if position is None:

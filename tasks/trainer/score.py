@@ -21,7 +21,7 @@ from cairn.engines.types.types import ModelRole, TrainBatch
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import SCORE
 from cairn.tasks.batch.batch import mean_of_trained, rows_column, rows_of_groups, train_batch
-from cairn.tasks.batch.sequences import of_samples
+from cairn.tasks.batch.sequences import join_by_sample
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.trainer.recovery import prepare_trainer
@@ -43,7 +43,7 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     needed = scores_needed(config.algorithm, config.training.num_steps_per_rollout)
     top_k, roles = teacher_top_k(config.algorithm), dict.fromkeys(needed.values())
     served = "teacher" if "teacher" in roles and config.model.teacher_url is not None else None
-    with _asking(_served_teacher(run, top_k) if served else None, batch) as asked:
+    with _calling(_served_teacher(run, top_k) if served else None, batch) as asked:
         by_role = _by_the_engine(run, weights, batch, [role for role in roles if role != served])
         if asked is not None:
             by_role["teacher"] = asked.result()
@@ -55,8 +55,8 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
         rows = split_rows(by_role["teacher"], top_k, min(len(run.tokenizer), outputs))
         by_column |= {name: rows[name] for name in rows if name != "teacher_log_probs" or name in needed}
     names = {column: "log_probs" if column == "old_log_probs" else column for column in by_column}
-    scored = {names[column]: of_samples(batch, values) for column, values in by_column.items()}
-    masks = of_samples(batch, batch.loss_mask)
+    scored = {names[column]: join_by_sample(batch, values) for column, values in by_column.items()}
+    masks = join_by_sample(batch, batch.loss_mask)
     keys = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))
     columns: dict[str, Any] = {name: keys.column(name) for name in ("group_id", "sample_index")}
     nothing: dict[str, Any] = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * keys.num_rows)
@@ -82,7 +82,7 @@ def _by_the_engine(
 
 
 @contextmanager
-def _asking(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]] | None]":
+def _calling(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]] | None]":
     """Yield the future scores of a teacher behind a server, computed in a thread; None without one. If the body fails,
     the calls are aborted."""
     if teacher is None:

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.ledger import CountingStore, commits_of, config_of, find_the_place
+from bench.ledger import CountingStore, commits_of, config_of, resume_requests
 from cairn.flows.reading.views import RunState, run_status
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
@@ -43,6 +43,6 @@ def test_resume_and_status_of_a_long_run_take_at_most_thirty_requests_each(s3_ur
     assert (status.state, status.iteration, status.step) == (RunState.INTERRUPTED, ITERATIONS - 1, Step.SYNC)
 
     store.requests = 0
-    lease = find_the_place(store, "long")
+    lease = resume_requests(store, "long")
     assert store.requests <= MOST
     lease.release(Outcome.STOPPED)

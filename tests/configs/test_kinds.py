@@ -16,9 +16,9 @@ from cairn.configs.kinds import (
     STATEFUL_SOURCE,
     TOOL,
     Kind,
+    code_options,
     declared,
     named,
-    naming_code,
     plugin,
     readers,
     user_code,
@@ -44,18 +44,18 @@ def written(folder: Path, code: str, function: str) -> str:
 
 def test_ours_are_the_files_of_the_folder_and_each_is_what_its_kind_is() -> None:
     for kind in KINDS:
-        assert kind.ours() or kind is STATEFUL_SOURCE, kind.name  # there is no built-in source with a state
-        assert "__init__" not in kind.ours(), kind.name
-        for name in kind.ours():
+        assert kind.built_in_names() or kind is STATEFUL_SOURCE, kind.name  # there is no built-in source with a state
+        assert "__init__" not in kind.built_in_names(), kind.name
+        for name in kind.built_in_names():
             function = kind.load(name)
             assert function.__module__ == f"{kind.package}.{name}"
             assert function.__doc__ or function.__module__.__doc__, f"{kind.name} {name}"
 
 
 def test_the_names_that_ledgers_record_are_there() -> None:
-    assert {"grpo", "ppo"} <= {*ESTIMATOR.ours()}
-    assert {"math", "exact_match", "random"} <= {*REWARD.ours()}
-    assert {"check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"} <= {*FILTER.ours()}
+    assert {"grpo", "ppo"} <= {*ESTIMATOR.built_in_names()}
+    assert {"math", "exact_match", "random"} <= {*REWARD.built_in_names()}
+    assert {"check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"} <= {*FILTER.built_in_names()}
 
 
 def test_an_option_of_some_estimators_is_known_by_those_that_read_it() -> None:
@@ -65,9 +65,9 @@ def test_an_option_of_some_estimators_is_known_by_those_that_read_it() -> None:
 
 
 def test_what_names_code_counts_where_it_is_read(tiny_assets: Path) -> None:
-    assert naming_code(["reward", "rollout.seed"]) == ("reward.custom_rm_path",)
-    assert naming_code(["rollout.dynamic_sampling_filter"]) == ("rollout.dynamic_sampling_filter",)
-    assert naming_code(["rollout.dynamic"]) == ()
+    assert code_options(["reward", "rollout.seed"]) == ("reward.custom_rm_path",)
+    assert code_options(["rollout.dynamic_sampling_filter"]) == ("rollout.dynamic_sampling_filter",)
+    assert code_options(["rollout.dynamic"]) == ()
     assert set(user_code(tiny_config(tiny_assets))) == {"reward.custom_rm_path"}
     assert "algorithm.advantage_estimator" in OPTIONS
 
@@ -87,7 +87,7 @@ def test_code_that_members_of_a_list_name_is_found_in_each_and_counts_together(t
     }
     assert user_code(config("mean", "mean")).keys() == {"reward.custom_rm_path"}
     assert user_code(config("a.b", "mean", "c.py:d"))[option] == ["a.b", "c.py:d"]
-    assert option in naming_code(["eval.benchmarks"])
+    assert option in code_options(["eval.benchmarks"])
     assert named(config("mean"), "rollout.dynamic_sampling_filter") == {}
 
 

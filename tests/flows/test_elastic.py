@@ -57,7 +57,7 @@ def drive_while_machines_come_and_go(
         del os.environ[name]
     os.environ.update(environment)
     with (
-        Fleet.start(config, name="elastic", total_steps=ITERATIONS, tell=lambda told: parent.send(told)) as fleet,
+        Fleet.start(config, name="elastic", total_steps=ITERATIONS, report=lambda told: parent.send(told)) as fleet,
         tiny_context(store, config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
     ):
         staying, coming = fleet.rollout

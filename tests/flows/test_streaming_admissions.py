@@ -22,7 +22,7 @@ from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import garbage
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.quarantine import passed_over, put_in_force
+from cairn.tasks.durable.quarantine import apply_requests, skipped_prompts
 from cairn.tasks.durable.step import DurableStep
 from cairn.tasks.streaming.opening import open_stream
 from cairn.tasks.streaming.stream import Stream
@@ -141,7 +141,7 @@ def test_an_admission_that_was_claimed_and_not_made_is_made_first_as_it_was_clai
         with driver(str(tmp_path)) as run:
             prompt = run.draw(0, 6, ()).rows[3].index
             pass_over(run.ledger, prompt)
-            put_in_force(run, 1)
+            apply_requests(run, 1)
             admit_prompts(run, DirectSteps(run), 1)
             refill, other = admissions(run.ledger)[1:]
             assert (refill.name, len(refill.values["groups"]), refill.values["without"]) == ("000000/admit.01", 1, [])
@@ -159,10 +159,10 @@ def test_what_people_decide_does_not_hold_for_an_iteration_whose_prompts_are_cla
         admit_prompts(run, Interrupted(run), 0)
     with driver(str(tmp_path)) as run:
         pass_over(run.ledger, 5)
-        put_in_force(run, 0)
-        assert passed_over(run.ledger, 0) == []
-        put_in_force(run, 1)
-        assert passed_over(run.ledger, 1) == [5]
+        apply_requests(run, 0)
+        assert skipped_prompts(run.ledger, 0) == []
+        apply_requests(run, 1)
+        assert skipped_prompts(run.ledger, 1) == [5]
 
 
 def test_a_ledger_whose_admissions_were_never_claimed_goes_on(driver: Callable[[str], Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from cairn.configs.kinds import CORRECTION, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
 from cairn.engines.training.aggregations import token_weights
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.exactly_once import mean_weight
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.objective import loss_and_metrics, masked
@@ -243,7 +243,7 @@ def _as_verl(tokens: Tokens, current: torch.Tensor, config: AlgorithmConfig) -> 
     picks = declared(LOSS.load(config.loss)).picks
     if picks is None:
         return tokens
-    picked = picks(given(tokens.advantages).numpy(), current.numpy(), config)
+    picked = picks(require_field(tokens.advantages).numpy(), current.numpy(), config)
     return replace(tokens, picked=torch.tensor(picked, dtype=current.dtype))
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from cairn.engines.agents.capture.openai import text_of
 from cairn.engines.agents.capture.protocol import (
-    Answer,
-    Asked,
     BadRequest,
+    ChatReply,
+    ChatRequest,
     Message,
     refuse_other_sampling,
     strings,
@@ -20,7 +20,7 @@ from cairn.engines.types.types import SamplingParams
 class Messages:
     """The API `POST /v1/messages`."""
 
-    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> ChatRequest:
         """Parse the body of a request. Raises BadRequest for what is not supported."""
         refuse_other_sampling(body, params, ignored)
         choice = (body.get("tool_choice") or {}).get("type", "auto")
@@ -35,7 +35,7 @@ class Messages:
         found: list[Message] = [{"role": "system", "content": system}] if system else []
         for number, one in enumerate(messages):
             found += _messages(one, f"message {number}")
-        return Asked(
+        return ChatRequest(
             messages=tuple(found),
             tools=() if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
             max_new_tokens=whole_number(body, "max_tokens"),
@@ -44,7 +44,7 @@ class Messages:
             stream=bool(body.get("stream")),
         )
 
-    def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+    def whole(self, asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
         """Return the response as one JSON object."""
         return {
             **_head(asked, answer),
@@ -54,13 +54,13 @@ class Messages:
             "usage": _usage(answer),
         }
 
-    def events(self, asked: Asked, answer: Answer) -> list[str]:
+    def events(self, asked: ChatRequest, answer: ChatReply) -> list[str]:
         """Return the response as server-sent events."""
         usage, told = _usage(answer), list[tuple[str, dict[str, Any]]]()
         begun = {**_head(asked, answer), "content": [], "stop_reason": None, "stop_sequence": None}
         told.append(("message_start", {"message": {**begun, "usage": {**usage, "output_tokens": 0}}}))
         for index, block in enumerate(_blocks(answer)):
-            empty, delta = _begun(block)
+            empty, delta = _start_and_delta(block)
             told.append(("content_block_start", {"index": index, "content_block": empty}))
             told.append(("content_block_delta", {"index": index, "delta": delta}))
             told.append(("content_block_stop", {"index": index}))
@@ -75,24 +75,24 @@ class Messages:
         return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": told}}
 
 
-def _messages(given: Any, where: str) -> list[Message]:
+def _messages(message: Any, where: str) -> list[Message]:
     """Convert one message to OpenAI's format. Tool results become messages of their own, in front of the user's
     text."""
-    if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
+    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant", "system"):
         raise BadRequest(f"{where} has to be an object whose role is user or assistant")
-    content = given.get("content")
+    content = message.get("content")
     if isinstance(content, str):
-        return [{"role": given["role"], "content": content}]
+        return [{"role": message["role"], "content": content}]
     if not isinstance(content, Sequence) or not all(isinstance(block, Mapping) for block in content):
         raise BadRequest(f"the content of {where} has to be a string or a list of blocks")
-    own: Message = {"role": given["role"], "content": ""}
+    own: Message = {"role": message["role"], "content": ""}
     results, texts, calls = list[Message](), list[Any](), list[dict[str, Any]]()
     for block in content:
         kind = block.get("type")
-        if kind == "tool_result" and given["role"] == "user":
+        if kind == "tool_result" and message["role"] == "user":
             text = text_of(block.get("content"), f"a tool_result of {where}")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
-        elif kind == "tool_use" and given["role"] == "assistant":
+        elif kind == "tool_use" and message["role"] == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
@@ -114,11 +114,11 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _head(asked: Asked, answer: Answer) -> dict[str, Any]:
+def _head(asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
     return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": asked.model}
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: ChatReply) -> list[dict[str, Any]]:
     reply, blocks = answer.reply, list[dict[str, Any]]()
     if reply.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
@@ -129,7 +129,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _begun(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _start_and_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a content block without its content, and the delta that holds all of it."""
     if block["type"] == "thinking":
         return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
@@ -138,13 +138,13 @@ def _begun(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
 
 
-def _reason(answer: Answer) -> str:
+def _reason(answer: ChatReply) -> str:
     if answer.is_cut:
         return "max_tokens"
     return "tool_use" if answer.reply.tool_calls else "end_turn" if answer.stopped_by is None else "stop_sequence"
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: ChatReply) -> dict[str, Any]:
     given, cached = len(answer.exchange.prompt_ids), answer.exchange.segment.cached_tokens
     return {
         "input_tokens": given - cached,

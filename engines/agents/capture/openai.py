@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from cairn.engines.agents.capture.protocol import (
-    Answer,
-    Asked,
     BadRequest,
+    ChatReply,
+    ChatRequest,
     Message,
     refuse_other_sampling,
     strings,
@@ -22,7 +22,7 @@ from cairn.storage.store.canonical import from_json
 class ChatCompletions:
     """The API `POST /v1/chat/completions`."""
 
-    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> ChatRequest:
         """Parse the body of a request. Raises BadRequest for what is not supported."""
         refuse_other_sampling(body, params, ignored)
         choice = body.get("tool_choice") or "auto"
@@ -33,7 +33,7 @@ class ChatCompletions:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise BadRequest("messages has to be a list with a message")
-        return Asked(
+        return ChatRequest(
             messages=tuple(_message(one, number) for number, one in enumerate(messages)),
             tools=() if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
             max_new_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
@@ -44,7 +44,7 @@ class ChatCompletions:
             reports_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         )
 
-    def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+    def whole(self, asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
         """Return the response as one JSON object."""
         message = {"role": "assistant", "content": _content(answer), **_more(answer)}
         if calls := _calls(answer):
@@ -57,7 +57,7 @@ class ChatCompletions:
         }
         return {**_head(asked, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
-    def events(self, asked: Asked, answer: Answer) -> list[str]:
+    def events(self, asked: ChatRequest, answer: ChatReply) -> list[str]:
         """Return the response as server-sent events."""
         calls = [{"index": number, **call} for number, call in enumerate(_calls(answer))]
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": "", **_more(answer)}]
@@ -132,19 +132,19 @@ def _tool(tool: Any) -> dict[str, Any]:
     return dict(tool)
 
 
-def _head(asked: Asked, answer: Answer, kind: str) -> dict[str, Any]:
+def _head(asked: ChatRequest, answer: ChatReply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": asked.model}
 
 
-def _content(answer: Answer) -> str | None:
+def _content(answer: ChatReply) -> str | None:
     return answer.reply.content or (None if answer.reply.tool_calls else "")
 
 
-def _more(answer: Answer) -> dict[str, Any]:
+def _more(answer: ChatReply) -> dict[str, Any]:
     return {} if answer.reply.thoughts is None else {"reasoning_content": answer.reply.thoughts}
 
 
-def _calls(answer: Answer) -> list[dict[str, Any]]:
+def _calls(answer: ChatReply) -> list[dict[str, Any]]:
     return [
         {
             "id": answer.call_id(number),
@@ -155,11 +155,11 @@ def _calls(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def _reason(answer: Answer) -> str:
+def _reason(answer: ChatReply) -> str:
     return "length" if answer.is_cut else "tool_calls" if answer.reply.tool_calls else "stop"
 
 
-def _log_probs(asked: Asked, answer: Answer) -> dict[str, Any] | None:
+def _log_probs(asked: ChatRequest, answer: ChatReply) -> dict[str, Any] | None:
     if not asked.reports_log_probs:
         return None
     log_probs = answer.exchange.segment.log_probs
@@ -173,7 +173,7 @@ def _log_probs(asked: Asked, answer: Answer) -> dict[str, Any] | None:
     }
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: ChatReply) -> dict[str, Any]:
     given, sampled = len(answer.exchange.prompt_ids), len(answer.exchange.segment)
     return {
         "prompt_tokens": given,

@@ -15,7 +15,7 @@ import numpy as np
 
 from cairn.engines.agents.replies import Reply, Tools, read_reply
 from cairn.engines.agents.tools.errors import storable
-from cairn.engines.models.tokenizers import after_reply, special_ids
+from cairn.engines.models.tokenizers import special_ids, text_after_reply
 from cairn.engines.types.trajectories import Segment, Trajectory
 from cairn.engines.types.types import FinishReason, SamplingParams
 
@@ -25,9 +25,9 @@ from cairn.engines.types.types import FinishReason, SamplingParams
 class BadRequest(Exception):
     """The request is not supported. The session stays open."""
 
-    def __init__(self, told: str, *, status: int = 400, code: str | None = None) -> None:
-        """Store the message `told`, one sentence, with the HTTP status and OpenAI's error code."""
-        super().__init__(told)
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+        """Store the message `message`, one sentence, with the HTTP status and OpenAI's error code."""
+        super().__init__(message)
         self.status = status
         self.code = code
 
@@ -126,7 +126,7 @@ class Conversation:
     tools: str
     """The tools, as JSON."""
     exchange: Exchange
-    told: tuple[str, ...]
+    message: tuple[str, ...]
     """Identity of each message and of the reply, for comparison with other messages."""
 
     def is_before(self, told: Sequence[str]) -> bool:
@@ -154,7 +154,7 @@ class ChatTemplate:
         Args:
             known: earlier conversations of the session.
         """
-        told = tuple(map(_told, messages))
+        told = tuple(map(_identity, messages))
         found = [one for one in reversed(known) if one.is_before(told)]  # of two that say the same the later one
         before = sorted(found, key=lambda one: len(one.told), reverse=True)
         whole = list(messages)
@@ -199,7 +199,9 @@ class ChatTemplate:
         if not found:
             return None
         segment, written = known.exchange.segment, closing + rendered[len(answered) :]
-        return after_reply(self._tokenizer, self._special, segment.ids, written) if self._ended(segment) else written
+        return (
+            text_after_reply(self._tokenizer, self._special, segment.ids, written) if self._ended(segment) else written
+        )
 
     def _ended(self, segment: Segment) -> bool:
         """Return whether the last token is one that ends replies."""
@@ -225,11 +227,11 @@ def conversation(messages: Sequence[Message], tools: Tools, reply: Reply, exchan
     if reply.tool_calls:
         calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    told = tuple(map(_told, (*messages, message)))
+    told = tuple(map(_identity, (*messages, message)))
     return Conversation(tuple(messages), message, _json(tools), exchange, told)
 
 
-def _told(message: Message) -> str:
+def _identity(message: Message) -> str:
     """Return the identity of a message, for comparison.
 
     Ids of calls, thoughts and the white space around a reply do not count: clients differ in how they write them.
@@ -253,7 +255,7 @@ def _json(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A request for the next reply of a conversation."""
 
     messages: tuple[Message, ...]
@@ -268,7 +270,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatReply:
     """The reply to a request."""
 
     id: str
@@ -293,13 +295,13 @@ class Answer:
 class Dialect(Protocol):
     """An HTTP API: how it writes requests, responses and errors."""
 
-    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> ChatRequest:
         """Parse the body of a request. Raises BadRequest for what is not supported."""
 
-    def whole(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+    def whole(self, asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
         """Return the response as one JSON object."""
 
-    def events(self, asked: Asked, answer: Answer) -> list[str]:
+    def events(self, asked: ChatRequest, answer: ChatReply) -> list[str]:
         """Return the response as server-sent events."""
 
     def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
@@ -309,7 +311,7 @@ class Dialect(Protocol):
 # Clients cannot change the sampling of the run: log-probs refer to one distribution, and training uses no other.
 
 
-_NOTHING: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -335,15 +337,15 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 """Values, besides null, with which a field changes nothing, by field name."""
 
 
-def refuse_other_sampling(given: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> None:
+def refuse_other_sampling(fields: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> None:
     """Raise BadRequest where a request wants other sampling than `params`. `ignored`: fields that are not checked."""
     own: dict[str, tuple[Any, ...]] = {
         "temperature": (params.temperature,),
         "top_p": (params.top_p,),
         "top_k": (params.top_k,) if params.top_k > 0 else (-1, 0),
     }
-    for name, allowed in {**own, **_NOTHING}.items():
-        value = given.get(name)
+    for name, allowed in {**own, **_NEUTRAL_VALUES}.items():
+        value = fields.get(name)
         if value is None or value in allowed or name in ignored:
             continue
         runs = f" (the run has {own[name][0]})" if name in own else ""

@@ -37,7 +37,7 @@ from cairn.engines.agents.tools.results import shortened
 from cairn.engines.types.trajectories import SampleRequest
 from cairn.storage.store.canonical import from_json
 
-_LONGEST = 1 << 28
+_MAX_REQUEST = 1 << 28
 """Maximum size of a request in bytes."""
 
 Handler = Callable[[Session, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
@@ -78,7 +78,7 @@ class _Server:
         await runner.cleanup()
 
     async def _start(self) -> tuple[int, web.AppRunner]:
-        app = web.Application(client_max_size=_LONGEST)
+        app = web.Application(client_max_size=_MAX_REQUEST)
         openai, anthropic = ChatCompletions(), Messages()
         for before in ("", "/{session}"):
             app.router.add_post(
@@ -103,7 +103,7 @@ class _Server:
         return runner.addresses[0][1], runner
 
 
-_PLACES = ("v1", "generate", "inference")
+_API_ROOTS = ("v1", "generate", "inference")
 """First path components of URLs that name no session."""
 _servers: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Server]]" = WeakKeyDictionary()
 
@@ -149,12 +149,12 @@ async def _converse(
     asked = dialect.read(body, session.sampling, session.ignored)
     answer = await session.converse(asked)
     if not asked.stream:
-        return await _told(web.json_response(dialect.whole(asked, answer)), request, answer.exchange)
+        return await _send(web.json_response(dialect.whole(asked, answer)), request, answer.exchange)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    return await _told(response, request, answer.exchange, dialect.events(asked, answer))
+    return await _send(response, request, answer.exchange, dialect.events(asked, answer))
 
 
-async def _told(
+async def _send(
     response: web.StreamResponse, request: web.Request, exchange: Exchange, events: Sequence[str] = ()
 ) -> web.StreamResponse:
     """Send a response. Mark the exchange as lost where the client has disconnected."""
@@ -187,12 +187,12 @@ async def _generate(
     request: web.Request,
 ) -> web.StreamResponse:
     told, exchange = await generate(session, body)
-    return await _told(web.json_response(told), request, exchange)
+    return await _send(web.json_response(told), request, exchange)
 
 
 async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
     parts = request.path.strip("/").split("/")
-    place = "/".join(parts if parts[0] in _PLACES else parts[1:])  # without what may be a session's key
+    place = "/".join(parts if parts[0] in _API_ROOTS else parts[1:])  # without what may be a session's key
     served = "v1/chat/completions, v1/messages, v1/models, generate or inference/v1/generate"
     told = f"{request.method} …/{place} is not served: use {served}"
     return web.json_response(dialect.error(told, 404, None), status=404)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from cairn.engines.agents.capture.protocol import (
-    Answer,
-    Asked,
     BadRequest,
+    ChatReply,
+    ChatRequest,
     ChatTemplate,
     Conversation,
     Exchange,
@@ -48,7 +48,7 @@ class Session:
         self._exchanges = list[Exchange]()
         self._conversations = list[Conversation]()
         self._texts = dict[str, np.ndarray]()
-        self._asked = Counter[str]()
+        self._request_counts = Counter[str]()
         self._part = Part()
         self._pending = dict[str, bool]()
         """Calls in flight, and whether each is recorded."""
@@ -127,7 +127,7 @@ class Session:
         finally:
             self._working.discard(task)
 
-    def count(self, asked: Asked) -> int:
+    def count(self, asked: ChatRequest) -> int:
         """Return the number of tokens of a conversation. Raises BadRequest."""
         return len(self.template.prompt(asked.messages, asked.tools, self._conversations)[0])
 
@@ -142,7 +142,7 @@ class Session:
         """Store the text of an exchange's tokens, as the client received it."""
         self._texts[text] = exchange.ids
 
-    async def converse(self, asked: Asked) -> Answer:
+    async def converse(self, asked: ChatRequest) -> ChatReply:
         """Return the next reply of a conversation. Raises BadRequest."""
         template = self.template
         prompt_ids, messages, history = template.prompt(asked.messages, asked.tools, self._conversations)
@@ -154,7 +154,7 @@ class Session:
         reply = template.reply(prompt_ids, said, asked.tools, cut=cut)
         self._conversations.append(conversation(messages, asked.tools, reply, exchange))
         tokens = tuple(template.text([id]) for id in exchange.segment.ids) if asked.reports_log_probs else ()
-        return Answer(id, reply, exchange, stopped_by, tokens)
+        return ChatReply(id, reply, exchange, stopped_by, tokens)
 
     async def sample(
         self, prompt_ids: np.ndarray, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
@@ -162,10 +162,10 @@ class Session:
         """Sample after a prompt; return the exchange and its id. Raises BadRequest."""
         words = f"{max_new_tokens}/{stop}/".encode() + prompt_ids.tobytes()
         name = hashlib.sha256(words).hexdigest()[:16]
-        number = self._asked[name]
-        self._asked[name] += 1
+        number = self._request_counts[name]
+        self._request_counts[name] += 1
         try:
-            with self._part.named(name) as call, self._making(call):
+            with self._part.named(name) as call, self._in_flight(call):
                 segment = await self._ctx.sample(prompt_ids, max_new_tokens=max_new_tokens, stop=stop)
         except RequestRefused as refused:
             told = "; ".join(refused.refused.values())
@@ -180,7 +180,7 @@ class Session:
         return exchange, f"{name}{number}"
 
     @contextmanager
-    def _making(self, call: str) -> Iterator[None]:
+    def _in_flight(self, call: str) -> Iterator[None]:
         """Mark a call as in flight.
 
         An unrecorded call waits until the agent has requested all recorded ones again. The session fails where that

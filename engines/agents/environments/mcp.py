@@ -241,7 +241,7 @@ _MOST_TOOLS = 1000
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Settings:
     """Settings of a server; equal settings share a server."""
 
     command: tuple[str, ...]
@@ -261,7 +261,7 @@ class _Asked:
         return f"the MCP server {self.url or ' '.join(self.command)}"
 
 
-_shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Asked, _Server]]" = WeakKeyDictionary()
+_shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Settings, _Server]]" = WeakKeyDictionary()
 
 
 @asynccontextmanager
@@ -305,7 +305,7 @@ async def mcp(
         raise ValueError(
             "cairn.mcp: one episode cannot rebuild the state of a shared server: leave out shared or set another kind"
         )
-    asked = _Asked(
+    asked = _Settings(
         tuple(command),
         url,
         kind,
@@ -334,7 +334,7 @@ async def mcp(
 class _Server:
     """A connection in a task of its own, so that tasks of the SDK do not belong to the episode."""
 
-    def __init__(self, asked: _Asked) -> None:
+    def __init__(self, asked: _Settings) -> None:
         self._asked = asked
         self._process: ServerProcess | None = None
         self._over = asyncio.Event()
@@ -372,7 +372,7 @@ class _Server:
         except BaseException as error:
             late = f"it did not start within {START:g} s" if isinstance(error, TimeoutError) else None
             ended = None if late else await self._ended()
-            self._why = late or ended or _told(error)
+            self._why = late or ended or _first_message(error)
             self._fail(ToolUnavailable(f"{self._asked.told}: {self._why}"))
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -443,7 +443,7 @@ class _Server:
                 raise ToolFailed(f"{name}: {error}") from None
             if ended is None:
                 await asyncio.wait({self._task}, timeout=_TO_END)
-            why = ended or (self._why if self._task.done() else _told(error))
+            why = ended or (self._why if self._task.done() else _first_message(error))
             lost = ToolUnavailable if kind == "pure" else ToolLost
             raise lost(f"{name}: {self._asked.told}: {why}") from None
         text = "\n".join(map(_text, result.content))
@@ -468,7 +468,7 @@ def _text(content: Any) -> str:
     return f"[{content.type}, left out]"
 
 
-def _told(error: BaseException) -> str:
+def _first_message(error: BaseException) -> str:
     """Return the message of the first error in a group: the SDK's tasks raise groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -39,7 +39,7 @@ PATIENCE = 120.0
 _CONNECT = 10.0
 _BETWEEN_TRIES = 0.5
 _FULL = "CAPACITY_REACHED"
-_OF_THE_CALL = ("EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE")
+_CALL_ERRORS = ("EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE")
 """Error codes after which the session stays open."""
 _LONGEST_ERROR = 500
 
@@ -111,7 +111,7 @@ class OpenEnv:
         async def reset(**options: Any) -> Any:
             """Begin anew."""
             await self._connected()
-            return await self._asked("reset", options)
+            return await self._request("reset", options)
 
         return self._tool(reset, self._timeout + self._patience)
 
@@ -121,7 +121,7 @@ class OpenEnv:
 
         async def step(action: dict[str, Any]) -> Any:
             """Act in the environment."""
-            return await self._asked("step", action)
+            return await self._request("step", action)
 
         return self._tool(step, self._timeout)
 
@@ -131,7 +131,7 @@ class OpenEnv:
 
         async def state() -> Any:
             """Look at the state of the environment."""
-            return await self._asked("state", {})
+            return await self._request("state", {})
 
         return self._tool(state, self._timeout)
 
@@ -175,7 +175,7 @@ class OpenEnv:
         if self._over is not None:
             raise ToolUnavailable(f"the environment at {self.url}: its session is over: {self._over}")
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> Any:
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> Any:
         self._check()
         if self._socket is None:
             raise ToolUnavailable(
@@ -217,7 +217,7 @@ class OpenEnv:
         code, told = data.get("code"), str(data.get("message", data))[:_LONGEST_ERROR]
         if code == _FULL:
             raise _Full(told)
-        if code not in _OF_THE_CALL:
+        if code not in _CALL_ERRORS:
             raise await self._end(ToolUnavailable, f"{told} ({code})")
         reason = Reason.ARGUMENTS if code == "VALIDATION_ERROR" else Reason.RAISED
         details = data.get("errors")

@@ -36,7 +36,7 @@ _NO_KEY = "CAIRN_NO_KEY"
 """Name of an unset environment variable: the session is in the URL, so no key is needed."""
 _RUNTIME = {"type": "subprocess"}
 _HARNESS = "null"
-_THEIR_HARNESS = "bash"
+_DEFAULT_HARNESS = "bash"
 """The default harness of `verifiers`, where neither taskset nor configuration names one."""
 
 
@@ -105,16 +105,16 @@ class _Environments:
             raise EpisodeFailed(told) from None
         uv.put_on_path()
         kind = env_config_type(given.get("taskset", {}).get("id", ""), given.get("id", ""))
-        self.config = resolve_env_config({**given, **self._seats(kind, given)})
+        self.config = resolve_env_config({**given, **self._agents(kind, given)})
         self._tasks = iter(load_taskset(self.config.taskset))
         self._read: list[Any] = []
 
-    def _seats(self, kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def _agents(self, kind: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of its agents, with defaults where the configuration has none."""
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.utils.loaders import default_harness_id
 
-        own = default_harness_id(given.get("taskset", {}).get("id", "")) != _THEIR_HARNESS
+        own = default_harness_id(given.get("taskset", {}).get("id", "")) != _DEFAULT_HARNESS
         harness = {} if own else {"harness": {"id": _HARNESS}}
         names = [name for name, field in kind.model_fields.items() if isinstance(field.default, AgentConfig)]
         return {name: {"runtime": _RUNTIME, **harness, **given.get(name, {})} for name in names}

@@ -12,7 +12,7 @@ from types import coroutine
 from typing import Any
 
 from cairn.engines.agents.episodes.context import Context
-from cairn.engines.agents.episodes.recorder import SampleAborted, Unrecorded, alone
+from cairn.engines.agents.episodes.recorder import SampleAborted, Unrecorded, context_of
 from cairn.engines.agents.episodes.runner import Generate, outcome
 from cairn.engines.types.errors import EngineError, RequestRefused
 from cairn.engines.types.trajectories import GeneratedSample, SampleRequest
@@ -24,12 +24,12 @@ from cairn.engines.types.types import Completion, FinishReason, GenerateRequest,
 Answers = list[tuple[RequestId, Completion | RequestRefused]]
 
 
-class Asking:
+class OpenRequests:
     """The requests of one stream. One thread takes the responses; another one may submit requests meanwhile."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._left: set[RequestId] = set()
+        self._open: set[RequestId] = set()
         """Requests without a response."""
         self._asked = 0
         """Number of calls of `submit`."""
@@ -48,7 +48,7 @@ class Asking:
                 refusals = _refusals(refused)
                 requests = [request for request in requests if request.request_id not in refused.refused]
                 self._stream.submit(requests)
-            self._left.update(request.request_id for request in requests)
+            self._open.update(request.request_id for request in requests)
             self._asked += 1
             self._changed.notify_all()
         return refusals
@@ -67,17 +67,17 @@ class Asking:
             except StopIteration:
                 answers, ended = [], True
             with self._changed:
-                self._left.difference_update(id for id, _ in answers)
-                if answers or not self._left:
+                self._open.difference_update(id for id, _ in answers)
+                if answers or not self._open:
                     return answers
                 if ended and asked == self._asked:
-                    lost = ", ".join("/".join(map(str, id)) for id in sorted(self._left))
+                    lost = ", ".join("/".join(map(str, id)) for id in sorted(self._open))
                     raise EngineError(f"the engine returned fewer samples than requested: requests {lost} have none")
 
     def wait(self) -> bool:
         """Wait until a request is open; return True then, and False once `end` was called."""
         with self._changed:
-            self._changed.wait_for(lambda: self._left or self._over)
+            self._changed.wait_for(lambda: self._open or self._over)
             return not self._over
 
     def end(self) -> None:
@@ -95,13 +95,13 @@ Code = Coroutine[GenerateRequest, Completion, GeneratedSample]
 """The suspended code of a sample: it yields requests and receives completions."""
 
 
-class Beside:
+class InProcessGeneration:
     """The samples of one `generate` call."""
 
     def __init__(self, stream: Stream, params: SamplingParams, function: Generate) -> None:
         self._params = params
         self._function = function
-        self._asking = Asking(stream)
+        self._asking = OpenRequests(stream)
         self._waiting: dict[RequestId, tuple[Place, Code]] = {}
         """Samples that wait for a response, each with the context that it runs in."""
         self._asked: list[GenerateRequest] = []
@@ -148,15 +148,15 @@ class Beside:
             recorder = Unrecorded()
             context = Context(sample, self._params, self._ask, _no_tokenizer, recorder)
             code = outcome(self._function, context, sample, recorder, lambda: self._aborted)
-            self._go_on(alone(sample.key), code, None)
+            self._step(context_of(sample.key), code, None)
         self._ask_engine()
 
     def _answer(self, id: RequestId, answer: Completion | RequestRefused) -> None:
         place, code = self._waiting.pop(id)
         self._aborted |= isinstance(answer, Completion) and answer.finish_reason == FinishReason.ABORT
-        self._go_on(place, code, answer)
+        self._step(place, code, answer)
 
-    def _go_on(self, place: Place, code: Code, answer: Completion | RequestRefused | None) -> None:
+    def _step(self, place: Place, code: Code, answer: Completion | RequestRefused | None) -> None:
         """Run a sample's code until its next request or its end."""
         step: Any = code.throw if isinstance(answer, RequestRefused) else code.send
         try:
@@ -190,7 +190,7 @@ def beside(
     stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams, function: Generate
 ) -> Iterator[list[GeneratedSample]]:
     """Generate samples, where none will join."""
-    return Beside(stream, params, function).generate(samples)
+    return InProcessGeneration(stream, params, function).generate(samples)
 
 
 def _no_tokenizer() -> None:

@@ -18,10 +18,10 @@ import numpy as np
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.rollout import ToolOptions
-from cairn.engines.agents.episodes.recorder import Recorder, SampleAborted, UncertainEffect, aside, next_call
+from cairn.engines.agents.episodes.recorder import Recorder, SampleAborted, UncertainEffect, next_call, outside_code
 from cairn.engines.agents.episodes.returned import Continuation, checked_sample
 from cairn.engines.agents.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
-from cairn.engines.agents.tools.processes import held
+from cairn.engines.agents.tools.processes import waiting
 from cairn.engines.agents.tools.results import json_value, shortened
 from cairn.engines.agents.tools.tool import NOT_DONE, Intent, Tool, raised
 from cairn.engines.models.tokenizers import stop_clock
@@ -69,7 +69,7 @@ class EpisodeOptions:
         )
 
 
-_TIMES_LOST = 3
+_MAX_LOSSES = 3
 """Number of times that a tool with effects may lose its process in a call."""
 
 
@@ -142,7 +142,7 @@ class Context:
 
     def is_recorded(self, call: str) -> bool:
         """Return whether an earlier attempt recorded the response to a call, by its id."""
-        return self._recorder.knows(call)
+        return self._recorder.has_response(call)
 
     def now(self) -> float:
         """Return the time in seconds since the epoch."""
@@ -223,16 +223,16 @@ class Context:
 
         async def call(asked: CallRecord) -> CallRecord:
             uncertain = has_effects and self._recorder.is_orphan(asked)
-            for _ in range(_TIMES_LOST):
-                with aside():
+            for _ in range(_MAX_LOSSES):
+                with outside_code():
                     found = await self._reconciled(tool, asked) if uncertain else NOT_DONE
                 if found is not NOT_DONE:
                     return _ended(asked, result=canonical.to_json(found))
                 if has_effects:
                     await self._recorder.intend(asked)
                 try:
-                    held.set(self._waits)
-                    with aside():
+                    waiting.set(self._waits)
+                    with outside_code():
                         found = await tool.run(from_json(given), key)
                     return _ended(asked, result=canonical.to_json(found))
                 except ToolFailed as failed:
@@ -241,7 +241,7 @@ class Context:
                     if not has_effects:
                         raise
                     uncertain = True
-            raise UncertainEffect(f"the process of {asked.told} was ended {_TIMES_LOST} times while it was at work")
+            raise UncertainEffect(f"the process of {asked.told} was ended {_MAX_LOSSES} times while it was at work")
 
         answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
         if answer.result is None:
@@ -277,10 +277,10 @@ class Context:
         asked = replace(self._asked(next_call("j"), CallKind.JUDGE, name, given), arguments=given)
 
         async def judge(asked: CallRecord) -> CallRecord:
-            taken = self._as_taken(name, function, words)
+            taken = self._grader_arguments(name, function, words)
             try:
-                with aside():
-                    found = await called(function, *taken)
+                with outside_code():
+                    found = await result_of(function, *taken)
             except Exception as error:
                 return _ended(asked, error=str(raised(name, error)))
             reward = found.get("reward") if isinstance(found, Mapping) else found
@@ -295,9 +295,9 @@ class Context:
             raise JudgeFailed(answer.error or "")
         return float(answer.result)
 
-    def _as_taken(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
+    def _grader_arguments(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
         """Return the positional arguments of a grader."""
-        way = REWARD.ways(name, function)[0]
+        way = REWARD.signatures_of(name, function)[0]
         if way == ("sample",):
             sample = load_callable("cairn.tasks.rewards.sample.Sample")
             return (sample(**words, prompt=self._sample.prompt, prompt_ids=tuple(self._sample.prompt_ids)),)
@@ -334,7 +334,7 @@ class Context:
                 key=self._key(orphan.call),
             )
             try:
-                found = await called(tool.reconcile, intent)
+                found = await result_of(tool.reconcile, intent)
                 return found if found is NOT_DONE else json_value(tool.name, found, tool.max_output)
             except Exception as error:
                 raise UncertainEffect(
@@ -400,7 +400,7 @@ def _ended(asked: CallRecord, **answer: Any) -> CallRecord:
     return replace(asked, **answer, seconds=max(0.0, time.time() - asked.started_at))
 
 
-async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+async def result_of(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a plain function or a coroutine function."""
     found = function(*arguments)
     return await found if isawaitable(found) else found

@@ -18,10 +18,10 @@ _TICK = 0.2
 STUCK = 5.0
 """Seconds without a response after which waiting code is stopped, where it waits for a later response than the next
 recorded one. Time in which the code computes, or is paused in a debugger, does not count."""
-BY_THE_CLOCK = 60.0
+STUCK_WITH_TIMER = 60.0
 """Like `STUCK`, for code that also waits for a timer, as in `asyncio.timeout`."""
 
-Given = Callable[[CallRecord], None]
+OnReceived = Callable[[CallRecord], None]
 """Called with each record that the code has received."""
 
 
@@ -32,8 +32,10 @@ class NotRecorded(BaseException):
 class _FromRecord(Recorder):
     """Returns recorded responses and no others."""
 
-    def __init__(self, recorded: Iterable[CallRecord], tasks: "Collection[asyncio.Task[Any]]", given: Given) -> None:
-        super().__init__(recorded, tasks, _nobody_hears, _nobody_hears)
+    def __init__(
+        self, recorded: Iterable[CallRecord], tasks: "Collection[asyncio.Task[Any]]", given: OnReceived
+    ) -> None:
+        super().__init__(recorded, tasks, _no_sink, _no_sink)
         self._given = given
         self._not_recorded: dict[str, CallRecord] = {}
         """Calls in flight that have no recorded response."""
@@ -43,7 +45,7 @@ class _FromRecord(Recorder):
     def value(self, record: CallRecord, make: Callable[[], str]) -> str:
         self._require(record)
         value = super().value(record, make)
-        self._tell(self._known[record.call])
+        self._received(self._known[record.call])
         return value
 
     async def answer(
@@ -51,7 +53,7 @@ class _FromRecord(Recorder):
         asked: CallRecord,
         do: Callable[[CallRecord], Awaitable[CallRecord]],
         *,
-        again: bool = False,
+        replay: bool = False,
         durable: bool = False,
     ) -> CallRecord:
         """Return the recorded response as it is, even where a normal replay repeats the call to rebuild a tool's state.
@@ -65,7 +67,7 @@ class _FromRecord(Recorder):
             finally:
                 del self._not_recorded[asked.call]
         record = await super().answer(asked, do)
-        self._tell(record)
+        self._received(record)
         return record
 
     def require_moving(self, seconds: float) -> None:
@@ -81,7 +83,7 @@ class _FromRecord(Recorder):
         self._stuck += seconds
         timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
         by_the_clock = any(not timer.cancelled() for timer in timers)
-        if self._stuck < (BY_THE_CLOCK if by_the_clock else STUCK):
+        if self._stuck < (STUCK_WITH_TIMER if by_the_clock else STUCK):
             return
         if awaited is None or not self._asked:
             for asked in self._not_recorded.values():
@@ -95,12 +97,12 @@ class _FromRecord(Recorder):
             orphan = "was under way when its process was lost" if self.is_orphan(asked) else "is not in the record"
             raise NotRecorded(f"{asked.told} {orphan}: a replay makes no new calls")
 
-    def _tell(self, record: CallRecord) -> None:
+    def _received(self, record: CallRecord) -> None:
         self._stuck = 0.0
         self._given(record)
 
 
-def again(
+def replay(
     sample: SampleRequest,
     generate: Generate,
     params: SamplingParams,
@@ -108,7 +110,7 @@ def again(
     tokenizer: Callable[[], Any],
     tools: Callable[[], Mapping[str, Tool]],
     options: EpisodeOptions,
-    given: Given = lambda record: None,
+    given: OnReceived = lambda record: None,
 ) -> GeneratedSample:
     """Run a sample's code from `sample.recorded`, on an event loop of its own in this thread.
 
@@ -133,7 +135,7 @@ async def _again(
     tokenizer: Callable[[], Any],
     tools: Callable[[], Mapping[str, Tool]],
     options: EpisodeOptions,
-    given: Given,
+    given: OnReceived,
 ) -> GeneratedSample:
     async def run() -> GeneratedSample:
         recorder = recorders[0] = _FromRecord(sample.recorded, begin_sample(sample.key), given)
@@ -154,5 +156,5 @@ async def _no_engine(request: GenerateRequest) -> Completion:
     raise AssertionError("what is not recorded is refused before")
 
 
-def _nobody_hears(record: CallRecord) -> NoReturn:
+def _no_sink(record: CallRecord) -> NoReturn:
     raise AssertionError("nothing new comes up")

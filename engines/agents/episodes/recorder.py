@@ -49,7 +49,7 @@ class _Place:
     path: str = ""
     calls: Counter[str] = field(default_factory=Counter)
     children: int = 0
-    aside: bool = False
+    outside_code: bool = False
     """Whether the task carries out a call. Nothing in it is counted, since a replay, which has the response, skips
     it."""
 
@@ -70,7 +70,7 @@ def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
     return tasks
 
 
-def alone(key: SampleKey) -> Context:
+def context_of(key: SampleKey) -> Context:
     """Return a context for the code of a sample that starts no tasks: calls within it count as the sample's."""
     context = copy_context()
     context.run(_place.set, _Place(key, WeakSet()))
@@ -89,7 +89,7 @@ def sample_in(context: Context) -> SampleKey | None:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def outside_code() -> Iterator[None]:
     """Mark what the current task starts meanwhile as the sample's, but not as part of its code."""
     own = _place.get()
     before = _place.set(_Place(own.sample, own.tasks, aside=True))
@@ -165,7 +165,7 @@ def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: 
 
 _ROUNDS = 64
 """Maximum turns of the loop to wait for the code to become idle."""
-_QUIET = 3
+_IDLE_TURNS = 3
 """Turns of the loop without a runnable task after which the code is idle: results within `asyncio.gather` take two."""
 
 
@@ -182,7 +182,7 @@ class UncertainEffect(BaseException):
     it."""
 
 
-_ENDS = (SampleAborted, EpisodeDiverged, UncertainEffect, ToolUnavailable)
+_FATAL = (SampleAborted, EpisodeDiverged, UncertainEffect, ToolUnavailable)
 """Errors that end a sample."""
 
 
@@ -254,7 +254,7 @@ class Recorder:
         """The recorded call that the code has to make next."""
         return next((record for record in self._pending if record.call not in self._asked), None)
 
-    def knows(self, call: str) -> bool:
+    def has_response(self, call: str) -> bool:
         """Return whether an earlier attempt recorded the response to a call."""
         return call in self._known
 
@@ -290,7 +290,7 @@ class Recorder:
         self._require_open()
         try:
             return await self._answer(asked, do, again=again, durable=durable)
-        except _ENDS as error:
+        except _FATAL as error:
             self.failure = self.failure or error
             raise
 
@@ -363,16 +363,16 @@ class Recorder:
             return
         if self._side_by_side:
             self._busy = True
-            self._settle(_ROUNDS, 0)
+            self._wait_until_idle(_ROUNDS, 0)
         else:
-            self._go_on()
+            self._deliver_next()
 
     @property
     def _side_by_side(self) -> bool:
         """Whether several tasks of the sample are running."""
         return len(self._tasks) > 1 and sum(not task.done() for task in self._tasks) > 1
 
-    def _go_on(self) -> None:
+    def _deliver_next(self) -> None:
         """Deliver the next response, if it has arrived and the code has processed the one before."""
         if self._busy:
             return
@@ -411,20 +411,20 @@ class Recorder:
         if not future.done():
             future.set_result(record)
         if self._side_by_side:
-            self._settle(_ROUNDS, 0)
+            self._wait_until_idle(_ROUNDS, 0)
         else:  # whatever comes next, the code asks for when it has done with this one
             self._busy = False
             if self._answered:
-                asyncio.get_running_loop().call_soon(self._go_on)
+                asyncio.get_running_loop().call_soon(self._deliver_next)
 
-    def _settle(self, left: int, quiet: int) -> None:
+    def _wait_until_idle(self, left: int, quiet: int) -> None:
         """Let the code run until it is idle."""
         quiet = quiet + 1 if self._is_quiet() else 0
-        if quiet > _QUIET or not left:
+        if quiet > _IDLE_TURNS or not left:
             self._busy = False
-            self._go_on()
+            self._deliver_next()
         else:
-            asyncio.get_running_loop().call_soon(self._settle, left - 1, quiet)
+            asyncio.get_running_loop().call_soon(self._wait_until_idle, left - 1, quiet)
 
     def _is_quiet(self) -> bool:
         """Return whether each task waits for a future that is not done."""

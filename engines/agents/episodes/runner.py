@@ -77,7 +77,7 @@ class Waits:
 
 _TO_END = 5.0
 """Seconds that cancelled tasks have to end."""
-_TOGETHER = 0.02
+_BATCH_SECONDS = 0.02
 """Maximum seconds that records are batched while no sample waits for their durability."""
 _LONGEST_ERROR = 4000
 """Maximum characters of a sample's error message."""
@@ -141,14 +141,14 @@ class Runner:
             raise self._failure
         return len(self._tasks)
 
-    async def stirred(self) -> None:
+    async def changed(self) -> None:
         """Wait until samples have sent requests or ended, and all that can continue have continued."""
         await self._stir.wait()
         await asyncio.sleep(0)  # behind those that are about to
         self._stir.clear()
 
     @property
-    def at_work(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a sample is doing something else than waiting for the engine."""
         return self._failure is None and len(self._tasks) > len(self._asking)
 
@@ -282,7 +282,7 @@ class Runner:
 
     def _record(self, record: CallRecord) -> None:
         if not self._recorded:
-            self._loop.call_later(_TOGETHER, self._is_due)
+            self._loop.call_later(_BATCH_SECONDS, self._is_due)
         self._recorded.append(record)
 
     def _is_due(self) -> None:
@@ -322,7 +322,7 @@ async def outcome(
         return context.aborted()
     except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
         failure = recorder.failure or error
-        return context.aborted() if aborted() else GeneratedSample.failed(sample, told_of(failure))
+        return context.aborted() if aborted() else GeneratedSample.failed(sample, error_message(failure))
     except (BadTrajectory, KeyboardInterrupt):
         raise
     # User code may raise anything: it is the result of this sample and must not affect others.
@@ -330,10 +330,10 @@ async def outcome(
         failure = recorder.failure or error
         if isinstance(failure, SampleAborted):
             return context.aborted()
-        return GeneratedSample.failed(sample, told_of(failure))
+        return GeneratedSample.failed(sample, error_message(failure))
 
 
-def told_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """Return the message of an error of a sample's code."""
     if isinstance(error, RequestRefused):
         return "; ".join(error.refused.values())

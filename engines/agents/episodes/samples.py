@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from cairn.configs.kinds import GENERATE
-from cairn.engines.agents.episodes.beside import Beside
+from cairn.engines.agents.episodes.beside import InProcessGeneration
 from cairn.engines.agents.episodes.user_code import GenerateFunction, ProcessLost, SampleHung, UserCode
 from cairn.engines.types.errors import EngineDied
-from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest, take_records
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest, add_records
 from cairn.engines.types.types import SamplingParams, Stream
 
 LOSSES = 4
@@ -32,7 +32,7 @@ class SampleEngine:
         self._open = open
         self._abort = abort
         self._user_code: UserCode | None = None
-        self._beside: Beside | None = None
+        self._beside: InProcessGeneration | None = None
         self._aborted = False
 
     def generate(
@@ -49,7 +49,7 @@ class SampleEngine:
             yield from self._with_user_code(samples, params, function)
             return
         with closing(self._open()) as stream:
-            self._beside = running = Beside(stream, params, GENERATE.load(function.name))
+            self._beside = running = InProcessGeneration(stream, params, GENERATE.load(function.name))
             yield from running.generate(samples)
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
@@ -93,7 +93,7 @@ class SampleEngine:
                     for told in self._process(function).generate(stream, list(left.values()), params):
                         losses = 0
                         if isinstance(told, Recorded):
-                            take_records(left, told.records)
+                            add_records(left, told.records)
                         else:
                             for sample in told:
                                 del left[sample.key]

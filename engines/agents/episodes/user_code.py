@@ -28,9 +28,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cairn.engines.agents.episodes.beside import Asking
+from cairn.engines.agents.episodes.beside import OpenRequests
 from cairn.engines.agents.episodes.context import EpisodeOptions
-from cairn.engines.agents.episodes.watchdog import Heartbeat, Watch, blocked
+from cairn.engines.agents.episodes.watchdog import Heartbeat, Watch, blocked_message
 from cairn.engines.processes.child import Child
 from cairn.engines.types.errors import GenerationFailed
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest
@@ -101,11 +101,11 @@ class UserCode:
         exited by itself, and ProcessLost.
         """
         self._idle = False
-        asking = Asking(stream)
+        asking = OpenRequests(stream)
         events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         threads = [
             threading.Thread(target=target, args=(asking, events), name=name, daemon=True)
-            for target, name in ((self._hear, "user-code"), (self._answer, "user-code-answers"))
+            for target, name in ((self._receive, "user-code"), (self._send_responses, "user-code-answers"))
         ]
         self._send("samples", (samples, self._function, params))
         try:
@@ -166,11 +166,11 @@ class UserCode:
         seconds = min(function.timeout, function.episode_timeout or function.timeout)
 
         def hung(key: SampleKey | None) -> None:
-            events.put(("hung", (key, blocked(seconds))))
+            events.put(("hung", (key, blocked_message(seconds))))
 
         return Watch(self._heartbeat, self._child.pid, seconds, hung)
 
-    def _hear(self, asking: Asking, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
+    def _receive(self, asking: OpenRequests, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
         """Receive the process's messages until the call ends; runs in a thread. Requests join the stream at once."""
         kind = ""
         try:
@@ -185,7 +185,7 @@ class UserCode:
         except BaseException as error:
             events.put(("failed", error))
 
-    def _answer(self, asking: Asking, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
+    def _send_responses(self, asking: OpenRequests, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
         """Send the engine's responses to the process; runs in a thread."""
         try:
             while asking.wait():

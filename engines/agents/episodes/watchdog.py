@@ -179,7 +179,7 @@ class Watch:
 
         Args:
             seconds: time without a beat after which the process counts as blocked.
-            blocked: called once, with the sample that blocks the process.
+            blocked_message: called once, with the sample that blocks the process.
         """
         self._heartbeat, self._pid, self._seconds, self._blocked = heartbeat, pid, seconds, blocked
         self._over = threading.Event()
@@ -282,7 +282,7 @@ class Watchdog:
         if self._heartbeat is not None:
             self._heartbeat.rest()
 
-    def goes_on(self, key: SampleKey) -> None:
+    def restart(self, key: SampleKey) -> None:
         """Restart the timeout of a sample that received a response."""
         self._since[key] = self._now(key)
 
@@ -308,7 +308,7 @@ class Watchdog:
         while not self._over.wait(self._tick):
             self._beat()
             if time.monotonic() - self._turned > self._seconds + self._tick:
-                self._hung((self._runner.current(), blocked(self._seconds)))
+                self._hung((self._runner.current(), blocked_message(self._seconds)))
                 return
 
     def _beat(self) -> None:
@@ -316,7 +316,7 @@ class Watchdog:
             self._heartbeat.beat()
 
 
-def blocked(seconds: float) -> str:
+def blocked_message(seconds: float) -> str:
     """Return the error of a sample that blocked all others."""
     told = f"it blocked all other samples for longer than {seconds:g} s: await slow calls in it"
     return f"generate: LoopBlocked: {told}"

@@ -20,14 +20,14 @@ import numpy as np
 
 from cairn.engines.agents.replies import ToolCall, call_of, read_reply
 from cairn.engines.agents.tools.tool import Tool
-from cairn.engines.models.tokenizers import after_reply, special_ids
+from cairn.engines.models.tokenizers import special_ids, text_after_reply
 from cairn.storage.store.canonical import from_json
 
 _MARK = "cairn-7f3a9c51-answer"
 """Placeholder for a reply of the policy when the template is analysed."""
 
 
-WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template supports tools"
+REMEDY = "set rollout.tool_call_format=tags, or use a model whose template supports tools"
 
 
 class BadTemplate(Exception):
@@ -74,18 +74,18 @@ class TemplateFormat:
         try:
             rendered = self._rendered(messages, False)
             if rendered.count(_MARK) != 1:
-                raise BadTemplate(_cannot("it does not write out what was said"))
+                raise BadTemplate(_template_error("it does not write out what was said"))
             before = len(rendered.partition(_MARK)[0] + _MARK)
         except BadTemplate:  # as that of gpt-oss, which writes results only behind the calls that they are of
             messages[1] = {"role": "assistant", "content": "", "tool_calls": [_as_message(c) for c in self.calls(ids)]}
             rendered, before = self._rendered(messages, False), len(self._rendered(messages[:2], False))
         begins = self._rendered(messages, True)
         if not begins.startswith(rendered):
-            raise BadTemplate(_cannot("it does not write out what was said"))
+            raise BadTemplate(_template_error("it does not write out what was said"))
         rest = rendered[before:] + self._begin(begins[len(rendered) :])
         if any(_json(text) not in rest and text not in rest for _, text in results if text.strip() == text):
-            raise BadTemplate(_cannot("it leaves out tool results"))
-        rest = after_reply(self._tokenizer, self._special, ids, rest)
+            raise BadTemplate(_template_error("it leaves out tool results"))
+        rest = text_after_reply(self._tokenizer, self._special, ids, rest)
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _begin(self, plain: str) -> str:
@@ -97,7 +97,7 @@ class TemplateFormat:
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins)
         except Exception as error:  # a template raises what it likes
-            raise BadTemplate(_cannot(str(error))) from error
+            raise BadTemplate(_template_error(str(error))) from error
         return text
 
 
@@ -153,8 +153,8 @@ def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _cannot(why: str) -> str:
-    return f"the chat template cannot show the model tool results ({why}): {WAY_OUT}"
+def _template_error(why: str) -> str:
+    return f"the chat template cannot show the model tool results ({why}): {REMEDY}"
 
 
 # Check whether a chat template's tool calls can be parsed: a call is rendered and parsed again.
@@ -183,13 +183,13 @@ def unreadable_calls(tokenizer: Any) -> str | None:
     if not written:
         if "<tool_call>" in str(tokenizer.chat_template) or getattr(tokenizer, "response_schema", None):
             return None
-        return f"the chat template renders no tool calls: {WAY_OUT}"
+        return f"the chat template renders no tool calls: {REMEDY}"
     why = None
     for prompt, said in written:
         form = TemplateFormat(tokenizer, {_TOOL.name: _TOOL}, prompt)
         ids = np.asarray(tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"])
         if form.calls(ids) != [_CALL]:
-            why = why or f"the chat template renders calls in an unsupported format ({said[:200]!r}): {WAY_OUT}"
+            why = why or f"the chat template renders calls in an unsupported format ({said[:200]!r}): {REMEDY}"
             continue
         try:
             form.results(ids, [(_CALL.name, "4")])
@@ -212,13 +212,13 @@ def _written(tokenizer: Any) -> Iterator[tuple[str, str]]:
             )
         except Exception:  # a template raises what it likes
             continue
-        said = whole.removeprefix(prompt) if whole.startswith(prompt) else whole[_parting(prompt, whole) :]
+        said = whole.removeprefix(prompt) if whole.startswith(prompt) else whole[_first_difference(prompt, whole) :]
         if _CALL.name in said:
             opened = prompt.rstrip().endswith("<think>") and "</think>" not in said
             yield prompt, f"{'</think>' if opened else ''}{said.rstrip()}"
 
 
-def _parting(prompt: str, whole: str) -> int:
+def _first_difference(prompt: str, whole: str) -> int:
     """Return the index of the first difference between two texts, or of the begin of the tag that it is in."""
     place = next((place for place, both in enumerate(zip(prompt, whole, strict=False)) if both[0] != both[1]), 0)
     opened = whole.rfind("<", 0, place)

@@ -12,7 +12,7 @@
 | its module cannot be loaded in the process, or the process cannot be isolated from the network | `ToolUnavailable` |
 
 The timeout of a call begins when its process has loaded the tool. Waiting for a free process does not count, neither
-for the call nor for its episode (`held`). Processes start on demand, each as a fresh Python, and are reused for the
+for the call nor for its episode (`waiting`). Processes start on demand, each as a fresh Python, and are reused for the
 calls of all tools.
 
 As many quick calls run at a time as there are cores, at most `PROCESSES`. For each call that waits for something or
@@ -157,7 +157,7 @@ _network = threading.Event()
 _TICK = 0.25
 
 
-held: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("held", default=nullcontext)
+waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("held", default=nullcontext)
 """Context manager that is entered while a call waits for a process."""
 
 
@@ -194,7 +194,7 @@ class Callee(Protocol):
         """Return the failure of a call that exceeded its timeout."""
 
 
-class _Asked:
+class _Call:
     """A call that is waiting or running."""
 
     def __init__(self, tool: Callee, path: str, message: bytes, episode: str) -> None:
@@ -244,8 +244,8 @@ class ToolProcesses:
         self._count, self._most = count, max(count, most)
         self._most_computing = max(2 * count, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
-        self._waiting: Turns[_Asked] = Turns()
-        self._at_work: dict[_Slot, _Asked] = {}
+        self._waiting: Turns[_Call] = Turns()
+        self._at_work: dict[_Slot, _Call] = {}
         self._idle: list[_Slot] = []
 
     async def call(self, tool: Callee, path: str, arguments: Mapping[str, Any], key: str) -> Any:
@@ -262,12 +262,12 @@ class ToolProcesses:
             "memory": tool.memory or MEMORY,
             "max_output": tool.max_output,
         }
-        asked = _Asked(tool, path, json.dumps(message).encode(), key.rpartition("/")[0])
+        asked = _Call(tool, path, json.dumps(message).encode(), key.rpartition("/")[0])
         with self._lock:
             self._waiting.add(tool.name, asked.episode, asked)
-            self._hand_out()
+            self._dispatch()
         try:
-            with held.get()():
+            with waiting.get()():
                 await asyncio.wrap_future(asked.begun)
             return await asyncio.wrap_future(asked.answer)
         finally:
@@ -278,15 +278,15 @@ class ToolProcesses:
         with self._lock:
             del self._at_work[slot]
             self._idle.append(slot)
-            self._hand_out()
+            self._dispatch()
 
     def pace(self, slot: "_Slot", pace: Pace) -> None:
         """Set the pace of a slot's call."""
         with self._lock:
             self._at_work[slot].pace = pace
-            self._hand_out()
+            self._dispatch()
 
-    def may_end(self, slot: "_Slot") -> bool:
+    def release(self, slot: "_Slot") -> bool:
         """Return whether an idle slot is surplus; it is then removed from the pool."""
         with self._lock:
             if slot not in self._idle or len(self._idle) + len(self._at_work) <= self._count:
@@ -294,7 +294,7 @@ class ToolProcesses:
             self._idle.remove(slot)
             return True
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """Assign waiting calls to free processes, or to new ones where these are allowed."""
         while self._has_room():
             asked = self._waiting.take(self._may)
@@ -327,7 +327,7 @@ class _Slot:
     """A process, and the thread that starts and reads it: the kernel kills the process when that thread ends."""
 
     def __init__(self, pool: ToolProcesses) -> None:
-        self.given: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self.given: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._pool = pool
         self._process = _Process()
         threading.Thread(target=self._run, name="tool-process", daemon=True).start()
@@ -337,7 +337,7 @@ class _Slot:
             try:
                 asked = self.given.get(timeout=IDLE)
             except queue.Empty:
-                if self._pool.may_end(self):
+                if self._pool.release(self):
                     self._process.kill()
                     return
                 continue
@@ -347,7 +347,7 @@ class _Slot:
             del asked, tell  # what it answered may be large
 
 
-def grant_network(granted: bool) -> None:
+def allow_network(granted: bool) -> None:
     """Set whether processes that start from now on may use the network; the default is no."""
     _network.set() if granted else _network.clear()
 

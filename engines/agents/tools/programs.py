@@ -85,7 +85,7 @@ def _confined(name: str, options: SandboxedTool) -> Confined:
     )
 
 
-def told(output: bytes, errors: bytes, code: int, length: int) -> str:
+def report(output: bytes, errors: bytes, code: int, length: int) -> str:
     """Return the report of a program for the model: its output, and how it ended where it failed.
 
     At most `longest(length)` characters.
@@ -99,6 +99,6 @@ def told(output: bytes, errors: bytes, code: int, length: int) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def longest(length: int) -> int:
-    """Return the maximum characters of a report by `told`."""
+def max_report_length(length: int) -> int:
+    """Return the maximum characters of a report by `report`."""
     return 2 * length + 200

@@ -2,7 +2,7 @@
 
 from cairn.configs.schema.rollout import PythonTool, ToolOptions
 from cairn.engines.agents.tools.errors import Reason, ToolFailed
-from cairn.engines.agents.tools.programs import QUEUE, Programs, longest, told
+from cairn.engines.agents.tools.programs import QUEUE, Programs, max_report_length, report
 from cairn.engines.agents.tools.tool import Tool
 
 
@@ -22,7 +22,7 @@ class Python:
         ran = await self._programs.run(code.encode(errors="surrogatepass"))
         if ran.flooded:
             raise ToolFailed(f"python: it printed more than {self._options.file_size:,} bytes", Reason.SIZE)
-        return told(ran.output, ran.errors, ran.code, self._options.max_output)
+        return report(ran.output, ran.errors, ran.code, self._options.max_output)
 
 
 def tool(options: ToolOptions) -> Tool:
@@ -30,5 +30,8 @@ def tool(options: ToolOptions) -> Tool:
     # The program has a timeout of its own, which excludes the time in the queue.
     timeout = options.python.timeout + QUEUE
     return Tool(
-        Python(options.python).python, kind="pure", timeout=timeout, max_output=longest(options.python.max_output)
+        Python(options.python).python,
+        kind="pure",
+        timeout=timeout,
+        max_output=max_report_length(options.python.max_output),
     )

@@ -11,7 +11,7 @@ ends its episode.
 
 from cairn.configs.schema.rollout import SandboxedTool, ToolOptions
 from cairn.engines.agents.tools.errors import Reason, ToolFailed
-from cairn.engines.agents.tools.programs import QUEUE, Programs, longest, told
+from cairn.engines.agents.tools.programs import QUEUE, Programs, max_report_length, report
 from cairn.engines.agents.tools.tool import Tool
 
 _SCRIPT = """
@@ -55,7 +55,7 @@ class Shell:
         if ran.code:
             raise ToolFailed("shell: its sandbox has no room for the directory", Reason.SIZE)
         self._archive, code = ran.output[:-_CODE], int(ran.output[-_CODE:])
-        return told(ran.errors, b"", code, self._options.max_output)
+        return report(ran.errors, b"", code, self._options.max_output)
 
 
 def tool(options: ToolOptions) -> Tool:
@@ -68,7 +68,7 @@ def tool(options: ToolOptions) -> Tool:
             Shell(programs, options.shell).shell,
             kind="deterministic",
             timeout=options.shell.timeout + QUEUE,
-            max_output=longest(options.shell.max_output),
+            max_output=max_report_length(options.shell.max_output),
             fresh=fresh,
         )
 

@@ -161,16 +161,16 @@ class WeightExchange:
         """
         asked = time.monotonic()
         with engine.serving:
-            looked, found = engine.looked
+            looked, found = engine.last_check
             if found == version and looked > asked:
                 return
-            engine.looked = (0.0, None)
+            engine.last_check = (0.0, None)
             looked = time.monotonic()
             if self._membership.ensure_alive(engine)["weight_version"] != version:
                 self._bring(engine, version)
             self._turns.for_rollout(engine)
             self._route(engine, version)
-            engine.looked = (looked, version)
+            engine.last_check = (looked, version)
 
     def updates_in_flight(self) -> bool:
         """Return whether the result of `update` can be checked as configured. Engines that report no checksum must
@@ -187,7 +187,7 @@ class WeightExchange:
         """
         with engine.serving:
             publication, laid = self._find(version)
-            engine.looked = (0.0, None)
+            engine.last_check = (0.0, None)
             began = time.monotonic()
             engine.call(UPDATING, RolloutEngine.begin_weight_update, version, in_flight=True).result()
             with self._sending(version):

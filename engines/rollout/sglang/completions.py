@@ -12,7 +12,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.models.routing import ExpertLayers, compact
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.types.errors import EngineError, GenerationFailed
-from cairn.engines.types.types import Completion, FinishReason, KeptTokens, RequestId
+from cairn.engines.types.types import Completion, FinishReason, RequestId, SamplingSupport
 
 # Sampling support that an SGLang server reports: the part of the vocabulary that top-k and top-p left to draw from.
 #
@@ -25,7 +25,7 @@ LIMIT = "sampling_mask_max_tokens"
 _LIMIT_BY_DEFAULT = 4096
 
 
-def kept_problems(config: RolloutConfig) -> Iterator[str]:
+def support_problems(config: RolloutConfig) -> Iterator[str]:
     """Yield sentences on why the trainer would not know the sampling support, from the configuration alone."""
     if not config.cuts_vocabulary:
         return
@@ -59,7 +59,7 @@ def version_problems(config: RolloutConfig, installation: Installation) -> Itera
         )
 
 
-def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, KeptTokens]:
+def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, SamplingSupport]:
     """Return [T] float32 log-probs of a reply's tokens within their sampling support, and that support.
 
     Args:
@@ -75,7 +75,7 @@ def drawn_from(meta: dict[str, Any]) -> tuple[np.ndarray, KeptTokens]:
                 "the server does not report which tokens it drew from: it may be another version of SGLang"
             )
         left = log_probs = []
-    return np.asarray(log_probs, np.float32), KeptTokens.of(left)
+    return np.asarray(log_probs, np.float32), SamplingSupport.of(left)
 
 
 # The experts that an SGLang server's model chose for each token.
@@ -123,12 +123,14 @@ class Routes:
         Raises:
             EngineError: the reply reports something else.
         """
-        told = meta.get("routed_experts")
-        if told is None:
+        reported = meta.get("routed_experts")
+        if reported is None:
             return None
         shape = (-1, self._model.num_hidden_layers, self._model.num_experts_per_tok)
         try:
-            experts = np.frombuffer(base64.b64decode(told), np.int32).reshape(shape)[:tokens, list(self._layers.places)]
+            experts = np.frombuffer(base64.b64decode(reported), np.int32).reshape(shape)[
+                :tokens, list(self._layers.places)
+            ]
         except ValueError as error:
             raise EngineError(f"the server reports experts that are not of this model: {error}") from error
         if len(experts) < tokens:
@@ -156,7 +158,7 @@ def completion(
     *,
     may_abort: bool,
     stop: tuple[str, ...] = (),
-    with_kept: bool = False,
+    with_support: bool = False,
     routes: Callable[[dict[str, Any], int], np.ndarray | None] | None = None,
 ) -> Completion:
     """Return one sample of the reply to a `/generate`.
@@ -165,7 +167,7 @@ def completion(
         content: the reply's JSON.
         may_abort: whether an abort was requested, so that a part is accepted.
         stop: the stop strings of the request.
-        with_kept: whether the sampling support was requested.
+        with_support: whether the sampling support was requested.
         routes: returns the experts in the reply's `meta_info`, for a response of this many tokens; None if they were
             not requested.
 
@@ -184,7 +186,7 @@ def completion(
         raise GenerationFailed(f"a generation ended with {matched!r}: the weights give no finite logits")
     ids = np.asarray(content["output_ids"], np.int32)
     kept = None
-    if with_kept:
+    if with_support:
         log_probs, kept = drawn_from(meta)
     else:
         log_probs = np.asarray([entry[0] for entry in meta.get("output_token_logprobs") or []], np.float32)

@@ -40,7 +40,7 @@ class ServerStream:
         self._generation = generation
         self._check = check
         self._lock = threading.Lock()
-        self._asked = self._taken = 0
+        self._submitted = self._taken = 0
         """Numbers of requests submitted, and of requests whose result was taken."""
         self._ended: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
 
@@ -48,14 +48,14 @@ class ServerStream:
         self._check(requests)
         with self._lock:
             for future in self._generation.submit(requests):
-                self._asked += 1
+                self._submitted += 1
                 future.add_done_callback(self._ended.put)
 
     def __iter__(self) -> "ServerStream":
         return self
 
     def __next__(self) -> list[Completion]:
-        if self._taken >= self._asked:
+        if self._taken >= self._submitted:
             raise StopIteration
         future = self._ended.get()
         self._taken += 1
@@ -72,7 +72,7 @@ class ServerStream:
     def close(self) -> None:
         self._generation.close()
         with self._lock:
-            self._taken = self._asked
+            self._taken = self._submitted
 
     def __del__(self) -> None:
         self._generation.close()
@@ -127,7 +127,7 @@ class SGLangEngine(ServerWeights):
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
-        self._resting = False
+        self._paused = False
         """Whether samples are paused until the update of the weights has ended."""
         self._loads = Loads(self.server.url)
         self._hung: str | None = None
@@ -154,7 +154,7 @@ class SGLangEngine(ServerWeights):
         )
         with self._lock:
             self._streams.add(generation)
-            if self._resting:
+            if self._paused:
                 generation.rest()
         return ServerStream(generation, self._check)
 
@@ -177,7 +177,7 @@ class SGLangEngine(ServerWeights):
             self._watch.pause()
             if in_flight:
                 with self._lock:
-                    self._resting = True
+                    self._paused = True
                 for generation in self._open_streams():
                     generation.rest()
             super().begin_weight_update(version, in_flight)
@@ -189,7 +189,7 @@ class SGLangEngine(ServerWeights):
         super().end_weight_update()
         self._watch.resume()
         with self._lock:
-            self._resting = False
+            self._paused = False
         for generation in self._open_streams():
             generation.go_on()
 

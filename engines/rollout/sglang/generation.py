@@ -142,8 +142,8 @@ class Generation:
         self._explained = explained
         self._routes = routes
         self._slots = asyncio.Semaphore(concurrency)
-        self._may_ask = asyncio.Event()
-        self._may_ask.set()
+        self._may_request = asyncio.Event()
+        self._may_request.set()
         self._parts: dict[RequestId, Completion] = {}
         """Parts of unfinished samples, as of their last retraction."""
         self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
@@ -184,7 +184,7 @@ class Generation:
             if self._aborted:
                 return  # nothing goes on
             if self._thread is None:
-                self._may_ask.clear()
+                self._may_request.clear()
                 return
             try:
                 resting = asyncio.run_coroutine_threadsafe(self._rest(), self._loop.result())
@@ -197,8 +197,8 @@ class Generation:
         """Request what is left of the paused samples."""
         with self._lock:
             if self._thread is None:
-                self._may_ask.set()
-            self._call(self._may_ask.set)
+                self._may_request.set()
+            self._call(self._may_request.set)
 
     def retracted(self) -> list[Completion]:
         """Return the parts of retracted samples; see `cairn.engines.rollout.base.RolloutEngine.retracted`."""
@@ -308,7 +308,7 @@ class Generation:
         try:
             async for attempt in retrying:
                 with attempt:
-                    await self._may_ask.wait()
+                    await self._may_request.wait()
                     if self._aborted:
                         return Completion.empty(request.request_id, FinishReason.ABORT)
                     rid = f"{self._name}-{number:08d}-{attempt.retry_state.attempt_number}"
@@ -321,9 +321,9 @@ class Generation:
             request.request_id,
             content,
             time.perf_counter() - began,
-            may_abort=self._aborted or not self._may_ask.is_set(),
+            may_abort=self._aborted or not self._may_request.is_set(),
             stop=params.stop,
-            with_kept=params.cuts_vocabulary and params.return_kept,
+            with_support=params.cuts_vocabulary and params.return_kept,
             routes=None if routes is None else lambda meta, length: routes.read(meta, given + length - 1),
         )
 
@@ -369,11 +369,11 @@ class Generation:
             return content
         if reply.status in _AT_FAULT:
             raise RequestRefused({request.request_id: f"/generate refused it ({reply.status}): {content[:500]}"})
-        told = f"/generate of {self._route.url} failed ({reply.status}): {content[:500]}"
+        message = f"/generate of {self._route.url} failed ({reply.status}): {content[:500]}"
         if reply.status < 500:
-            raise EngineError(told)
+            raise EngineError(message)
         at_fault = reply.status not in _OUT_OF_REACH and await self._all_answer()
-        raise _ServerFailed(GenerationFailed(told) if at_fault else EngineError(told))
+        raise _ServerFailed(GenerationFailed(message) if at_fault else EngineError(message))
 
     async def _all_answer(self) -> bool:
         try:
@@ -386,7 +386,7 @@ class Generation:
         return True
 
     async def _rest(self) -> None:
-        self._may_ask.clear()
+        self._may_request.clear()
         deadline = time.monotonic() + ABORT_TIMEOUT
         again = 0.0
         while self._running:
@@ -398,7 +398,7 @@ class Generation:
             await asyncio.sleep(_SOON)
 
     def _begin_to_abort(self) -> None:
-        self._may_ask.set()  # those that rest come back as they are
+        self._may_request.set()  # those that rest come back as they are
         self._aborting = asyncio.create_task(self._abort_until_given_back())
 
     async def _abort_until_given_back(self) -> None:

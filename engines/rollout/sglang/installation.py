@@ -156,11 +156,11 @@ class Installation:
         """Return the interpreter that `CAIRN_SGLANG_PYTHON` names; otherwise this interpreter, or that of
         `.venv-sglang` next to its own environment. Where SGLang is installed belongs to the machine, not to the run.
         Raises SGLangMissing."""
-        beside = Path(sys.prefix).with_name(".venv-sglang") / "bin" / "python"
+        sibling = Path(sys.prefix).with_name(".venv-sglang") / "bin" / "python"
         named = os.environ.get(INTERPRETER)
-        candidates = [Path(named)] if named else [Path(sys.executable), beside]
+        candidates = [Path(named)] if named else [Path(sys.executable), sibling]
         for candidate in candidates:
-            if candidate.exists() and _ask(candidate, _FIND_FOLDER.format("sglang")):
+            if candidate.exists() and _run_python(candidate, _FIND_FOLDER.format("sglang")):
                 return cls(candidate)
         raise SGLangMissing(
             f"SGLang is not installed for {' or '.join(map(str, candidates))}: run `make sglang-env`, or set "
@@ -170,18 +170,18 @@ class Installation:
     @cached_property
     def version(self) -> str:
         """Version of SGLang."""
-        return _ask(self.python, _FIND_VERSION)
+        return _run_python(self.python, _FIND_VERSION)
 
     def versions(self, packages: Iterable[str]) -> dict[str, str]:
         """Return the versions of those packages that the interpreter has, and its own version."""
-        found: dict[str, str] = json.loads(_ask(self.python, _FIND_VERSIONS.format(tuple(packages))))
+        found: dict[str, str] = json.loads(_run_python(self.python, _FIND_VERSIONS.format(tuple(packages))))
         return found
 
     @cached_property
     def options(self) -> Mapping[str, str]:
         """Options of a server's command line, with their annotations, which show how an option is spelled. They are the
         fields of SGLang's ServerArgs that have a flag of their name, read without importing SGLang."""
-        folder = Path(_ask(self.python, _FIND_FOLDER.format("sglang"))) / "srt"
+        folder = Path(_run_python(self.python, _FIND_FOLDER.format("sglang"))) / "srt"
         trees = _parsed(folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py"))
         words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         return {
@@ -194,7 +194,7 @@ class Installation:
     def router_options(self) -> frozenset[str]:
         """Names of all options of a router: the fields of its RouterArgs. Raises SGLangMissing where there is no
         router."""
-        folder = _ask(self.python, _FIND_FOLDER.format("sglang_router"))
+        folder = _run_python(self.python, _FIND_FOLDER.format("sglang_router"))
         if not folder:
             raise SGLangMissing(
                 f"{self.python} has no router: install sglang-router there, or leave rollout.router out"
@@ -260,7 +260,7 @@ def router_problems(installation: Installation, options: Mapping[str, Any]) -> I
 
 
 def _name_problems(
-    section: str, options: Mapping[str, Any], known: Collection[str], set_here: frozenset[str], whose: str
+    section: str, options: Mapping[str, Any], known: Collection[str], set_here: frozenset[str], owner: str
 ) -> Iterator[str]:
     for name in options:
         if name in _SECRETS:
@@ -270,7 +270,7 @@ def _name_problems(
         elif name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            yield f"{section}.{name} is not an option of {whose}{hint}"
+            yield f"{section}.{name} is not an option of {owner}{hint}"
 
 
 def _flag(name: str) -> str:
@@ -289,7 +289,7 @@ def _fields(trees: Iterable[ast.Module]) -> dict[str, str]:
     return {field.target.id: ast.unparse(field.annotation) for field in fields if isinstance(field.target, ast.Name)}
 
 
-def _ask(python: Path, program: str) -> str:
+def _run_python(python: Path, program: str) -> str:
     done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise SGLangMissing(f"{python} cannot be used: {done.stderr.strip().splitlines()[-1:]}")

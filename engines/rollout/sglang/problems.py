@@ -7,7 +7,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.folders import check_model_folder, sees_images
 from cairn.engines.models.quantized import BlockFp8, quantization_of
-from cairn.engines.rollout.sglang.completions import kept_problems, routes_problems, version_problems
+from cairn.engines.rollout.sglang.completions import routes_problems, support_problems, version_problems
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
 from cairn.engines.rollout.sglang.launch import code_problem
 from cairn.engines.rollout.sglang.launch_plan import plan_problems, without_gpu
@@ -84,7 +84,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Yield sentences on servers, router and model."""
     rollout = config.rollout
     yield from plan_problems(rollout)
-    yield from kept_problems(rollout)
+    yield from support_problems(rollout)
     if config.algorithm.use_rollout_routing_replay:
         yield from routes_problems(rollout)
     if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:

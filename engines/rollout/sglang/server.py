@@ -78,7 +78,7 @@ class Control:
 # responds between two batches, so that a long generation does not count as silence.
 
 
-QUESTION = "/server_info"
+PROBE_PATH = "/server_info"
 """Path to which the scheduler responds without generating anything: an update of the weights must find no request."""
 
 _REMEMBERED = 1000
@@ -106,7 +106,7 @@ class Watch:
         *,
         first_wait: float = 0,
         name: str = "SGLang server",
-        question: str = QUESTION,
+        question: str = PROBE_PATH,
     ) -> None:
         self._url = url
         self._name = name
@@ -146,13 +146,13 @@ class Watch:
         with httpx.Client(base_url=self._url, trust_env=False) as http:
             while not self._ended.wait(self._interval):
                 pauses, limit = self._pauses, self.limit
-                if self._paused or any(self._answers(http, limit * part, pauses) for part in (2 / 3, 1 / 3)):
+                if self._paused or any(self._responds(http, limit * part, pauses) for part in (2 / 3, 1 / 3)):
                     continue
                 if not self._ended.is_set() and self._pauses == pauses:
                     self._on_hang(f"the {self._name} at {self._url} did not answer for {limit:.3g} s")
                     return
 
-    def _answers(self, http: httpx.Client, seconds: float, pauses: int) -> bool:
+    def _responds(self, http: httpx.Client, seconds: float, pauses: int) -> bool:
         """Poll once, and return whether the server does not hang. A server that is gone does not hang; its users detect
         it. A response that had to wait for a pause does not count as a response time."""
         began = time.monotonic()
@@ -263,8 +263,8 @@ class Server:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        told = [line for line in lines if not _ACCESS.search(line)]
-        return f"its log is {self.log}:\n" + "\n".join(told[-_TAIL:])
+        shown = [line for line in lines if not _ACCESS.search(line)]
+        return f"its log is {self.log}:\n" + "\n".join(shown[-_TAIL:])
 
 
 class ExternalServer:

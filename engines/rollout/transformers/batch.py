@@ -15,7 +15,7 @@ import torch
 
 from cairn.engines.models.tokenizers import read_tokenizer
 from cairn.engines.types.errors import BadModel, GenerationFailed
-from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, KeptTokens
+from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingSupport
 
 # Sampling of the next token: one uniform number for each token, from the sample's seed and the token's position alone.
 
@@ -294,13 +294,13 @@ class Batch:
         """Add samples whose tokens, except the last one, are in the KV cache. Returns their rows."""
         rows = slice(len(self), len(self) + len(samples))
         params = [sample.request.sampling_params for sample in samples]
-        given = np.array([len(sample.tokens) for sample in samples])
+        input_lengths = np.array([len(sample.tokens) for sample in samples])
         self.tokens[rows] = [sample.tokens[-1] for sample in samples]
-        self.positions[rows] = given - 1
+        self.positions[rows] = input_lengths - 1
         self.shifts[rows] = [sample.shift for sample in samples]
         self._generated[rows] = 0
         self._continued[rows] = [sample.request.position for sample in samples]
-        self._limits[rows] = np.minimum([sample.limit for sample in samples], self._context_length - given)
+        self._limits[rows] = np.minimum([sample.limit for sample in samples], self._context_length - input_lengths)
         self._seeds[rows] = [sample.request.seed & (2**64 - 1) for sample in samples]
         self._temperatures[rows] = [p.temperature for p in params]
         self._top_ps[rows] = [p.top_p for p in params]
@@ -321,7 +321,7 @@ class Batch:
         """Whether a sample requests the experts of its tokens."""
         return any(sample.request.sampling_params.return_routed_experts for sample in self.samples)
 
-    def know_routes(self, rows: Sequence[int], routes: Sequence[np.ndarray]) -> None:
+    def record_input_routes(self, rows: Sequence[int], routes: Sequence[np.ndarray]) -> None:
         """Record the experts of the tokens that the samples continue, except the last one."""
         for row in rows:
             self.samples[row].routes += routes
@@ -340,7 +340,7 @@ class Batch:
         drawn, chosen, part = sample(logits.float(), uniform, divisors, greedy, truncated)
         tokens, log_probs = drawn.cpu().numpy(), chosen.cpu().numpy()
         if truncated is not None and part is not None:
-            self._keep(truncated[0], part)
+            self._record_support(truncated[0], part)
         self._responses[np.arange(rows), generated] = tokens
         self._log_probs[np.arange(rows), generated] = log_probs
         self.tokens[:rows] = tokens
@@ -382,7 +382,7 @@ class Batch:
             weight_versions=np.full(len(log_probs), weight_version, np.int32),
             finish_reason=FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH,
             seconds=now - ended.began,
-            kept=KeptTokens.of(ended.kept) if ended.kept else None,
+            kept=SamplingSupport.of(ended.kept) if ended.kept else None,
             routed_experts=np.concatenate(ended.routes) if asked and ended.routes else None,
         )
 
@@ -409,7 +409,7 @@ class Batch:
         for values in self._row_values():
             values[: len(order)] = values[order]
 
-    def _keep(self, rows: torch.Tensor, part: torch.Tensor) -> None:
+    def _record_support(self, rows: torch.Tensor, part: torch.Tensor) -> None:
         """Record the sampling support `part` [R, V] of `rows` [R], for the samples that request it."""
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
         for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):

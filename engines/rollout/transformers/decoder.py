@@ -232,13 +232,13 @@ class Decoder:
         """Return the length of a forward pass for all tokens except the last, padding included. It depends on these
         tokens alone."""
         length = len(tokens) - 1
-        if not length or not self.cache.keeps_beginnings:
+        if not length or not self.cache.retains_prefixes:
             return length
         return min(round_up(length + self._padding), self.context_length)
 
     def prefill_rows(self, prompts: int, length: int) -> int:
         """Return the rows of a forward pass for `prompts` prompts of that length, padding included."""
-        if self.cache.keeps_beginnings:
+        if self.cache.retains_prefixes:
             return prompts
         return -(-max(prompts * length + self._padding, MIN_ROWS) // length)
 
@@ -249,8 +249,10 @@ class Decoder:
             seen: what the model reads besides the tokens.
         """
         prompts = prompt_cache(self._kinds)
-        given: AbstractContextManager[dict[str, Any]] = nullcontext({}) if seen is None else seen.given(self.model)
-        with torch.inference_mode(), given as beside:
+        image_arguments: AbstractContextManager[dict[str, Any]] = (
+            nullcontext({}) if seen is None else seen.given(self.model)
+        )
+        with torch.inference_mode(), image_arguments as beside:
             self.model(
                 input_ids=input_ids.to(self.device),
                 past_key_values=prompts,

@@ -146,12 +146,12 @@ class Decoding:
             by_start[sample.start].append(sample)
         by_length: dict[tuple[int, bytes], list[list[Sample]]] = defaultdict(list)
         for start, group in by_start.items():
-            if decoder.cache.keeps_beginnings and (sibling := running.get(start)) is not None:
+            if decoder.cache.retains_prefixes and (sibling := running.get(start)) is not None:
                 for sample in group:
                     sample.shift = batch.samples[sibling].shift
                 slots = batch.admit(group)
                 if len(group[0].tokens) > 1:  # else nothing was prefilled
-                    batch.know_routes(slots, batch.samples[sibling].routes[:1])
+                    batch.record_input_routes(slots, batch.samples[sibling].routes[:1])
                 decoder.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
             else:
                 alone = start if group[0].request.images else b""
@@ -189,7 +189,7 @@ class Decoding:
         if self._decoder.routes.layers:
             experts = compact(routes, self._decoder.routes.num_experts)
             for source, slot in zip(sources, slots, strict=True):
-                self._batch.know_routes([slot], [experts[source, : len(self._batch.samples[slot].tokens) - 1]])
+                self._batch.record_input_routes([slot], [experts[source, : len(self._batch.samples[slot].tokens) - 1]])
 
     @torch.inference_mode()
     def _advance(self) -> np.ndarray:

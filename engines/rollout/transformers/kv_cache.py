@@ -186,15 +186,15 @@ class KVCache:
     """
 
     def __init__(self, example: Cache, kinds: Sequence[LayerKind]) -> None:
-        kept = [kind.read(layer) for kind, layer in zip(kinds, example.layers, strict=True)]
+        cached = [kind.read(layer) for kind, layer in zip(kinds, example.layers, strict=True)]
         self.layers = [
             Layer(kind, tuple(states.shape[1] if kind.of_positions else None for states in layer))
-            for kind, layer in zip(kinds, kept, strict=True)
+            for kind, layer in zip(kinds, cached, strict=True)
         ]
         """Layers in the order of `stores`."""
         self.stores = [
             states[:0, :, :0] if kind.of_positions else states[:0]
-            for kind, layer in zip(kinds, kept, strict=True)
+            for kind, layer in zip(kinds, cached, strict=True)
             for states in layer
         ]
         """Stores of the first layer, of the second, …: each [slots, heads, capacity, size], or [slots, …] for a
@@ -203,7 +203,7 @@ class KVCache:
         """Positions in a slot."""
 
     @property
-    def keeps_beginnings(self) -> bool:
+    def retains_prefixes(self) -> bool:
         """Whether a slot still holds, later on, what its sample began with."""
         return all(heads is not None for layer in self.layers for heads in layer.heads)
 
@@ -296,17 +296,17 @@ SLOT_ATTENTION = "cairn_slots"
 """Name of this function in transformers, for `model.set_attn_implementation`."""
 
 
-_given = threading.local()
+_current = threading.local()
 
 
 @contextmanager
 def segmented(segments: torch.Tensor) -> Iterator[None]:
     """Have steps of this thread run over rows in these segments [K, 2]."""
-    _given.segments = segments
+    _current.segments = segments
     try:
         yield
     finally:
-        del _given.segments
+        del _current.segments
 
 
 @torch.jit.script_if_tracing
@@ -365,7 +365,7 @@ def slot_attention(
         output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
         output = output.unflatten(2, (group_size, -1)).flatten(1, 2)
     else:
-        segments: torch.Tensor | None = getattr(_given, "segments", None)
+        segments: torch.Tensor | None = getattr(_current, "segments", None)
         if segments is None:  # a prompt, under the mask of a window
             segments = torch.tensor([(query.shape[0], key.shape[2])])
         output = _attend(query, key, value, attention_mask, segments, scaling, group_size > 1)

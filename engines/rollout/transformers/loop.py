@@ -50,14 +50,14 @@ class DecodeLoop:
         self.decoding = Decoding(decoder, end_ids)
         """The current decoding, or the last one that had samples."""
         self._changed = threading.Condition()
-        self._askers: weakref.WeakSet[_Asker] = weakref.WeakSet()
-        self._asked: dict[Sample, _Asker] = {}
+        self._askers: weakref.WeakSet[_StreamState] = weakref.WeakSet()
+        self._unfinished: dict[Sample, _StreamState] = {}
         """Samples that have not ended, and their clients."""
         self._joining: list[Sample] = []
         """Samples among them that no step has seen yet."""
         self._aborting = False
         """Whether a stream was aborted since the last step."""
-        self._resting = False
+        self._paused = False
         self._stepping = False
         self._decodes: threading.Thread | None = None
         """The thread that decodes; None if no thread does."""
@@ -67,12 +67,12 @@ class DecodeLoop:
 
     def open(self) -> "LoopStream":
         """Open a stream for one client."""
-        asker = _Asker()
+        asker = _StreamState()
         with self._changed:
             self._askers.add(asker)
         return LoopStream(self, asker)
 
-    def submit(self, asker: "_Asker", requests: Sequence[GenerateRequest]) -> None:
+    def submit(self, asker: "_StreamState", requests: Sequence[GenerateRequest]) -> None:
         """Submit requests; see `Stream.submit`."""
         decoder = self._decoder
         validate_requests(requests, decoder.context_length, decoder.vocab_size, decoder.image_problem)
@@ -81,9 +81,9 @@ class DecodeLoop:
         try:
             with self._changed:
                 version = self._version()  # under the lock: `go_on` after an update has the last word
-                if not self._asked and samples:
+                if not self._unfinished and samples:
                     self._weights, self.decoding = version, Decoding(self._decoder, self._end_ids)
-                self._asked |= dict.fromkeys(samples, asker)
+                self._unfinished |= dict.fromkeys(samples, asker)
                 self._joining += samples
                 self._aborting |= asker.aborted
                 asker.left += len(samples)
@@ -92,7 +92,7 @@ class DecodeLoop:
             self._occupancy.leave(len(samples))
             raise
 
-    def wait(self, asker: "_Asker") -> list[Result]:
+    def wait(self, asker: "_StreamState") -> list[Result]:
         """Return the client's results since the last call; wait for at least one. Returns nothing where no request is
         left."""
         with self._changed:
@@ -109,7 +109,7 @@ class DecodeLoop:
                 self._changed.notify_all()
         return asker.take()
 
-    def abort(self, asker: "_Asker | None" = None) -> None:
+    def abort(self, asker: "_StreamState | None" = None) -> None:
         """Abort all requests of one client, later ones included, or those of all clients."""
         with self._changed:
             for one in [asker] if asker is not None else self._askers:
@@ -121,28 +121,30 @@ class DecodeLoop:
         """Retract all samples, and decode nothing until `go_on`. Returns when no step is running any more: after at
         most one step, however it ends."""
         with self._changed:
-            self._resting = True
+            self._paused = True
             self._changed.wait_for(lambda: not self._stepping)
-            decoded = {sample for sample in self._asked if sample not in self._joining}
+            decoded = {sample for sample in self._unfinished if sample not in self._joining}
             ended = [one for one in self.decoding.leave(decoded, self._weights) if one[0] in decoded]
             failed = [(sample, result) for sample, result in ended if isinstance(result, Exception)]
             self._give(failed)
             parts = {sample: result for sample, result in ended if isinstance(result, Completion)}
             self.tokens += sum(len(part.response_ids) for part in parts.values())
             retracted = {sample: self._retracted(sample, part) for sample, part in parts.items()}
-            self._asked = {retracted.get(sample, sample): asker for sample, asker in self._asked.items()}
+            self._unfinished = {retracted.get(sample, sample): asker for sample, asker in self._unfinished.items()}
             self._joining = [*retracted.values(), *self._joining]
 
     def go_on(self, version: int) -> None:
         """Resume decoding, with weights of another version."""
         with self._changed:
-            self._weights, self._resting = version, False
+            self._weights, self._paused = version, False
             self._changed.notify_all()
 
     def retracted(self) -> list[Completion]:
         """Return what unfinished samples had when they were last retracted, if they were."""
         with self._changed:
-            return [sample.part for sample in self._asked if sample.part is not None and len(sample.part.response_ids)]
+            return [
+                sample.part for sample in self._unfinished if sample.part is not None and len(sample.part.response_ids)
+            ]
 
     def _retracted(self, sample: Sample, part: Completion) -> Sample:
         (again,) = samples_of([sample.request.after(part)], self._stop_strings.watch)
@@ -157,10 +159,10 @@ class DecodeLoop:
     def _step(self) -> None:
         """Let new samples join, end aborted ones, and take one step."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._resting or self._aborting)
-            rests = self._resting
+            self._changed.wait_for(lambda: not self._paused or self._aborting)
+            paused = self._paused
             joining, self._joining = self._joining, []
-            leaving = {one for one, asker in self._asked.items() if asker.aborted} if self._aborting else set()
+            leaving = {one for one, asker in self._unfinished.items() if asker.aborted} if self._aborting else set()
             self._aborting, self._stepping = False, True
         began = time.perf_counter()
         ended: list[tuple[Sample, Result]] = []
@@ -168,7 +170,7 @@ class DecodeLoop:
             self.decoding.join(joining)
             if leaving:
                 ended += self.decoding.leave(leaving, self._weights)
-            if not rests and (self.decoding.running or self.decoding.queued):
+            if not paused and (self.decoding.running or self.decoding.queued):
                 ended += self.decoding.step(self._weights)
         except Exception as error:
             self._break_off(error)
@@ -190,7 +192,7 @@ class DecodeLoop:
         self.decoding = Decoding(self._decoder, self._end_ids)
         with self._changed:
             new = set(self._joining)
-            self._give([(sample, error) for sample in self._asked if sample not in new])
+            self._give([(sample, error) for sample in self._unfinished if sample not in new])
 
     def _give(self, ended: Sequence[tuple[Sample, Result]]) -> None:
         """Give each stream its own results."""
@@ -198,7 +200,7 @@ class DecodeLoop:
             return
         with self._changed:
             for sample, result in ended:
-                asker = self._asked.pop(sample)
+                asker = self._unfinished.pop(sample)
                 asker.left -= 1
                 if sample.part is not None and isinstance(result, Completion):
                     result = sample.part.then(result)
@@ -207,7 +209,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
 
-class _Asker:
+class _StreamState:
     """The loop's state of one stream."""
 
     def __init__(self) -> None:
@@ -226,7 +228,7 @@ class _Asker:
 class LoopStream:
     """A `Stream` of a `DecodeLoop`. A stream without references closes itself."""
 
-    def __init__(self, loop: DecodeLoop, asker: _Asker) -> None:
+    def __init__(self, loop: DecodeLoop, asker: _StreamState) -> None:
         self._loop = loop
         self._asker = asker
         self._error: Exception | None = None

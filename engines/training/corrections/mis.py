@@ -23,7 +23,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig, RatioLevel
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.limits import bounded
 
 
@@ -47,7 +47,7 @@ def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict
     `tis` is the ratio before it is limited, and `tis_clipfrac` the share of tokens whose ratio is outside of the
     limits. `rs_rejected` and `rs_vetoed` are the shares of tokens that `use_rs` and `rs_veto_threshold` reject.
     """
-    log_ratios = given(tokens.old_log_probs) - given(tokens.rollout_log_probs)
+    log_ratios = require_field(tokens.old_log_probs) - require_field(tokens.rollout_log_probs)
     low, high = config.tis_clip_low, config.tis_clip
     ratio = _ratio(log_ratios, tokens, config.tis_level)
     weights = ratio.clamp(max=high)

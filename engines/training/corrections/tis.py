@@ -4,7 +4,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.limits import bounded
 
 
@@ -12,7 +12,10 @@ from cairn.engines.training.limits import bounded
 def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return [T] `importance_weights` and metrics; `tis` is the ratio before it is clipped."""
     weights, ratio = importance_weights(
-        given(tokens.old_log_probs), given(tokens.rollout_log_probs), low=config.tis_clip_low, high=config.tis_clip
+        require_field(tokens.old_log_probs),
+        require_field(tokens.rollout_log_probs),
+        low=config.tis_clip_low,
+        high=config.tis_clip,
     )
     return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float()}
 

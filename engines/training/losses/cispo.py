@@ -15,7 +15,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.limits import bounded
 from cairn.engines.training.protocol import TokenLosses
 
@@ -27,11 +27,11 @@ from cairn.engines.training.protocol import TokenLosses
 )
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
     """Return [T] losses and metrics; `ppo_kl` measures how far the policy has moved."""
-    ppo_kl = (given(tokens.old_log_probs) - log_probs).detach()
+    ppo_kl = (require_field(tokens.old_log_probs) - log_probs).detach()
     ratio = torch.exp(bounded(-ppo_kl))
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     clipped = ratio.clamp(1 - config.eps_clip, 1 + high)
-    return -clipped * given(tokens.advantages) * log_probs, {
+    return -clipped * require_field(tokens.advantages) * log_probs, {
         "pg_clipfrac": (clipped != ratio).float(),
         "ppo_kl": ppo_kl,
     }

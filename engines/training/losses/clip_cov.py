@@ -18,7 +18,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.losses import policy_loss
 from cairn.engines.training.losses.kl_cov import covariances
 from cairn.engines.training.protocol import TokenLosses
@@ -47,6 +47,6 @@ def drawn(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
     """Return [T] losses and the metrics of `policy_loss`; `cov_picked` is the share of drawn tokens."""
     losses, metrics = policy_loss.loss(log_probs, tokens, config)
-    picked = given(tokens.picked)
+    picked = require_field(tokens.picked)
     left = 1 - picked * (1 - metrics["pg_clipfrac"])  # one that is clipped has no gradient anyway
     return losses * left, {**metrics, "cov_picked": picked}

@@ -14,12 +14,12 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.protocol import TokenLosses
 
 
 @plugin(needs={"advantages", "returns"})
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
     """Return [T] losses."""
-    weights = 2 * tokens.of_tokens(tokens.counts) * given(tokens.advantages)
-    return given(tokens.returns) - weights * (log_probs - log_probs.detach()), {}
+    weights = 2 * tokens.of_tokens(tokens.counts) * require_field(tokens.advantages)
+    return require_field(tokens.returns) - weights * (log_probs - log_probs.detach()), {}

@@ -20,7 +20,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.limits import bounded
 from cairn.engines.training.protocol import TokenLosses
 
@@ -43,7 +43,7 @@ def within_a_divergence(
     log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig, divergence: Divergence
 ) -> TokenLosses:
     """Return the [T] losses above, with another divergence in place of |π - μ|, and their metrics."""
-    advantages, current = given(tokens.advantages), log_probs.detach()
+    advantages, current = require_field(tokens.advantages), log_probs.detach()
     moved = current - tokens.behaviour
     apart = divergence(current, tokens.behaviour)
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high

@@ -16,7 +16,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.protocol import TokenLosses
 
 
@@ -28,7 +28,7 @@ def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> To
 
 def forward_kl(tokens: Tokens) -> TokenLosses:
     """Return [T] divergences in nats; the metrics are the mass of the policy and of the teacher in S."""
-    teacher, student = given(tokens.teacher_top_log_probs), given(tokens.top_log_probs)
+    teacher, student = require_field(tokens.teacher_top_log_probs), require_field(tokens.top_log_probs)
     probabilities = teacher.exp()
     student_mass = torch.where(probabilities > 0, student.detach().exp(), 0).sum(-1)
     return (probabilities * (teacher - student)).sum(-1), {

@@ -17,7 +17,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.losses.policy_loss import policy_loss
 from cairn.engines.training.protocol import TokenLosses
 
@@ -30,11 +30,11 @@ from cairn.engines.training.protocol import TokenLosses
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
     """Return [T] losses and metrics; `ppo_kl` measures how far the policy has moved, as the mean over the response."""
     current = log_probs.detach()
-    moved = tokens.of_tokens(tokens.means(given(tokens.old_log_probs) - current))
+    moved = tokens.of_tokens(tokens.means(require_field(tokens.old_log_probs) - current))
     ppo_kl = moved - (log_probs - current)  # the response's value, the token's gradient
     losses, clipped = policy_loss(
         ppo_kl,
-        given(tokens.advantages),
+        require_field(tokens.advantages),
         eps_clip=config.eps_clip,
         eps_clip_high=config.eps_clip_high,
         eps_clip_c=config.eps_clip_c,

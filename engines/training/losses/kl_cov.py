@@ -14,7 +14,7 @@ import torch
 
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.limits import bounded
 from cairn.engines.training.protocol import TokenLosses
 
@@ -46,7 +46,7 @@ def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> To
 
     `ppo_kl` measures how far the policy has moved, and `cov_picked` is the share of penalised tokens.
     """
-    moved = log_probs - given(tokens.old_log_probs)
-    picked = given(tokens.picked)
-    losses = -torch.exp(bounded(moved)) * given(tokens.advantages)
+    moved = log_probs - require_field(tokens.old_log_probs)
+    picked = require_field(tokens.picked)
+    losses = -torch.exp(bounded(moved)) * require_field(tokens.advantages)
     return losses + config.ppo_kl_coef * picked * moved.abs(), {"ppo_kl": -moved, "cov_picked": picked}

@@ -9,10 +9,10 @@ from torch.nn import functional
 from cairn.configs.kinds import CORRECTION, LOSS
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.corrections import Correction
 from cairn.engines.training.limits import bounded
-from cairn.engines.training.log_probs import entropy, token_log_probs, within
+from cairn.engines.training.log_probs import entropy, mask_outside_support, token_log_probs
 from cairn.engines.training.losses.forward_kl_topk import forward_kl
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import is_policy_gradient
@@ -34,7 +34,7 @@ def masked(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) 
         log_probs: [T], detached.
     """
     moved = tokens.of_tokens(tokens.means(tokens.behaviour - log_probs))
-    return ((given(tokens.advantages) < 0) & (moved > algorithm.opsm_delta)).float()
+    return ((require_field(tokens.advantages) < 0) & (moved > algorithm.opsm_delta)).float()
 
 
 def mismatch(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ def mismatch(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     Args:
         log_probs: [T] of the trainer, detached.
     """
-    rollout = given(tokens.rollout_log_probs)
+    rollout = require_field(tokens.rollout_log_probs)
     log_ratios = log_probs - rollout
 
     def of_responses(values: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def objective(
         temperature: divisor of the logits, as in the rollout.
     """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
-    logits = within(logits, tokens.kept)
+    logits = mask_outside_support(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
     log_probs = token_log_probs(logits, normalizer, tokens.targets)
     if tokens.teacher_top_ids is not None:
@@ -127,7 +127,7 @@ def loss_and_metrics(
     if entropies is None:
         loss = tokens.weighted_sum(token_losses)
         return loss, {"loss": loss.detach(), **_means(observed, tokens)}
-    old = given(tokens.old_log_probs)
+    old = require_field(tokens.old_log_probs)
     metrics: Metrics = {}
     trainer = current if algorithm.use_rollout_logprobs else old
     if algorithm.use_opsm:
@@ -155,7 +155,7 @@ def loss_and_metrics(
     if algorithm.use_kl_loss:
         learned = log_probs if algorithm.kl_loss_coef > 0 else current
         behaviour = tokens.behaviour if algorithm.use_unbiased_kl else None
-        kl = kl_divergence(learned, given(tokens.ref_log_probs), algorithm.kl_estimator, behaviour)
+        kl = kl_divergence(learned, require_field(tokens.ref_log_probs), algorithm.kl_estimator, behaviour)
         if algorithm.use_tis and behaviour is None:
             kl = kl * torch.exp(bounded(current - tokens.behaviour))
         metrics["kl_loss"] = tokens.mean(kl.detach())

@@ -18,8 +18,8 @@ def value_loss(
         old_values: [T] of the critic before the update.
         returns: [T].
     """
-    held = old_values + (values - old_values).clamp(-value_clip, value_clip)
-    clipped, unclipped = (held - returns).square(), (values - returns).square()
+    clipped_values = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    clipped, unclipped = (clipped_values - returns).square(), (values - returns).square()
     # Without clipping the two differ only by rounding.
     was_clipped = ((values - old_values).abs() > value_clip) & (clipped > unclipped)
     return torch.maximum(clipped, unclipped), was_clipped.float()

@@ -45,7 +45,7 @@ from cairn.engines.training.checkpoint import (
     write_sealed,
 )
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
-from cairn.engines.training.megatron.metadata import METADATA, TENSORS, forget_writing, read_metadata, write_folder
+from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
 from cairn.engines.training.sharding import raise_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
@@ -225,7 +225,7 @@ def save(
                 with naming_full(local):
                     _write(_to_save(part), Path(local), uploads.begin)
                     if dist.get_rank() == 0:
-                        forget_writing(Path(local))
+                        remove_write_ids(Path(local))
                 mine += uploads.end(Path(local))
             except Exception as failure:  # raised below, once every rank has come here
                 error = failure

@@ -47,7 +47,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 """Prefixes of a model's tensors; those of layers that predict several tokens ahead are not read."""
 
-_THEIR_NAMES = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
+_FOREIGN_NAMES = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
 """Our names of modules that Megatron lacks, and the names that others use: slime's for the norms of GLM-4."""
 
 
@@ -111,7 +111,7 @@ def _wanted(chunks: Sequence[Any], names: Collection[str]) -> dict[str, Any]:
     with _alike(chunks) if stacked else nullcontext():
         wanted = sharded_weights(chunks, non_homogeneous_layers=not stacked, singleton_local_shards=singly)
     for value in _sharded(wanted):
-        for ours, theirs in _THEIR_NAMES.items():
+        for ours, theirs in _FOREIGN_NAMES.items():
             if value.key not in names and value.key.replace(ours, theirs) in names:
                 value.key = value.key.replace(ours, theirs)
     return wanted

@@ -23,7 +23,7 @@ from cairn.engines.training.batching import MicroBatch, pack_micro_batches
 from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
-from cairn.engines.training.log_probs import NEVER, top_rows, within
+from cairn.engines.training.log_probs import IMPOSSIBLE_LOGIT, mask_outside_support, top_rows
 from cairn.engines.training.losses.objective import Metrics, loss_and_metrics
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.megatron import checkpoint
@@ -74,11 +74,11 @@ class Policy:
         return top_rows(log_probs, *most_probable(logits, top_k)) if top_k else log_probs
 
     def _logits(self, outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        logits = hide_filling(outputs / self._temperature, self._vocabulary)
-        return within(logits, tokens.kept, _first_token(logits))
+        logits = mask_vocabulary_padding(outputs / self._temperature, self._vocabulary)
+        return mask_outside_support(logits, tokens.kept, _first_token(logits))
 
 
-def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def mask_vocabulary_padding(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return [N, V / ranks] logits in which tokens beyond the model's vocabulary are impossible."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     width = logits.shape[-1]
@@ -86,7 +86,7 @@ def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return logits
     first = _first_token(logits)
     filling = torch.arange(first, first + width, device=logits.device) >= vocabulary
-    return logits.masked_fill(filling, NEVER)
+    return logits.masked_fill(filling, IMPOSSIBLE_LOGIT)
 
 
 def log_probs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -298,7 +298,7 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def _update_reference(self) -> None:
         if self._reference is not None:
-            self._reference.become(self._actor.state)
+            self._reference.copy_from(self._actor.state)
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
         """Return this rank's micro-batches, as many as every other rank's and, in a pipeline, a multiple of its

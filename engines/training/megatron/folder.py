@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from cairn.engines.models.folders import INDEX, WEIGHTS, read_config, save_config
 from cairn.engines.training.checkpoint import in_buckets
-from cairn.engines.training.mtp import keep_mtp
+from cairn.engines.training.mtp import copy_mtp_layers
 
 FILE_BYTES = 4 << 30
 
@@ -50,6 +50,6 @@ def write_model_folder(
     config = read_config(source).get_text_config()  # images' part is not among the weights
     config.dtype = dtype
     save_config(config, source, folder)
-    keep_mtp(source, folder, dtype)
+    copy_mtp_layers(source, folder, dtype)
     if (source / "generation_config.json").is_file():
         shutil.copy(source / "generation_config.json", folder)

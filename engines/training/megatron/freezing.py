@@ -49,7 +49,7 @@ def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingC
 
 
 def _check_whole(family: Family, layers: int, names: Collection[str], frozen: Collection[str]) -> None:
-    for together in family.held_together(layers):
+    for together in family.merged_tensors(layers):
         parts = [name for name in together if name in names]
         stay = [name for name in parts if name in frozen]
         if stay and stay != parts:

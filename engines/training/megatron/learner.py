@@ -30,7 +30,7 @@ class Reference:
         self._ownership = Ownership.agree(model.parameters)
 
     @torch.no_grad()
-    def become(self, actor: State) -> None:
+    def copy_from(self, actor: State) -> None:
         """Copy the actor's weights, in the number format of the passes."""
         for parameter, value in zip(self._parameters, actor.values, strict=True):
             parameter.value.copy_(value)

@@ -72,7 +72,7 @@ def write_folder(folder: Path, metadata: Metadata) -> None:
     torch.save({}, folder / "common.pt")
 
 
-def forget_writing(folder: Path) -> None:
+def remove_write_ids(folder: Path) -> None:
     """Remove the location and PyTorch's random number of the write from the `.metadata` that this process just wrote.
 
     Equal states then have equal bytes in every file of their checkpoints.

@@ -245,10 +245,10 @@ def load_model(
     _keep_biases_exact(bare)
     source_of = partial(source_in_critic, family) if critic else family.parameter
     parameters = parameters_of(bare, config, source_of, sizes)
-    given: dict[str, torch.Tensor] = {}
+    overrides: dict[str, torch.Tensor] = {}
     if critic:
-        given = dict(zip(("lm_head.weight", "lm_head.bias"), value_head(folder, hf.hidden_size), strict=True))
-    load_weights(parameters, open_files(folder), given)
+        overrides = dict(zip(("lm_head.weight", "lm_head.bias"), value_head(folder, hf.hidden_size), strict=True))
+    load_weights(parameters, open_files(folder), overrides)
     frozen = frozen_tensors(family, hf, training) if trained and not critic else frozenset()
     for parameter in parameters:
         if isinstance(parameter.value, torch.nn.Parameter):

@@ -71,7 +71,7 @@ class Balance:
             self._counts[layer] += output[1][self._real].sum(0)
 
 
-class GivenExperts:
+class ReplayedExperts:
     """Experts to replay in one router."""
 
     def __init__(self, layer: int) -> None:
@@ -117,11 +117,11 @@ class Replay:
         places = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
         self._again = config.recompute_granularity is not None
         self._cut = config.sequence_parallel
-        self._given: dict[int, list[GivenExperts]] = {}
+        self._by_chunk: dict[int, list[ReplayedExperts]] = {}
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-            self._given[id(chunk)] = [GivenExperts(places.index(router.layer_number - 1)) for router in routers]
-            for router, given in zip(routers, self._given[id(chunk)], strict=True):
+            self._by_chunk[id(chunk)] = [ReplayedExperts(places.index(router.layer_number - 1)) for router in routers]
+            for router, given in zip(routers, self._by_chunk[id(chunk)], strict=True):
                 router.router_replay = given
 
     @contextmanager
@@ -132,13 +132,13 @@ class Replay:
             routed: [T, layers, top-k] of this context-parallel rank's tokens, `cairn.engines.models.routing.FREE` where
                 the router chooses; None: it always chooses.
         """
-        for given in self._given[id(chunk)]:
+        for given in self._by_chunk[id(chunk)]:
             given.forward = True
             given.given = None if routed is None else own_tokens(routed[:, given.layer], self._cut)
             if self._again and torch.is_grad_enabled():
                 given.again.append(given.given)
         yield
-        for given in self._given[id(chunk)]:
+        for given in self._by_chunk[id(chunk)]:
             given.forward, given.given = False, None
 
     def differing(self) -> float:
@@ -146,7 +146,7 @@ class Replay:
 
         Resets that number and drops the experts stored for recomputation, so no micro-batch may be in flight.
         """
-        found = [given for routers in self._given.values() for given in routers]
+        found = [given for routers in self._by_chunk.values() for given in routers]
         total = float(sum(given.differing for given in found))
         for given in found:
             given.again.clear()

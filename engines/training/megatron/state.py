@@ -123,7 +123,7 @@ def _spread(values: torch.Tensor, start: int, block: Block) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Away:
+class _FreedMemory:
     """Freed memory."""
 
     storage: torch.UntypedStorage
@@ -141,7 +141,7 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._away: dict[int, _Away] = {}
+        self._away: dict[int, _FreedMemory] = {}
 
     def give(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
         """Free the memory of all tensors on the device.
@@ -184,7 +184,7 @@ class Memory:
         if keep:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
             host.untyped_storage().copy_(storage)
-        self._away[storage._cdata] = _Away(storage, size, host)
+        self._away[storage._cdata] = _FreedMemory(storage, size, host)
         storage.resize_(0)
 
 
@@ -330,9 +330,9 @@ class State:
                         tensors = {"param": main, **part.optimizer.state[main]}
                         yield from self._pieces_of(parameter, tensors, 0, [self._rank])
 
-    def _owned(self, parameter: Parameter, answering: Sequence[int] | None = None) -> list[Block]:
-        """Return the blocks owned by one of the `answering` ranks, by default by this rank."""
-        ranks = [self._rank] if answering is None else answering
+    def _owned(self, parameter: Parameter, owners: Sequence[int] | None = None) -> list[Block]:
+        """Return the blocks owned by one of the `owners` ranks, by default by this rank."""
+        ranks = [self._rank] if owners is None else owners
         return [block for block in parameter.blocks if self._ownership.owner(block) in ranks]
 
     def _pieces_of(

@@ -15,7 +15,7 @@ from cairn.configs.schema.training import LoraConfig
 from cairn.engines.models.folders import load_causal_lm, save_config
 from cairn.engines.models.published import Part, biases_of, published_parts, saved_buffers
 from cairn.engines.training.checkpoint import actors_parameters, read_description, read_state
-from cairn.engines.training.mtp import keep_mtp
+from cairn.engines.training.mtp import copy_mtp_layers
 from cairn.engines.training.sharding import Piece, local_part, sharded_weights_checksum, whole
 from cairn.engines.training.torch.lora import add_adapters, base_parameters, merged_parameters, save_adapters
 from cairn.storage.store.store import Store
@@ -90,7 +90,7 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     config = deepcopy(model.config)
     config.dtype = next(iter(weights.values())).dtype  # the library notes that of the model's own parameters
     save_config(config, source, folder)
-    keep_mtp(source, folder, config.dtype)
+    copy_mtp_layers(source, folder, config.dtype)
 
 
 CPU = torch.device("cpu")

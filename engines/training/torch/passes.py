@@ -15,7 +15,7 @@ from cairn.engines.models.routing import RouteReplay, chosen_experts, mixtures
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
-from cairn.engines.training.log_probs import response_logits, token_log_probs, top_rows, within
+from cairn.engines.training.log_probs import mask_outside_support, response_logits, token_log_probs, top_rows
 from cairn.engines.training.protocol import merge, numbers
 from cairn.engines.types.types import TrainBatch
 
@@ -84,7 +84,7 @@ def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top
     With `top_k`, return rows with the most probable tokens too (`cairn.engines.training.log_probs.top_rows`).
     """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
-    logits = within(logits, tokens.kept)
+    logits = mask_outside_support(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
     log_probs = token_log_probs(logits, normalizer, tokens.targets)
     if not top_k:
@@ -114,20 +114,20 @@ def accumulate_gradients(
         replay: makes the model use the experts that the rollout chose, where the batch has them.
         balance: counts the tokens of each expert.
     """
-    kept = []
+    collected = []
     routed = routed_choices(batch, weights)
     for micro_batch in micro_batches:
         token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
-        with given_routes(replay, tokens):
+        with replayed_routes(replay, tokens):
             with nullcontext() if balance is None else balance.counting(_counted(batch, micro_batch, tokens)):
                 logits = _logits(model, batch, micro_batch, tokens)
             loss, metrics = objective(logits, tokens)
             loss.backward()
         if replay is not None and routed:
             metrics[MISMATCH] = replay.differing() * micro_batch.counted / routed
-        kept.append(metrics)
-    return merge(map(numbers, kept))
+        collected.append(metrics)
+    return merge(map(numbers, collected))
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def score_responses(
     scores = torch.zeros(int(ends[-1]), *shape, device=model.device)
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
-        with given_routes(replay, tokens):
+        with replayed_routes(replay, tokens):
             read = reading(_logits(model, batch, micro_batch, tokens), tokens)
         if micro_batch.counted:
             places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
@@ -163,7 +163,7 @@ def _counted(batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torc
     return (torch.arange(tokens.input_ids.shape[1], device=lengths.device) < lengths).flatten()
 
 
-def given_routes(replay: RouteReplay | None, tokens: Tokens) -> AbstractContextManager[None]:
+def replayed_routes(replay: RouteReplay | None, tokens: Tokens) -> AbstractContextManager[None]:
     """Return a context in which the model uses the recorded experts of the micro-batch's tokens."""
     if replay is None:
         return nullcontext()

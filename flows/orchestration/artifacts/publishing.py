@@ -215,7 +215,7 @@ PAGE_INTERVAL = 5.0
 """Seconds between two updates of the run's page."""
 ITERATION = "-iteration"
 
-_MAY_PASS = (httpx.HTTPError, PrefectException, OSError, RuntimeError, StoreError)
+_TRANSIENT_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError, StoreError)
 """Errors of Prefect's client, and of the store, after which pages are retried."""
 
 
@@ -326,7 +326,7 @@ class Pages:
             if now or time.monotonic() - self._page_made >= PAGE_INTERVAL:
                 self._show_run()
                 self._page_made = time.monotonic()
-        except _MAY_PASS as error:
+        except _TRANSIENT_ERRORS as error:
             self._made = None  # what was sent may have come
             self._board.close()
             self._warn(error)

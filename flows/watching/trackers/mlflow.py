@@ -40,7 +40,7 @@ class MlflowRun:
         for name in ("mlflow", "alembic"):  # they tell of every table that they make
             logging.getLogger(name).setLevel(logging.WARNING)
         tracking = config.tracking
-        make_whole(tracking.mlflow_tracking_uri)
+        create_database(tracking.mlflow_tracking_uri)
         self._client = MlflowClient(tracking_uri=tracking.mlflow_tracking_uri)
         experiment = self._client.get_experiment_by_name(tracking.mlflow_experiment)
         place = experiment.experiment_id if experiment else self._client.create_experiment(tracking.mlflow_experiment)
@@ -84,7 +84,7 @@ class MlflowRun:
             self._client.log_batch(self._run, params=params[first : first + _PARAMS])
 
 
-def make_whole(uri: str) -> None:
+def create_database(uri: str) -> None:
     """Create the database of a new SQLite file atomically. MLflow creates it with hundreds of statements, and a driver
     that is killed meanwhile would leave a database that MLflow cannot open."""
     from mlflow.tracking import MlflowClient

@@ -90,7 +90,7 @@ class WandbRun:
         import wandb
 
         tracking = config.tracking
-        remove_husks(Path(tracking.wandb_dir), run_id(ledger))
+        remove_empty_runs(Path(tracking.wandb_dir), run_id(ledger))
         self._written = offline_points(Path(tracking.wandb_dir), run_id(ledger))
         settings = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         if tracking.wandb_host is not None:
@@ -130,7 +130,7 @@ class WandbRun:
         self._run.finish(exit_code=0 if completed else 1)
 
 
-def remove_husks(folder: Path, run: str) -> None:
+def remove_empty_runs(folder: Path, run: str) -> None:
     """Delete folders of drivers that were killed before W&B wrote anything: `wandb sync` fails on a file without
     records, and uploads none of the run's others."""
     for file in _files(folder, run):

@@ -26,14 +26,14 @@ from typing import Any, Protocol
 from cairn.configs.schema.operations import GraderRetries
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.grading.worker import Whose, whose
+from cairn.tasks.grading.worker import ErrorCause, cause_of_error
 from cairn.tasks.rewards.grader import Graded, TryAgain
 from cairn.tasks.rewards.sample import Sample
 
 _TO_END = 10.0
 """Seconds that requests in flight may take to be cancelled."""
 
-Answered = Callable[[int, Graded], None]
+OnResponse = Callable[[int, Graded], None]
 """Callback with (position of the sample, its grade), called as soon as a response arrives."""
 
 
@@ -115,7 +115,7 @@ class OutsideGraders:
         """Grade a batch: see `Grading.grade`, and the module for what fails a sample."""
         return self.ask(samples)
 
-    def ask(self, samples: Sequence[Sample], answered: Answered = lambda position, graded: None) -> list[Graded]:
+    def ask(self, samples: Sequence[Sample], answered: OnResponse = lambda position, graded: None) -> list[Graded]:
         """Grade a batch. Raises as `grade`.
 
         `answered` is called for every response at once, in another thread, but not for a sample that failed without
@@ -150,7 +150,7 @@ class OutsideGraders:
         await asyncio.gather(*others, return_exceptions=True)
         await self._outside.close()
 
-    async def _ask_all(self, samples: Sequence[Sample], answered: Answered) -> list[Graded]:
+    async def _ask_all(self, samples: Sequence[Sample], answered: OnResponse) -> list[Graded]:
         async def one(position: int) -> _Tried:
             try:
                 question = self._outside.question(samples[position])
@@ -190,10 +190,10 @@ class OutsideGraders:
                 raise
             except Exception as error:
                 told = str(error) if isinstance(error, TryAgain | ValueError) else f"{type(error).__name__}: {error}"
-                match whose(error, self._retries.errors, limited=False):
-                    case Whose.MACHINE:
+                match cause_of_error(error, self._retries.errors, limited=False):
+                    case ErrorCause.MACHINE:
                         raise GraderUnavailable(f"grader {self.name}: {told}") from error
-                    case Whose.SERVICE:
+                    case ErrorCause.SERVICE:
                         delay = next(delays, None)
                     case _:
                         return _Tried(Graded(None, error=told, tries=tries, waited=waited), answered=False)
@@ -212,7 +212,7 @@ class OutsideGraders:
 
 
 _BUSY = (408, 425, 429)
-_ANYBODYS = (401, 402, 403, 404, 405, 407)
+_INDEPENDENT_OF_REQUEST = (401, 402, 403, 404, 405, 407)
 """HTTP statuses that do not depend on the request."""
 
 
@@ -256,7 +256,7 @@ class Service:
         status = reply.status_code
         if status in _BUSY or status >= 500:
             raise TryAgain(f"{self._url} responds with HTTP status {status}")
-        if status in _ANYBODYS or 300 <= status < 400:
+        if status in _INDEPENDENT_OF_REQUEST or 300 <= status < 400:
             key = f"the key in the environment variable {self._key_env}" if self._key_env else "whether it needs a key"
             raise GraderFailed(f"{self._url} responds with HTTP status {status}: check the address, and {key}")
         if status >= 400:

@@ -113,20 +113,20 @@ class Code:
         # The program cannot print this secret, so its own output never passes for a verdict.
         passed = secrets.token_hex(16)
         if "assert" in test:
-            given = {"program": program, "test": test["assert"], "passed": passed}
-            ran = await self._run(_ASSERTS.encode(), json.dumps(given).encode())
+            payload = {"program": program, "test": test["assert"], "passed": passed}
+            ran = await self._run(_ASSERTS.encode(), json.dumps(payload).encode())
             return _ended(ran) or (
                 None if ran.output.rstrip().endswith(passed.encode()) else "it ended before the test"
             )
-        given = {"program": program, "fn_name": test["fn_name"], "arguments": test["arguments"], "passed": passed}
-        ran = await self._run(_CALLS.encode(), json.dumps(given).encode())
+        payload = {"program": program, "fn_name": test["fn_name"], "arguments": test["arguments"], "passed": passed}
+        ran = await self._run(_CALLS.encode(), json.dumps(payload).encode())
         if why := _ended(ran):
             return why
         _, told, value = ran.output.rpartition(passed.encode())
         if not told:
             return "it ended before it returned"
         try:
-            return None if json.loads(value) in _wanted(test["value"]) else "wrong value"
+            return None if json.loads(value) in _accepted_values(test["value"]) else "wrong value"
         except ValueError:
             return "it returned something else than a JSON value"
 
@@ -197,7 +197,7 @@ def _value(text: Any) -> Any:
         return text
 
 
-def _wanted(value: Any) -> list[Any]:
+def _accepted_values(value: Any) -> list[Any]:
     """Return the values that are right: APPS wraps the value of a function in a list, `[3]` for 3, without a mark."""
     return [value, *value] if isinstance(value, list) and len(value) == 1 else [value]
 

@@ -37,12 +37,12 @@ class Judge:
     def question(self, sample: Sample) -> dict[str, Any]:
         """Return the body of the request. Raises ValueError where the template names the label, and the row has
         none."""
-        given = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        fields = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         if "{answer}" in self._config.template:
-            given["answer"] = answer_of(sample)
+            fields["answer"] = answer_of(sample)
         if sample.label is None and "{label}" in self._config.template:
             raise ValueError("reward.judge.template names {label}, but the row has no label")
-        text = _PLACE.sub(lambda place: given[place[1]] or "", self._config.template)  # what is put in stays as it is
+        text = _PLACE.sub(lambda place: fields[place[1]] or "", self._config.template)  # what is put in stays as it is
         system = [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
         return {
             "model": self._config.model,

@@ -19,7 +19,7 @@ from cairn.tasks.rewards.sample import Sample
 
 if TYPE_CHECKING:
     from cairn.configs.schema.reward import RewardConfig
-    from cairn.engines.scoring.reward_model import Answered, Score
+    from cairn.engines.scoring.reward_model import PromptAndResponse, Score
 
 NAME = "reward_model"
 
@@ -30,7 +30,7 @@ BATCHES = 8
 class Scorer(Protocol):
     """Interface of the engine: `cairn.engines.scoring.reward_model.RewardModel`, or its handle in a fleet."""
 
-    def score(self, answered: Sequence["Answered"]) -> list["Score"]:
+    def score(self, answered: Sequence["PromptAndResponse"]) -> list["Score"]:
         """Return the scores, in order."""
 
 
@@ -59,13 +59,13 @@ class RewardModelGrader:
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
         """Grade a batch: see `Grading.grade`. Raises EngineError where the engine fails."""
-        from cairn.engines.scoring.reward_model import Answered
+        from cairn.engines.scoring.reward_model import PromptAndResponse
 
         answered = []
         for sample in samples:
             if not sample.messages:
                 raise GraderFailed("the grader reward_model needs the prompts of the data rows, but received none")
-            answered.append(Answered(sample.messages, _text(sample), sample.response))
+            answered.append(PromptAndResponse(sample.messages, _text(sample), sample.response))
         scores: list[Score] = []
         size = BATCHES * self._options.batch_size
         for start in range(0, len(answered), size):

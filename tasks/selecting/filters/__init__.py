@@ -16,9 +16,9 @@ from cairn.tasks.selecting.filters.sample import Filter, FilterDecision
 # Filters written for slime: see `cairn.tasks.slime`.
 
 
-def graded(sample: GradedSample, group_size: int) -> slime.OfGroup:
+def graded(sample: GradedSample, group_size: int) -> slime.GroupSample:
     """Return a sample as a filter written for slime gets it."""
-    return slime.OfGroup(
+    return slime.GroupSample(
         prompt=sample.prompt,
         tokens=[*sample.prompt_ids, *sample.response_ids],
         response=sample.response,
@@ -33,7 +33,7 @@ def graded(sample: GradedSample, group_size: int) -> slime.OfGroup:
     )
 
 
-def judged(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterDecision:
+def decision_of_slime_filter(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterDecision:
     """Return the decision of a filter written for slime about a group. Raises BadPlugin where it returns something
     else."""
     found = keep(slime.Arguments({}), [graded(sample, len(samples)) for sample in samples])
@@ -58,10 +58,10 @@ def get_filter(name: str | None) -> Filter:
         return lambda given: FilterDecision(keep=True)
     decide = FILTER.load(name)
     if _written_for_slime(name, decide):
-        return partial(judged, decide)
+        return partial(decision_of_slime_filter, decide)
 
-    def decision(given: Any) -> FilterDecision:
-        found = decide(given)
+    def decision(group: Any) -> FilterDecision:
+        found = decide(group)
         if isinstance(found, bool | np.bool_):
             return FilterDecision(bool(found), None if found else "not_kept")
         if not isinstance(found, FilterDecision):
@@ -89,4 +89,4 @@ def takes_samples(name: str | None) -> bool:
 
 def _written_for_slime(name: str, function: Callable[..., Any]) -> bool:
     """Whether a filter takes `args` and `samples`: see `cairn.tasks.slime`."""
-    return all(len(way) > 1 for way in FILTER.ways(name, function))
+    return all(len(way) > 1 for way in FILTER.signatures_of(name, function))

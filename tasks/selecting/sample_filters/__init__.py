@@ -25,16 +25,16 @@ def removed_by(name: str, groups: Sequence[Sequence[GradedSample]]) -> dict[int,
     """
     found = SAMPLE_FILTER.load(name)([list(group) for group in groups])
     removed = list(found) if isinstance(found, Iterable) else None
-    given = {id(sample) for group in groups for sample in group}
-    if removed is None or not given.issuperset(map(id, removed)):
+    batch_samples = {id(sample) for group in groups for sample in group}
+    if removed is None or not batch_samples.issuperset(map(id, removed)):
         raise BadPlugin(
             f"the sample filter {name!r} returned something else than samples that it received: let it return those "
             "that must not be trained on"
         )
     removed = list({id(sample): sample for sample in removed}.values())
-    if len(removed) == len(given):
+    if len(removed) == len(batch_samples):
         raise NothingLeft(
-            f"the sample filter {name!r} has removed all {len(given)} samples of the batch, so nothing is left to "
-            "train on: correct it, or drop such groups with rollout.dynamic_sampling_filter"
+            f"the sample filter {name!r} has removed all {len(batch_samples)} samples of the batch, so nothing is left "
+            "to train on: correct it, or drop such groups with rollout.dynamic_sampling_filter"
         )
     return places(removed)

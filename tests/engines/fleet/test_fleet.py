@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
-from cairn.engines.fleet.calls import Deadline, at_the_same_time
+from cairn.engines.fleet.calls import Deadline, map_in_threads
 from cairn.engines.fleet.cluster import Cluster, ClusterError
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
@@ -75,7 +75,7 @@ def _engines_alive(request: pytest.FixtureRequest) -> None:
     """Tests leave dead engines behind; the next one has the fleet put right as a step of a run does."""
     if "fleet" in request.fixturenames:
         fleet: Fleet = request.getfixturevalue("fleet")
-        at_the_same_time(fleet.rollout, RolloutHandle.ensure_alive)
+        map_in_threads(fleet.rollout, RolloutHandle.ensure_alive)
         fleet.training.ensure_alive()
 
 

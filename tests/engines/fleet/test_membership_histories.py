@@ -56,7 +56,7 @@ class Members(RuleBasedStateMachine):
         self.drained: dict[str, int] = {}
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("cairn.engines.fleet.membership.draining", lambda: self.drained)
-        self.patch.setattr("cairn.engines.fleet.membership.AGAIN", 0.0)
+        self.patch.setattr("cairn.engines.fleet.membership.RETRY_INTERVAL", 0.0)
         self.engines = [Engine(number) for number in range(3)]
         for engine, machine in zip(self.engines, machines, strict=True):
             engine.machine = machine

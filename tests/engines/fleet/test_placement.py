@@ -14,7 +14,7 @@ import ray
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster, ClusterError, seconds_until_drained
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.roles import ActorRole, Bundle, Slot, Where, arrange
+from cairn.engines.fleet.roles import ActorRole, Bundle, BundlePlace, Slot, arrange
 from cairn.engines.types.errors import EngineDied
 from tests.engines.fleet.simulated_machines import Machines, add, drain, lose, simulated_machines, slots
 from tests.engines.fleet.tiny_actor import Tiny
@@ -209,16 +209,16 @@ def test_a_machine_that_ray_is_told_to_drain_is_known_with_the_seconds_that_are_
 def test_bundles_are_dealt_in_the_order_of_machines_and_devices_and_only_moved_ones_again() -> None:
     shapes = ["pair"] * 5 + ["one"]
     where = {
-        0: Where("b", "10.0.0.10", ("2", "3")),
-        1: Where("a", "10.0.0.9", ("10", "11")),
-        2: Where("a", "10.0.0.9", ("8", "9")),
-        3: Where("b", "10.0.0.10", ("0", "1")),
-        4: Where("a", "10.0.0.9", ("0", "1")),
-        5: Where("a", "10.0.0.9", ("2",)),
+        0: BundlePlace("b", "10.0.0.10", ("2", "3")),
+        1: BundlePlace("a", "10.0.0.9", ("10", "11")),
+        2: BundlePlace("a", "10.0.0.9", ("8", "9")),
+        3: BundlePlace("b", "10.0.0.10", ("0", "1")),
+        4: BundlePlace("a", "10.0.0.9", ("0", "1")),
+        5: BundlePlace("a", "10.0.0.9", ("2",)),
     }
     order = arrange(shapes, where, (), where)
     assert order == (4, 2, 1, 3, 0, 5)
-    where |= {bundle: Where("c", "10.0.0.1", (str(7 - bundle),)) for bundle in (1, 2, 4)}
+    where |= {bundle: BundlePlace("c", "10.0.0.1", (str(7 - bundle),)) for bundle in (1, 2, 4)}
     assert arrange(shapes, where, order, [1, 2, 4]) == (4, 2, 1, 3, 0, 5)
-    where |= {3: Where("c", "10.0.0.1", ("6",)), 0: Where("c", "10.0.0.1", ("5",))}
+    where |= {3: BundlePlace("c", "10.0.0.1", ("6",)), 0: BundlePlace("c", "10.0.0.1", ("5",))}
     assert arrange(shapes, where, order, [3, 0]) == (4, 2, 1, 0, 3, 5)

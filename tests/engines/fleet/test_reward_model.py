@@ -9,7 +9,7 @@ import pytest
 from cairn.configs.schema.reward import RewardModelConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.scoring.reward_model import Answered, RewardModel
+from cairn.engines.scoring.reward_model import PromptAndResponse, RewardModel
 from cairn.engines.types.errors import BadModel
 from tests.ray_fixtures import fleet_config
 from tests.reward_models import write_reward_model
@@ -24,7 +24,7 @@ def test_it_scores_beside_the_others_and_is_made_again_where_it_dies(
     folder = write_reward_model(tmp_path / "reward", tiny_assets / "model")
     reward = {"rm_type": "reward_model", "reward_model": {"path": str(folder)}}
     config = fleet_config(tiny_assets / "model", reward=reward)
-    asked = [Answered(({"role": "user", "content": f"Sort {i}."},), f"Sort {i}.", "1 2 3") for i in range(3)]
+    asked = [PromptAndResponse(({"role": "user", "content": f"Sort {i}."},), f"Sort {i}.", "1 2 3") for i in range(3)]
     here = RewardModel(RewardModelConfig(path=str(folder))).score(asked)
     with pytest.raises(BadModel, match="reward_model has loaded another model than the run's"):
         Fleet.start(config, name="altered", total_steps=1, model_digests={"reward_model": "0" * 64})

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.plan.activations import layer_bytes, micro_batches_under_way, stage_activations
+from cairn.engines.plan.activations import layer_bytes, micro_batches_in_flight, stage_activations
 from tests.engines.plan.test_parameters import published
 
 
@@ -30,10 +30,10 @@ def test_tensor_parallelism_alone_leaves_what_is_outside_attention_and_feed_forw
 
 def test_the_first_stage_keeps_a_micro_batch_for_each_stage_and_an_interleaved_one_more() -> None:  # section 4.2.3
     p, v = 4, 2
-    assert micro_batches_under_way(megatron(pipeline_model_parallel_size=p), 0, 64) == p
-    assert micro_batches_under_way(megatron(pipeline_model_parallel_size=p), p - 1, 64) == 1
+    assert micro_batches_in_flight(megatron(pipeline_model_parallel_size=p), 0, 64) == p
+    assert micro_batches_in_flight(megatron(pipeline_model_parallel_size=p), p - 1, 64) == 1
     interleaved = megatron(pipeline_model_parallel_size=p, virtual_pipeline_model_parallel_size=v)
-    assert micro_batches_under_way(interleaved, 0, 64) == pytest.approx(p * (1 + (p - 1) / (p * v)))
+    assert micro_batches_in_flight(interleaved, 0, 64) == pytest.approx(p * (1 + (p - 1) / (p * v)))
 
 
 def test_recomputation_keeps_the_input_of_every_layer() -> None:  # table 2

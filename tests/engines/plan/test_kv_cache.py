@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from cairn.engines.plan.rates import cache_need
-from cairn.engines.plan.serving import Serving, serving_problems, usual_static_fraction
+from cairn.engines.plan.serving import Serving, default_static_fraction, serving_problems
 from cairn.engines.plan.tensors import model_of
 from tests.architectures import architecture
 from tests.engines.plan.test_parameters import published
@@ -47,7 +47,7 @@ def test_a_delta_network_keeps_a_state_whatever_the_length() -> None:
 def test_sglangs_own_choice_leaves_what_its_rule_reserves() -> None:
     gpu = 81559
     reserved = 512 + 1.5 * 8192 + 1024 + 2 * 512
-    assert usual_static_fraction(gpu * 2**20, Serving(8), {}) == pytest.approx((gpu - reserved) / gpu, abs=1e-3)
+    assert default_static_fraction(gpu * 2**20, Serving(8), {}) == pytest.approx((gpu - reserved) / gpu, abs=1e-3)
 
 
 @pytest.mark.parametrize(

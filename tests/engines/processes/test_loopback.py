@@ -5,7 +5,7 @@ from urllib.request import getproxies_environment, proxy_bypass_environment
 import httpx
 import pytest
 
-from cairn.engines.processes.ports import spare_loopback
+from cairn.engines.processes.ports import bypass_proxy_for_loopback
 from tests.tables import cases
 
 
@@ -26,7 +26,7 @@ def test_loopback_is_asked_without_a_proxy_and_other_hosts_as_before(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    spare_loopback()
+    bypass_proxy_for_loopback()
     assert "http" in getproxies_environment()
     with httpx.Client() as client:
         for host in ("127.0.0.1", "localhost", "[::1]", *beside):

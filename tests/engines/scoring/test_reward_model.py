@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from cairn.configs.schema.reward import RewardModelConfig
-from cairn.engines.scoring.reward_model import Answered, RewardModel, load_reward_tokenizer
+from cairn.engines.scoring.reward_model import PromptAndResponse, RewardModel, load_reward_tokenizer
 from cairn.engines.types.errors import BadModel
 from tests.reward_models import write_reward_model
 from tests.tomorrow import Tomorrow
@@ -19,14 +19,14 @@ def folder(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("reward") / "model", tiny_assets / "model")
 
 
-def answered(prompt: str, response: str) -> Answered:
-    return Answered(({"role": "user", "content": prompt},), prompt, response)
+def answered(prompt: str, response: str) -> PromptAndResponse:
+    return PromptAndResponse(({"role": "user", "content": prompt},), prompt, response)
 
 
 ANSWERED = [answered(f"Sort the digits {i}.", " ".join("0123456789"[: 1 + 2 * i])) for i in (3, 0, 4, 1, 2)]
 
 
-def of_transformers(folder: Path, one: Answered) -> float:
+def of_transformers(folder: Path, one: PromptAndResponse) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     chat = [*one.messages, {"role": "assistant", "content": one.response}]

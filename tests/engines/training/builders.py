@@ -29,7 +29,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types.types import Completion, KeptTokens, TrainBatch
+from cairn.engines.types.types import Completion, SamplingSupport, TrainBatch
 
 VOCABULARY = 321  # odd: it does not divide evenly over ranks
 
@@ -167,7 +167,7 @@ def cut_vocabulary(batch: TrainBatch, seed: int = 0) -> TrainBatch:
         return np.union1d(draw.choice(VOCABULARY, draw.integers(1, 200), replace=False), token)
 
     pairs = zip(batch.input_ids, batch.response_lengths, strict=True)
-    kept = [KeptTokens.of([part(token) for token in ids[len(ids) - length :]]) for ids, length in pairs]
+    kept = [SamplingSupport.of([part(token) for token in ids[len(ids) - length :]]) for ids, length in pairs]
     counts = [np.where(tokens.counts, tokens.counts, VOCABULARY) for tokens in kept]
     shifts = [np.log(VOCABULARY / count).astype(np.float32) for count in counts]
     fields = {

@@ -11,9 +11,9 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.rollout.transformers.batch import sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.log_probs import Kept, entropy, within
+from cairn.engines.training.log_probs import LogitSupport, entropy, mask_outside_support
 from cairn.engines.training.losses.objective import objective
-from cairn.engines.types.types import KeptTokens, SamplingParams, TrainBatch
+from cairn.engines.types.types import SamplingParams, SamplingSupport, TrainBatch
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, sampled_tokens
 from tests.requests import group
@@ -22,13 +22,13 @@ CUT = {"top_p": 0.8, "top_k": 200}
 CPU = torch.device("cpu")
 
 
-def drawn_from(logits: torch.Tensor, top_p: float, top_k: int) -> KeptTokens:
+def drawn_from(logits: torch.Tensor, top_p: float, top_k: int) -> SamplingSupport:
     """What the sampler would draw from, for each row."""
     rows = torch.arange(len(logits))
     cut = (rows, torch.full((len(rows),), top_p), torch.full((len(rows),), top_k))
     _, _, part = sample(logits.float(), torch.full((len(rows),), 0.5), truncated=cut)
     assert part is not None
-    return KeptTokens.of([row.nonzero()[:, 0].numpy() for row in part])
+    return SamplingSupport.of([row.nonzero()[:, 0].numpy() for row in part])
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.95, 50), (0.8, 50), (1.0, 5), (0.9, 6)])
@@ -41,22 +41,22 @@ def test_the_expected_gradient_of_a_log_prob_over_the_samplers_own_draws_is_zero
     probs[kept.ids] = logits[0].softmax(-1)[kept.ids]
     probs /= probs.sum()
 
-    def expected_gradient(kept: Kept | None) -> float:
+    def expected_gradient(kept: LogitSupport | None) -> float:
         policy = logits.clone().requires_grad_()
-        log_probs = within(policy, kept).log_softmax(-1)[0]
+        log_probs = mask_outside_support(policy, kept).log_softmax(-1)[0]
         (gradient,) = torch.autograd.grad((probs[probs > 0] * log_probs[probs > 0]).sum(), policy)
         return float(gradient.abs().sum())
 
-    assert expected_gradient(Kept.of([kept], CPU)) < 1e-14
+    assert expected_gradient(LogitSupport.of([kept], CPU)) < 1e-14
     assert expected_gradient(None) > 0.05, "the witness: scored over the whole vocabulary it is not"
 
 
 def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_kept() -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, generator=draw, dtype=torch.float64, requires_grad=True)
-    parts = [KeptTokens.of([[1, 4]]), KeptTokens.whole(1), KeptTokens.of([[0, 2, 5, 6]])]
-    kept = Kept.of(parts, CPU)
-    masked = within(logits, kept)
+    parts = [SamplingSupport.of([[1, 4]]), SamplingSupport.whole(1), SamplingSupport.of([[0, 2, 5, 6]])]
+    kept = LogitSupport.of(parts, CPU)
+    masked = mask_outside_support(logits, kept)
     for row, ids in enumerate(([1, 4], list(range(7)), [0, 2, 5, 6])):
         expected = logits[row, ids].log_softmax(-1)
         assert torch.allclose(masked.log_softmax(-1)[row, ids], expected, atol=1e-14)
@@ -64,7 +64,7 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_
         assert found.item() == pytest.approx(-float((expected.exp() * expected).detach().sum()), abs=1e-12)
 
     def scores(logits: torch.Tensor) -> torch.Tensor:
-        masked = within(logits, kept)
+        masked = mask_outside_support(logits, kept)
         return torch.cat(
             [masked.log_softmax(-1)[[0, 1, 2], [4, 3, 5]], entropy(masked, masked.logsumexp(-1), differentiable=True)]
         )
@@ -74,19 +74,19 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_
 
 def test_each_rank_of_a_vocabulary_hides_its_own_part() -> None:
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
-    kept = Kept.of([KeptTokens.of([[0, 9], [6]])], CPU)
-    parts = [within(logits[:, first : first + 5], kept, first) for first in (0, 5)]
-    assert torch.equal(torch.cat(parts, 1), within(logits, kept))
+    kept = LogitSupport.of([SamplingSupport.of([[0, 9], [6]])], CPU)
+    parts = [mask_outside_support(logits[:, first : first + 5], kept, first) for first in (0, 5)]
+    assert torch.equal(torch.cat(parts, 1), mask_outside_support(logits, kept))
 
 
 def test_what_was_kept_follows_the_tokens_that_are_picked_and_joined() -> None:
-    first, second = KeptTokens.of([[3, 1], [], [7, 5, 6]]), KeptTokens.of([[2]])
+    first, second = SamplingSupport.of([[3, 1], [], [7, 5, 6]]), SamplingSupport.of([[2]])
     joined = first + second
     assert len(joined) == 4
     picked = joined.at(np.array([0, 2, 3]))
     assert picked.ids.tolist() == [1, 3, 5, 6, 7, 2]
     assert picked.counts.tolist() == [2, 3, 1]
-    there = Kept.of([first, second], CPU).at(torch.tensor([1, 2]), 4)
+    there = LogitSupport.of([first, second], CPU).at(torch.tensor([1, 2]), 4)
     assert (there.rows.tolist(), there.ids.tolist()) == ([1, 1, 1], [5, 6, 7])
     assert joined.first_without(np.array([3, 99, 6, 2])) is None
     assert joined.first_without(np.array([3, 99, 4, 2])) == 2
@@ -138,7 +138,7 @@ def test_a_token_outside_of_what_it_was_drawn_from_is_refused(folder: Path, samp
     assert sampled.kept is not None
     other = [(int(ids[-1]) + 1) % VOCABULARY for ids in sampled.input_ids[:1]]
     last = len(sampled.kept[0]) - 1
-    wrong = sampled.kept[0].at(np.arange(last)) + KeptTokens.of([other])
+    wrong = sampled.kept[0].at(np.arange(last)) + SamplingSupport.of([other])
     batch = dataclasses.replace(sampled, kept=[wrong, *sampled.kept[1:]])
     with pytest.raises(ValueError, match=f"response token {last} of sample 0 is not among those it was drawn from"):
         make_engine(folder).score(batch, "actor")
@@ -157,7 +157,7 @@ def test_the_whole_loss_is_that_of_the_smaller_vocabulary() -> None:
     fields |= {"shares": torch.full((6,), 1 / 6)}
     places = torch.zeros(6, dtype=torch.int64)
     fields |= {"samples": places, "groups": places[:1], "counts": torch.tensor([6.0])}
-    kept = Kept.of([KeptTokens.of([ids.tolist()] * 6)], CPU)
+    kept = LogitSupport.of([SamplingSupport.of([ids.tolist()] * 6)], CPU)
     algorithm = AlgorithmConfig(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.1, use_tis=True)
     cut = objective(logits, Tokens(places, places, ids[targets], kept=kept, **fields), algorithm, 0.9)
     small = objective(logits[:, ids], Tokens(places, places, targets, **fields), algorithm, 0.9)
@@ -170,8 +170,8 @@ def test_the_whole_loss_is_that_of_the_smaller_vocabulary() -> None:
 def test_a_batch_of_which_a_part_was_cut_scores_the_rest_as_before(folder: Path) -> None:
     batch = make_batch(4)
     engine = make_engine(folder)
-    cut = [KeptTokens.of([[int(token), 5, 300] for token in batch.input_ids[0][-batch.response_lengths[0] :]])]
-    kept = cut + [KeptTokens.whole(length) for length in batch.response_lengths[1:]]
+    cut = [SamplingSupport.of([[int(token), 5, 300] for token in batch.input_ids[0][-batch.response_lengths[0] :]])]
+    kept = cut + [SamplingSupport.whole(length) for length in batch.response_lengths[1:]]
     before, after = engine.score(batch, "actor"), engine.score(dataclasses.replace(batch, kept=kept), "actor")
     assert all(np.array_equal(one, other) for one, other in zip(before[1:], after[1:], strict=True))
     assert (after[0] > before[0]).all()

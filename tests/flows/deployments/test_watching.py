@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed, Paused, Pending, Running, State
 
 from cairn.flows.deployments import watching
-from cairn.flows.deployments.watching import look
+from cairn.flows.deployments.watching import check_once
 from cairn.flows.orchestration.flow_runs import run_tags
 
 DRIVER = """
@@ -93,18 +93,18 @@ def test_a_killed_driver_is_marked_and_started_again_as_often_as_it_may(
     flow_run = begin("often", restarts=2)
     for _ in range(2):
         process = driver(tmp_path, "often")
-        look(client)
+        check_once(client)
         assert state(client, flow_run) == "Running"
         kill(process)
-        look(client)
+        check_once(client)
         assert state(client, flow_run) == "AwaitingRetry"
         put(client, flow_run, Running())
-        look(client)
+        check_once(client)
         assert state(client, flow_run) == "Running", "it has yet to take the lease"
     kill(driver(tmp_path, "often"))
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Crashed"
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Crashed"
 
 
@@ -113,7 +113,7 @@ def test_a_killed_driver_stays_where_nobody_asked_for_restarts(
 ) -> None:
     flow_run = begin("once")
     kill(driver(tmp_path, "once"))
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Crashed"
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_waits_for_a_person_is_neither_marked_nor_started_again(
     flow_run = begin("suspended", restarts=3)
     kill(driver(tmp_path, "suspended"))
     put(client, flow_run, Paused(name="Suspended"))
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Suspended"
 
 
@@ -133,13 +133,13 @@ def test_a_driver_that_dies_while_it_is_cancelled_is_cancelled_and_not_started_a
     flow_run = begin("unwanted", restarts=3)
     process = driver(tmp_path, "unwanted")
     put(client, flow_run, Cancelling())
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Cancelling"
     kill(process)
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Cancelled"
     put(client, flow_run, Crashed())  # who served it may say so after all
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Crashed"
 
 
@@ -154,14 +154,14 @@ def test_what_was_killed_without_a_lease_is_crashed_and_a_driver_among_it_starte
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "said\n"
-        look(client)
+        check_once(client)
         assert state(client, made) == "Running"
         kill(process)
-    look(client)
+    check_once(client)
     assert (state(client, other), state(client, flow_run)) == ("Crashed", "AwaitingRetry")
     put(client, flow_run, Pending())
     put(client, flow_run, Running())
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Running", "the new process has yet to say that it is there"
 
 
@@ -170,10 +170,10 @@ def test_what_was_taken_up_and_never_begun_is_scheduled_again(
 ) -> None:
     flow_run = begin("submitted")
     put(client, flow_run, Pending(name="Submitting"))
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Submitting"
     monkeypatch.setattr(watching, "TO_BEGIN", -1.0)
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Scheduled"
 
 
@@ -183,5 +183,5 @@ def test_a_run_of_the_same_name_in_another_store_is_left_alone(
     flow_run = begin("elsewhere", restarts=1)
     kill(driver(tmp_path, "elsewhere"))
     client.update_flow_run(flow_run.id, tags=run_tags("elsewhere", f"{tmp_path}/other"))
-    look(client)
+    check_once(client)
     assert state(client, flow_run) == "Running"

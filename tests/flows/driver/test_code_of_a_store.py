@@ -213,10 +213,10 @@ def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
 
 def test_every_folder_of_a_store_is_known_and_none_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = re.findall(r"^([a-z-]+)/", layout.__doc__ or "", flags=re.M)
-    assert set(described) == set(layout.FOLDERS)
+    assert set(described) == set(layout.ROOT_FOLDERS)
     monkeypatch.chdir(tmp_path)
     assert is_at_hand(tmp_path / "mine.py", LocalStore("."))
-    evil = {folder: tmp_path / folder / "of_somebody" / "evil.py" for folder in layout.FOLDERS}
+    evil = {folder: tmp_path / folder / "of_somebody" / "evil.py" for folder in layout.ROOT_FOLDERS}
     assert [folder for folder, file in evil.items() if is_at_hand(file, LocalStore("."))] == []
 
 

@@ -140,7 +140,7 @@ def drive_nothing(said: Connection, store: Path, grace: float, then: str) -> Non
     lease = Lease.acquire(open_store(str(store)), "run-1")
     try:
         with ending_in_order() as ending, ending.in_order():
-            ending.owns(lease, grace)
+            ending.set_lease(lease, grace)
             if then == "deaf":  # as within a flow, whose handler's exception may be swallowed
                 signal.signal(signal.SIGTERM, lambda *_: None)
             try:

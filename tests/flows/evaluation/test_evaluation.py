@@ -18,7 +18,7 @@ from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
-from cairn.flows.evaluation.evaluating import Found, evaluate_models
+from cairn.flows.evaluation.evaluating import EvaluationResult, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
 from cairn.storage.evals import folders, read_samples
 from cairn.storage.ledger.schemas import EVALUATED
@@ -44,13 +44,17 @@ def benchmark_file(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def first(tiny_assets: Path, benchmark_file: Path, tmp_path_factory: pytest.TempPathFactory) -> "tuple[Store, Found]":
+def first(
+    tiny_assets: Path, benchmark_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> "tuple[Store, EvaluationResult]":
     """A store with one result."""
     store = open_store(str(tmp_path_factory.mktemp("store")))
     return store, evaluated(store, tiny_assets / "model", benchmark_file)
 
 
-def evaluated(store: Store, model: Path, file: Path, dtype: Any = "float32", **sections: dict[str, Any]) -> Found:
+def evaluated(
+    store: Store, model: Path, file: Path, dtype: Any = "float32", **sections: dict[str, Any]
+) -> EvaluationResult:
     benchmarks: list[Benchmark] = benchmarks_of([str(file)], changes=sections)
     (found,) = evaluate_models(store, [ModelFolder(str(model), EngineOptions(dtype=dtype))], benchmarks)
     return found
@@ -70,7 +74,9 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformersEngine, "__init__", refuse)
 
 
-def test_a_result_holds_every_sample_with_its_tokens_log_probs_seed_and_grader(first: "tuple[Store, Found]") -> None:
+def test_a_result_holds_every_sample_with_its_tokens_log_probs_seed_and_grader(
+    first: "tuple[Store, EvaluationResult]",
+) -> None:
     store, found = first
     rows = read_samples(store, found.result)
     assert found.computed
@@ -88,7 +94,9 @@ def test_a_result_holds_every_sample_with_its_tokens_log_probs_seed_and_grader(f
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_what_was_computed_is_found(first: "tuple[Store, Found]", tiny_assets: Path, benchmark_file: Path) -> None:
+def test_what_was_computed_is_found(
+    first: "tuple[Store, EvaluationResult]", tiny_assets: Path, benchmark_file: Path
+) -> None:
     again = evaluated(first[0], tiny_assets / "model", benchmark_file)
     assert not again.computed
     assert again.result == first[1].result
@@ -96,7 +104,7 @@ def test_what_was_computed_is_found(first: "tuple[Store, Found]", tiny_assets: P
 
 @pytest.mark.usefixtures("no_engine")
 def test_equal_weights_in_another_folder_have_the_same_result(
-    first: "tuple[Store, Found]", tiny_assets: Path, benchmark_file: Path, tmp_path: Path
+    first: "tuple[Store, EvaluationResult]", tiny_assets: Path, benchmark_file: Path, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_pretrained(tiny_assets / "model").save_pretrained(tmp_path, max_shard_size="100KB")
     tokenizer = AutoTokenizer.from_pretrained(tiny_assets / "model")
@@ -126,7 +134,7 @@ def test_equal_weights_in_another_folder_have_the_same_result(
     ],
 )
 def test_another_prompt_grader_sampling_or_slice_has_a_result_of_its_own(
-    first: "tuple[Store, Found]", tiny_assets: Path, benchmark_file: Path, changed: dict[str, Any]
+    first: "tuple[Store, EvaluationResult]", tiny_assets: Path, benchmark_file: Path, changed: dict[str, Any]
 ) -> None:
     if "source" in changed:
         changed = {"source": {"data": f"{tiny_assets / 'heldout.jsonl'}@[0:3]"}}
@@ -137,7 +145,7 @@ def test_another_prompt_grader_sampling_or_slice_has_a_result_of_its_own(
 
 
 def test_another_number_format_has_a_result_of_its_own(
-    first: "tuple[Store, Found]", tiny_assets: Path, benchmark_file: Path
+    first: "tuple[Store, EvaluationResult]", tiny_assets: Path, benchmark_file: Path
 ) -> None:
     other = evaluated(first[0], tiny_assets / "model", benchmark_file, "bfloat16")
     assert other.computed
@@ -189,7 +197,7 @@ def test_commands_say_what_is_wrong_before_anything_starts(tiny_assets: Path, tm
 
 @pytest.mark.usefixtures("no_engine")
 def test_results_are_shown_though_there_is_no_baseline_to_hold_them_against(
-    first: "tuple[Store, Found]", tiny_assets: Path, benchmark_file: Path
+    first: "tuple[Store, EvaluationResult]", tiny_assets: Path, benchmark_file: Path
 ) -> None:
     words = ("--model", tiny_assets / "model", benchmark_file, "--dtype", "float32", "--baseline", "nosuch", "--json")
     ended = cairn("eval", *words, "--store", first[0].url)
@@ -198,7 +206,7 @@ def test_results_are_shown_though_there_is_no_baseline_to_hold_them_against(
     assert [one["digest"] for one in json.loads(ended.stdout)] == [first[1].result.digest]
 
 
-def test_a_leaderboard_ranks_what_can_be_compared(first: "tuple[Store, Found]", tiny_assets: Path) -> None:
+def test_a_leaderboard_ranks_what_can_be_compared(first: "tuple[Store, EvaluationResult]", tiny_assets: Path) -> None:
     ended = cairn("leaderboard", "--store", first[0].url, "--baseline", tiny_assets / "model", "--json")
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)

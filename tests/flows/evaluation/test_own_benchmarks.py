@@ -13,7 +13,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of, own_benchmarks
-from cairn.flows.evaluation.evaluating import Found, evaluate_models
+from cairn.flows.evaluation.evaluating import EvaluationResult, evaluate_models
 from cairn.flows.evaluation.models import benchmarks_of_run, models_of
 from cairn.flows.iteration import iteration
 from cairn.storage.evals import claimant, folders, read_samples
@@ -91,7 +91,7 @@ def asked(fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-def evaluated(store: Store, place: str) -> Found:
+def evaluated(store: Store, place: str) -> EvaluationResult:
     """What `cairn eval PLACE heldout` finds."""
     own = benchmarks_of_run(store, place)
     (found,) = evaluate_models(store, models_of(store, place), benchmarks_of(["heldout"], own=own))

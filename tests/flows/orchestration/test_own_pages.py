@@ -11,7 +11,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cairn.flows.orchestration.server import Server, ServerFailed, require_answer
-from cairn.flows.orchestration.server_process import HOSTS, OwnPages, refusal
+from cairn.flows.orchestration.server_process import HOSTS, SameOriginOnly, refusal
 from tests.browser import REBOUND, visit
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def test_further_names_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch)
         pass
 
     for host in ("prefect:4200", "cairn.example", "evil.example"):
-        asyncio.run(OwnPages(app)({"type": "http", "headers": [(b"host", host.encode())]}, unheard, unheard))
+        asyncio.run(SameOriginOnly(app)({"type": "http", "headers": [(b"host", host.encode())]}, unheard, unheard))
     assert asked == ["prefect:4200", "cairn.example"]
 
 

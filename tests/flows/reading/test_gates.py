@@ -22,7 +22,7 @@ from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.orchestration.flow_runs import run_tags
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.reading.gates import ask, decide, due, holding
+from cairn.flows.reading.gates import ask, blocking_gate, decide, due
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import Gate, GateState
 from cairn.storage.ledger.ledger import Ledger
@@ -143,11 +143,11 @@ def test_a_reason_opens_one_gate_and_the_run_can_go_on_even_if_its_iteration_beg
     assert both is not None
     assert (both.what, both.why) == (asked.what, "it fell; it grew slow")
     write_iteration(ledger, 1)  # its driver had looked just before
-    assert holding(ledger, 2) is not None
+    assert blocking_gate(ledger, 2) is not None
     decide(ledger, config_of(ledger), None, approved=False, why=None, by=None)
     assert ask(ledger, "another") is None, "a rejected run stays rejected"
     decide(ledger, config_of(ledger), None, approved=True, why=None, by=None)
-    assert holding(ledger, 2) is None
+    assert blocking_gate(ledger, 2) is None
     assert ask(ledger, "it grew slow") is None, "what was approved is not asked again"
     write_iteration(ledger, 2)
     with pytest.raises(ValueError, match="has begun all its 3 iterations"):
@@ -166,7 +166,7 @@ def test_a_fork_does_not_ask_again_about_what_it_shares_but_about_its_own_iterat
         with pytest.raises(AwaitingApproval, match="cairn approve tiny 2"):
             admit(run, 2)
         child = fork(run.ledger, 1, "child", ["training.lr=0.002"])
-    assert holding(child, 1) is None
+    assert blocking_gate(child, 1) is None
     assert due(child, config, 2) == ("before", "approval.before names iteration 2")
 
 
@@ -189,7 +189,7 @@ def at_gate(run: RunContext) -> tuple[threading.Thread, list[Exception]]:
 
     thread = threading.Thread(target=drive)
     thread.start()
-    wait_for(lambda: holding(run.ledger, 0) is not None)
+    wait_for(lambda: blocking_gate(run.ledger, 0) is not None)
     return thread, raised
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.flows.report.blocks import Block, shortened, text_blocks
-from cairn.flows.report.data import Why, choose
+from cairn.flows.report.data import Choice, choose
 
 
 def unpacked(block: Block) -> dict[str, Any]:
@@ -82,18 +82,18 @@ def test_texts_are_cut_only_where_they_must_be_and_then_as_little_as_possible() 
 
 
 def test_few_samples_are_all_chosen() -> None:
-    assert choose(np.zeros(3, np.int32), np.array([0.0, np.nan, 1.0]), 3, seed=0).tolist() == [Why.ALL] * 3
+    assert choose(np.zeros(3, np.int32), np.array([0.0, np.nan, 1.0]), 3, seed=0).tolist() == [Choice.ALL] * 3
 
 
 def test_the_chosen_samples_are_the_best_the_worst_the_median_and_of_every_iteration() -> None:
     iterations = np.repeat(np.arange(20), 100)
     rewards = np.random.default_rng(1).permutation(2000).astype(np.float32)
     why = choose(iterations, rewards, 200, seed=7)
-    assert int((why != Why.NONE).sum()) == 200
-    assert sorted(rewards[why == Why.BEST]) == list(range(1980, 2000))
-    assert sorted(rewards[why == Why.WORST]) == list(range(20))
-    assert np.abs(rewards[why == Why.MEDIAN] - 1000).max() <= 11
-    spread = np.bincount(iterations[why == Why.SPREAD], minlength=20)
+    assert int((why != Choice.NONE).sum()) == 200
+    assert sorted(rewards[why == Choice.BEST]) == list(range(1980, 2000))
+    assert sorted(rewards[why == Choice.WORST]) == list(range(20))
+    assert np.abs(rewards[why == Choice.MEDIAN] - 1000).max() <= 11
+    spread = np.bincount(iterations[why == Choice.SPREAD], minlength=20)
     assert spread.max() - spread.min() <= 1
     assert (choose(iterations, rewards, 200, seed=7) == why).all()
     assert (choose(iterations, rewards, 200, seed=8) != why).any()
@@ -103,4 +103,4 @@ def test_failed_samples_are_among_the_worst() -> None:
     rewards = np.linspace(0, 1, 1000, dtype=np.float32)
     rewards[[3, 500, 900]] = np.nan
     why = choose(np.zeros(1000, np.int32), rewards, 100, seed=0)
-    assert why[[3, 500, 900]].tolist() == [Why.WORST] * 3
+    assert why[[3, 500, 900]].tolist() == [Choice.WORST] * 3

@@ -262,7 +262,7 @@ def test_a_driver_that_took_the_run_at_the_end_of_the_watch_keeps_it(
     _lease_from_elsewhere(store)
     watch, faster = leases._is_silent, []
 
-    def watch_and_be_late(store: Store, owned: leases.Owned, seen: leases.LeaseState) -> bool:
+    def watch_and_be_late(store: Store, owned: leases.LeaseSubject, seen: leases.LeaseState) -> bool:
         silent = watch(store, owned, seen)
         if not faster:
             faster.append(Lease.acquire(store, "run-1", takeover=True))

@@ -17,11 +17,11 @@ from cairn.storage import evals
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.decisions import read_decision
 from cairn.storage.ledger.leases import Outcome
-from cairn.storage.ledger.manifest import _say_once, list_runs
+from cairn.storage.ledger.manifest import _warn_once, list_runs
 from cairn.storage.query.catalogue import row_of
 from cairn.storage.query.database import open_query
 from cairn.storage.store import canonical
-from cairn.storage.store.canonical import DEEPEST, from_json
+from cairn.storage.store.canonical import MAX_DEPTH, from_json
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import LONGEST_RECORD
@@ -59,7 +59,7 @@ def _file(folder: Path, data: bytes | None) -> Path:
 def test_a_stray_folder_among_the_runs_stops_nobody(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _say_once.cache_clear()
+    _warn_once.cache_clear()
     caplog.clear()
     store = tmp_path / kind
     ledger = _eleven_iterations(LocalStore(str(store)))
@@ -97,7 +97,7 @@ READERS: list[Callable[[bytes], object]] = [
 WRAPPED = ("{deep}", '{{"a": {deep}, "digest": "x"}}', '{{"digest": {deep}}}')
 
 
-@cases(("reader", "wrapped", "depth"), product(range(len(READERS)), WRAPPED, (DEEPEST + 1, 900, 100_000)))
+@cases(("reader", "wrapped", "depth"), product(range(len(READERS)), WRAPPED, (MAX_DEPTH + 1, 900, 100_000)))
 def test_what_is_nested_too_deeply_is_damage(reader: int, wrapped: str, depth: int) -> None:
     data = wrapped.format(deep="[" * depth + "]" * depth).encode()
     with pytest.raises((ValueError, Damaged)):
@@ -111,7 +111,7 @@ def test_a_row_of_data_that_is_nested_too_deeply_is_named() -> None:
 
 def test_what_a_ledger_holds_is_read_as_deep_as_it_may_be() -> None:
     value: object = 1
-    for _ in range(DEEPEST // 2 - 1):
+    for _ in range(MAX_DEPTH // 2 - 1):
         value = {"a": [value]}
     assert isinstance(value, dict)
     assert canonical.unseal(canonical.seal(value))["a"] == value["a"]

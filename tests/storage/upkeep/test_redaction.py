@@ -18,7 +18,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import Decision, Redaction
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
-from cairn.storage.ledger.redacted import MARK, Fault, without_text
+from cairn.storage.ledger.redacted import REDACTED_ERROR, Fault, redact_rows
 from cairn.storage.ledger.schemas import CALLS, SCORE, rollout_schema
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest
@@ -161,7 +161,7 @@ def some(kind: pa.DataType) -> object:
 )
 def test_no_column_keeps_what_it_has_for_each_token(schema: pa.Schema, has: set[str]) -> None:
     table = pa.table({field.name: pa.array([some(field.type)] * 2, field.type) for field in schema}, schema)
-    gone, kept = without_text(table, pa.array([True, False])).to_pylist()
+    gone, kept = redact_rows(table, pa.array([True, False])).to_pylist()
     nested = [field.name for field in schema if pa.types.is_nested(field.type)]
     assert has <= set(nested)
     assert not any(gone[name] for name in nested)
@@ -172,7 +172,7 @@ def test_whoever_reads_finds_the_rows_without_their_text(s3_url: str) -> None:
     ledger = written(open_store(s3_url))
     redact(ledger, PROMPT)
     view = next(view for view in iteration_samples(ledger, 1) if view.group_id == PROMPT)
-    assert (view.prompt, view.response, view.reward, view.error) == ("", "", 1.0, MARK)
+    assert (view.prompt, view.response, view.reward, view.error) == ("", "", 1.0, REDACTED_ERROR)
     table = open_query(open_store(s3_url)).sql(
         f"SELECT prompt, response, sample_index FROM samples WHERE prompt_index = {PROMPT} ORDER BY sample_index"
     )
@@ -394,7 +394,7 @@ def test_what_is_not_reached_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         sha256, data = part_bytes(table, "inputs")
         ledger.store.write(f"runs/{ledger.run}/{folder}/write_ahead/calls/0000-000001.{sha256}.arrow", data)
     told: list[str] = []
-    redact(ledger, PROMPT, unreached=told.append)
+    redact(ledger, PROMPT, on_remaining=told.append)
     assert ["evals/one" in told[0], "000003/rollout/00-000.000009-ab" in told[1], "stream/000009-ab" in told[2]] == [
         True,
         True,

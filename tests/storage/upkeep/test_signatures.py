@@ -263,5 +263,5 @@ def test_what_is_written_ahead_and_what_graders_answered_is_signed_and_goes_with
     assert found == [answered.replace("answers/", "answers/f")]
     for path in [*parts, answered]:
         store.delete(path)
-    left = [path for folder in layout.FOLDERS for path in store.find(folder)]
+    left = [path for folder in layout.ROOT_FOLDERS for path in store.find(folder)]
     assert [path for path in left if path.endswith(".sig") and ".arrow." in path] == []

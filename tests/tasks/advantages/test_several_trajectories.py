@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types.types import KeptTokens, TrainBatch
+from cairn.engines.types.types import SamplingSupport, TrainBatch
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.samples import iteration_samples
 from cairn.flows.report.data import read_samples, read_tokens
@@ -18,7 +18,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
-from cairn.tasks.batch.sequences import of_samples, split_trajectories
+from cairn.tasks.batch.sequences import join_by_sample, split_trajectories
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate
@@ -187,7 +187,7 @@ def check_batch_of(run: RunContext, index: int) -> None:
             np.testing.assert_allclose(batch.old_log_probs[number][mask], sampled[mask], atol=1e-4)
             number += 1
     assert number == len(batch)
-    (first, *_), (second, *_) = arrays(scored, "log_probs"), of_samples(batch, batch.old_log_probs)
+    (first, *_), (second, *_) = arrays(scored, "log_probs"), join_by_sample(batch, batch.old_log_probs)
     assert first.tolist() == second.tolist()
 
 
@@ -240,7 +240,7 @@ def test_one_trajectory_may_have_a_prompt_of_its_own(config: RunConfig, tmp_path
 
 
 def test_every_field_of_a_batch_is_cut_and_put_together_again() -> None:
-    kept = [KeptTokens.of([[1], [], [2, 3]]), KeptTokens.of([[4]])]
+    kept = [SamplingSupport.of([[1], [], [2, 3]]), SamplingSupport.of([[4]])]
     batch = TrainBatch(
         [np.arange(5), np.arange(10, 13)],
         [3, 1],
@@ -257,6 +257,6 @@ def test_every_field_of_a_batch_is_cut_and_put_together_again() -> None:
     assert [one.counts.tolist() for one in cut.kept] == [[1], [0, 2], [1]]
     assert cut.advantages is None
     assert cut.values is not None
-    assert [one.tolist() for one in of_samples(cut, cut.values)] == [[0.1, 0.2, 0.3], [0.4]]
+    assert [one.tolist() for one in join_by_sample(cut, cut.values)] == [[0.1, 0.2, 0.3], [0.4]]
     anew = split_trajectories(batch, [[1, 2], None], [[None, [20]], None])
     assert [ids.tolist() for ids in anew.input_ids] == [[0, 1, 2], [20, 3, 4], [10, 11, 12]]

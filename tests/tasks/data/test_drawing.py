@@ -16,8 +16,8 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.store.errors import RunDiffers
 from cairn.tasks.data.drawing import next_prompts
 from cairn.tasks.data.prompts import PromptData
-from cairn.tasks.data.stream import GivenPrompts, GroupResult
-from cairn.tasks.durable.context import RunContext, round_results, untold_results
+from cairn.tasks.data.stream import GroupResult, StatefulPrompts
+from cairn.tasks.durable.context import RunContext, round_results, unreported_results
 from cairn.tasks.durable.selection import last_selection
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -241,7 +241,7 @@ def test_a_source_with_a_state_that_gives_something_else_is_named(
     (tmp_path / "source.py").unlink()
     (tmp_path / "broken.py").write_text(f"def get_samples(path, state, count, results):\n    {body}\n")
     data = config.data.model_copy(update={"get_samples_path": f"{tmp_path / 'broken.py'}:get_samples"})
-    prompts = GivenPrompts(data, load_tokenizer(config.model.path))
+    prompts = StatefulPrompts(data, load_tokenizer(config.model.path))
     with pytest.raises(BadData, match=says):
         prompts.draw(0, 4, (), max_prompt_len=200)
 
@@ -280,7 +280,7 @@ def test_a_source_with_a_state_is_told_of_rounds_that_no_prompt_follows(tiny_ass
     config = base.model_copy(update={"data": base.data.model_copy(update=source)})
     with tiny_context(str(tmp_path / "made"), base) as (run, _):
         tokenizer = run.tokenizer
-    prompts = GivenPrompts(config.data, tokenizer)
+    prompts = StatefulPrompts(config.data, tokenizer)
 
     def result(index: int) -> GroupResult:
         return GroupResult(index, index, "1", {}, 0.5, 0.5, True, None, 0.5)
@@ -301,6 +301,6 @@ def test_results_are_told_after_an_iteration_that_generated_nothing(tiny_assets:
             iteration(run, DirectSteps(run), index)
         first, second = (last_selection(run, index) for index in range(2))
         assert not [commit for commit in run.ledger.commits(1) if commit.step is Step.ROLLOUT]
-        assert untold_results(run, second) == round_results(run, first) != ()
+        assert unreported_results(run, second) == round_results(run, first) != ()
         levels = {json.loads(row["metadata"])["level"] for row in rollout_rows(run, 2)}
         assert levels != {3}, "the source learned of the first iteration"

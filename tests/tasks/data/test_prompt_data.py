@@ -410,8 +410,8 @@ def test_a_template_that_tells_the_date_tells_that_of_the_stopped_clock(tmp_path
     assert data.row(0).prompt_text == "26 Jul 2024"
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
     assert data.row(0).prompt_text == "26 Jul 2024"
-    assert data.dated([data.row(0)]).keys() == {"prompts"}
-    assert PromptData.open(PLAIN, data.path, tokenizer).dated([]) == {}
+    assert data.clock_key([data.row(0)]).keys() == {"prompts"}
+    assert PromptData.open(PLAIN, data.path, tokenizer).clock_key([]) == {}
 
 
 @cases("broken", [{"prompt": "smile \ud83d"}, {"label": "\udc00"}])

@@ -12,7 +12,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.sources import input_digests
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
-from cairn.tasks.data.opening import told_tools
+from cairn.tasks.data.opening import template_tools
 from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.generation import generate_function
@@ -81,7 +81,7 @@ def test_prompts_tell_the_model_of_the_tools_by_its_template(tiny_assets, tmp_pa
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "six", "label": "6"}\n')
     config = with_tools(tiny_assets, tmp_path)
-    tools = told_tools(config.rollout)
+    tools = template_tools(config.rollout)
     assert tools is not None
     row = PromptData.open(RowFormat(), str(file), chat_tokenizer(), tools=tools).row(0)
     assert '"name": "twice", "description": "Twice a number."' in row.prompt_text
@@ -90,7 +90,7 @@ def test_prompts_tell_the_model_of_the_tools_by_its_template(tiny_assets, tmp_pa
     row = PromptData.open(RowFormat(tool_key="tools"), str(file), chat_tokenizer(), tools=tools).row(0)
     assert "of the row" in row.prompt_text
     assert "twice" not in row.prompt_text
-    assert told_tools(with_tools(tiny_assets, tmp_path, "tool_calls", tool_call_format="tags").rollout) is None
+    assert template_tools(with_tools(tiny_assets, tmp_path, "tool_calls", tool_call_format="tags").rollout) is None
 
 
 def test_the_corpus_of_search_counts_in_what_a_run_is_made_from(tiny_assets, tmp_path):

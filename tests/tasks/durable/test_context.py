@@ -17,7 +17,7 @@ def test_the_snapshot_asked_for_longest_ago_goes_when_there_are_too_many_bytes(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = pa.table({"tokens": list(range(1000))})
-    monkeypatch.setattr("cairn.tasks.durable.recorded_run.TABLE_BYTES_KEPT", 3 * table.nbytes)
+    monkeypatch.setattr("cairn.tasks.durable.recorded_run.TABLE_CACHE_BYTES", 3 * table.nbytes)
     with tiny_context(str(tmp_path), tiny_config(tiny_assets)) as (run, _):
         for number in (0, 1, 2, 0, 3):  # 0 is asked for again before there is one too many
             run.remember(output(number), table)

@@ -15,7 +15,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.tasks.data.stream import order
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.quarantine import passed_over, put_in_force
+from cairn.tasks.durable.quarantine import apply_requests, skipped_prompts
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context
 
 
@@ -40,7 +40,7 @@ def decide(ledger: Ledger, prompt: int, passed_over: bool = True) -> None:
 
 
 def drive(run: RunContext, index: int) -> None:
-    put_in_force(run, index)
+    apply_requests(run, index)
     iteration(run, DirectSteps(run), index)
 
 
@@ -56,14 +56,14 @@ def test_a_prompt_is_passed_over_from_the_next_iteration_on_and_every_iteration_
         good = next(row for row in one[:12] if row in early)
         decide(run.ledger, bad)
         decide(run.ledger, good)
-        assert passed_over(run.ledger, 1) == []
+        assert skipped_prompts(run.ledger, 1) == []
         drive(run, 1)
         assert drawn(run, 1) == [*(row for row in one[12:] if row != bad), two[0]]
-        assert (passed_over(run.ledger, 0), passed_over(run.ledger, 1)) == ([], sorted([bad, good]))
+        assert (skipped_prompts(run.ledger, 0), skipped_prompts(run.ledger, 1)) == ([], sorted([bad, good]))
         decide(run.ledger, bad, passed_over=False)
-        assert passed_over(run.ledger, 1) == sorted([bad, good]), "what is in force stays so"
+        assert skipped_prompts(run.ledger, 1) == sorted([bad, good]), "what is in force stays so"
         child = fork(run.ledger, 1, "child", ["training.lr=0.002"])
-        assert passed_over(child, 2) == sorted([bad, good]), "as where it parted"
+        assert skipped_prompts(child, 2) == sorted([bad, good]), "as where it parted"
         drive(run, 2)
         assert drawn(run, 2) == [row for row in two[1:] if row != good][:12]
         assert bad in drawn(run, 2)
@@ -82,10 +82,10 @@ def test_an_iteration_that_has_begun_is_finished_as_it_began(config: RunConfig, 
         log = run.ledger.attempt(0, Step.ROLLOUT, "00-000")
         log.store.write(log.path("write_ahead/000000.0.arrow"), b"finished samples")
         decide(run.ledger, 0)
-        put_in_force(run, 0)
-        assert passed_over(run.ledger, 0) == []
-        put_in_force(run, 1)
-        assert passed_over(run.ledger, 1) == [0]
+        apply_requests(run, 0)
+        assert skipped_prompts(run.ledger, 0) == []
+        apply_requests(run, 1)
+        assert skipped_prompts(run.ledger, 1) == [0]
 
 
 def test_where_nothing_is_left_to_draw_the_run_says_so(config: RunConfig, tmp_path: Path) -> None:

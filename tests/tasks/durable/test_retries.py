@@ -79,7 +79,7 @@ def test_each_class_of_errors_has_tries_of_its_own() -> None:
     tally = RetryTally(RetryConfig(retries=1, retry_delay_seconds=0.5, rules=()))
     died, silent = EngineDied(), StoreError()
     assert tally.ask(PLACE, died)
-    assert tally.granted(died)
+    assert tally.was_granted(died)
     assert tally.next_wait(PLACE) == 0.5
     assert tally.next_wait(PLACE) == 0.0
     assert tally.ask(PLACE, silent)

@@ -17,7 +17,7 @@ from cairn.engines.training.factory import make_engine
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.cli import app
 from cairn.flows.history.rescore import changed_config as rescored_with
-from cairn.flows.history.rescore import naming
+from cairn.flows.history.rescore import grader_override
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.costs import run_costs
 from cairn.flows.reading.lineage import lineage
@@ -82,7 +82,7 @@ def test_nothing_runs_that_is_not_needed(config: RunConfig, undisturbed: list[st
         console = CliRunner().invoke(app, ["costs", "tiny", "--store", str(tmp_path)]).stdout
         assert "18 samples of demonstrations trained on; each took" in console
         with pytest.raises(ConfigError, match="come from its data and were not graded"):
-            rescored_with(run.ledger, [naming("exact_match")])
+            rescored_with(run.ledger, [grader_override("exact_match")])
     steps = [f"{index:06d}/{step}" for index in range(3) for step in ("rollout.00-000", "filter.00", "train")]
     assert sorted(events.executed()) == sorted([*steps, "000001/checkpoint", "000002/checkpoint"])
     assert fleet.rollout == []

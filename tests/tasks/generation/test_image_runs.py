@@ -111,7 +111,7 @@ def test_a_group_that_is_continued_sees_the_image_of_the_snapshot(store: Path, t
     group = unfinished_group(run.read(commit).filter(pc.field("group_id") == 3), run.images(commit))
     expected = (Image(noise(16, 40, seed=2), 16, 40),)
     assert group.prompt.images == expected
-    assert [request.images for request in group.requests(besides=())] == [expected] * len(group.requests(besides=()))
+    assert [request.images for request in group.requests(finished=())] == [expected] * len(group.requests(finished=()))
 
 
 def test_models_and_servers_that_see_no_images_are_refused(tiny_assets: Path, data: Path) -> None:

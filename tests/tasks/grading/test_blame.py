@@ -19,7 +19,7 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading import pool as pool_module
 from cairn.tasks.grading.graders import get_grader
-from cairn.tasks.grading.pool import FRESH, KILLED, GraderPool
+from cairn.tasks.grading.pool import FRESH_PROCESSES, KILLED, GraderPool
 from cairn.tasks.grading.process import GraderProcess, OwnTime, _thread_states
 from cairn.tasks.grading.worker import Terms
 from cairn.tasks.rewards.grader import Graded, Takes
@@ -164,16 +164,16 @@ def test_a_sample_that_wants_more_memory_than_it_may_have_fails(struck: Any) -> 
 
 def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(struck: Any) -> None:
     grade = struck()
-    one = grade(f"signal {signal.SIGSEGV:d}", FRESH)
-    assert (one.reward, one.tries) == (0.5, 1 + FRESH)
-    one = grade(f"signal {signal.SIGSEGV:d}", FRESH + 1)
+    one = grade(f"signal {signal.SIGSEGV:d}", FRESH_PROCESSES)
+    assert (one.reward, one.tries) == (0.5, 1 + FRESH_PROCESSES)
+    one = grade(f"signal {signal.SIGSEGV:d}", FRESH_PROCESSES + 1)
     assert (one.reward, one.error) == (None, "the grader's process died with signal 11")
 
 
 @pytest.mark.proof
 def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.engines.processes.child.TO_END", 0.5)
-    assert struck()("hang up", FRESH + 1).error == "the grader closed the connection of its process"
+    assert struck()("hang up", FRESH_PROCESSES + 1).error == "the grader closed the connection of its process"
 
 
 @pytest.mark.proof
@@ -195,8 +195,8 @@ def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -
 @pytest.mark.proof
 def test_a_sample_fails_when_it_sleeps_in_every_process_or_computes_in_a_fresh_one(struck: Any) -> None:
     grade = struck(rm_timeout=0.5)
-    assert grade("sleep", FRESH).reward == 0.5
-    assert grade("sleep", FRESH + 1).error == "the grader took longer than 0.5 s"
+    assert grade("sleep", FRESH_PROCESSES).reward == 0.5
+    assert grade("sleep", FRESH_PROCESSES + 1).error == "the grader took longer than 0.5 s"
     assert grade("compute", 1).reward == 0.5
     failed = grade("compute", 2)
     assert (failed.error, failed.tries) == ("the grader took longer than 0.5 s", 2)
@@ -364,13 +364,13 @@ def spent(code: str, until: Callable[[OwnTime], bool], stop: bool = False) -> Ow
 @pytest.mark.proof
 def test_own_time_is_what_a_process_computes_and_what_it_sleeps_and_not_what_it_is_kept_waiting() -> None:
     computing = spent("while True: pass", lambda clock: clock.computed > 0.3)
-    assert computing.rested < 0.2
-    sleeping = spent("import time; time.sleep(600)", lambda clock: clock.rested > 0.3)
+    assert computing.slept < 0.2
+    sleeping = spent("import time; time.sleep(600)", lambda clock: clock.slept > 0.3)
     assert sleeping.computed < 0.2
     stopped = spent("import time; time.sleep(600)", lambda clock: clock.stopped > 0.3, stop=True)
     assert stopped.own < 0.2
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
-    assert spent(child, lambda clock: clock.computed > 0.3).rested < 5
+    assert spent(child, lambda clock: clock.computed > 0.3).slept < 5
 
 
 def test_a_look_that_comes_late_counts_as_no_more_than_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,11 +145,11 @@ def test_rewards_of_trajectories_that_are_no_numbers_or_too_few_fail_the_sample(
 
 
 def test_answers_that_were_kept_before_there_were_rewards_are_found_again() -> None:
-    from cairn.tasks.grading.opening import _seen
+    from cairn.tasks.grading.opening import _hashed_fields
 
     segments = (ResponseSegment((1,), "a", True), ResponseSegment((2,), "b", False, 1))
-    seen = _seen(Sample("a", "1", segments=segments))
+    seen = _hashed_fields(Sample("a", "1", segments=segments))
     assert not {"rewards", "roles"} & set(seen)
     assert [set(segment) for segment in seen["segments"]] == [{"ids", "text", "sampled", "trajectory"}] * 2
-    given = _seen(Sample("a", "1", segments=segments, rewards=(1.0,)))
+    given = _hashed_fields(Sample("a", "1", segments=segments, rewards=(1.0,)))
     assert json.dumps(given) != json.dumps(seen)

@@ -20,7 +20,7 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.types.errors import GraderFailed
 from cairn.flows.driver.sources import open_graders
 from cairn.tasks.grading.graders import get_grader
-from cairn.tasks.grading.pool import FRESH, GraderPool
+from cairn.tasks.grading.pool import FRESH_PROCESSES, GraderPool
 from cairn.tasks.rewards import dapo
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
@@ -131,7 +131,7 @@ def test_a_hung_sample_is_tried_again_by_itself_and_no_other_with_it(pool_of):
     grade(pool, [("1", "1", {})] * 8)
     graded = grade(pool, [("hang", "1", {})] + [("1", "1", {})] * 63)
     assert [g.reward for g in graded] == [None] + [1.0] * 63
-    assert [g.tries for g in graded] == [1 + FRESH] + [1] * 63, "eight samples are handed over at once"
+    assert [g.tries for g in graded] == [1 + FRESH_PROCESSES] + [1] * 63, "eight samples are handed over at once"
 
 
 def test_processes_are_reused_from_batch_to_batch(pool_of):

@@ -145,7 +145,7 @@ def test_every_built_in_grader_has_a_version_and_can_be_loaded():
 def test_the_page_on_rewards_has_every_grader_of_ours():
     page = Path(__file__).parents[3] / "docs" / "rewards.md"
     table = page.read_text(encoding="utf-8").partition("| `rm_type` |")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == REWARD.ours()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == REWARD.built_in_names()
 
 
 def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):

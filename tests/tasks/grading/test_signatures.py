@@ -15,7 +15,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.grading.graders import get_grader
-from cairn.tasks.grading.pool import FRESH, GraderPool
+from cairn.tasks.grading.pool import FRESH_PROCESSES, GraderPool
 from cairn.tasks.rewards.grader import Graded, Takes
 from cairn.tasks.rewards.sample import Sample
 from tests.tables import cases
@@ -215,7 +215,7 @@ def test_what_one_call_of_a_coroutine_function_ends_in_fails_no_other(pool_of: A
 def test_a_coroutine_function_that_does_not_let_the_others_run_fails_alone(pool_of: Any) -> None:
     graded = grade(pool_of("waiting", rm_timeout=0.2), "1", "blocks", "2")
     assert [one.reward for one in graded] == [1.0, None, 2.0]
-    assert (graded[1].error, graded[1].tries) == ("the grader took longer than 0.2 s", 1 + FRESH)
+    assert (graded[1].error, graded[1].tries) == ("the grader took longer than 0.2 s", 1 + FRESH_PROCESSES)
 
 
 @pytest.mark.proof

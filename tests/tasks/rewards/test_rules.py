@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.grading.graders import get_grader, require_paying, row_check
+from cairn.tasks.grading.graders import get_grader, require_findable_answer, row_check
 from cairn.tasks.grading.pool import GraderPool
 from cairn.tasks.rewards import dapo, deepscaler, f1, gpqa
 from cairn.tasks.rewards.boxed import in_box
@@ -98,12 +98,12 @@ def test_a_box_before_any_of_ours() -> None:
 def test_no_box_before_those_that_look_for_a_mark(name: str) -> None:
     refused = rf"'boxed_{name}' would never give a reward: .*; set rm_type to {name}"
     with pytest.raises(BadPlugin, match=f"{refused}$"):
-        require_paying(f"boxed_{name}")
+        require_findable_answer(f"boxed_{name}")
     check = row_check(RewardConfig())
     with pytest.raises(BadPlugin, match=f"^line 3: .*{refused}; or name another field"):
         check({"rm_type": f"boxed_{name}"}, "line 3")
-    require_paying(name)
-    require_paying("boxed_math")
+    require_findable_answer(name)
+    require_findable_answer("boxed_math")
 
 
 def test_what_stands_in_a_whole_box_was_not_cut_off() -> None:

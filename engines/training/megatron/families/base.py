@@ -158,7 +158,7 @@ class Family:
         source = self._layer_parameter(match[2])
         return replace(source, names=tuple(f"model.layers.{match[1]}.{part}" for part in source.names))
 
-    def held_together(self, layers: int) -> Iterator[tuple[str, ...]]:
+    def merged_tensors(self, layers: int) -> Iterator[tuple[str, ...]]:
         """Yield the names of Hugging Face tensors that are parts of one Megatron parameter, except for experts'.
 
         A model may lack some of these parameters.

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cairn.engines.agents.episodes.beside import Asking
+from cairn.engines.agents.episodes.beside import OpenRequests
 from cairn.engines.agents.episodes.runner import Generate, Runner
 from cairn.engines.types.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types.types import SamplingParams, Stream
@@ -19,12 +19,12 @@ def looped(
 ) -> Iterator[list[GeneratedSample]]:
     """Generate samples; yield each as it ends. Nobody makes anything of what is recorded."""
     loop = asyncio.new_event_loop()
-    runner, asking = Runner(loop, function, params, tokenizer), Asking(stream)
+    runner, asking = Runner(loop, function, params, tokenizer), OpenRequests(stream)
 
     def settle() -> list[GeneratedSample]:
         """Let samples go on until all of them wait for the engine."""
-        while runner.at_work or runner.asked:
-            while runner.at_work:
+        while runner.is_busy or runner.asked:
+            while runner.is_busy:
                 loop.call_soon(loop.stop)
                 loop.run_forever()
             asked, runner.asked = runner.asked, []

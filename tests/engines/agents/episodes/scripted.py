@@ -48,10 +48,10 @@ def played(
         runner.begin(samples)
         with Watchdog(loop, runner, samples, timeout, None, lambda hung: None) as watchdog:
             while runner.left or runner.ended:
-                await runner.stirred()
+                await runner.changed()
                 requests, runner.asked = runner.asked, []
                 for request in requests:
-                    watchdog.goes_on(request.request_id[:2])
+                    watchdog.restart(request.request_id[:2])
                     runner.answer(request.request_id, _said(request))
                 if (recorded := runner.recorded()) is not None:
                     records.extend(recorded.records)

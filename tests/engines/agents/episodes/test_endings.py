@@ -55,7 +55,7 @@ async def finish(ctx: Context, sample: SampleRequest) -> Trajectory:
 def offline_again(generate: Generate, records: list[CallRecord]) -> GeneratedSample:
     (sample,) = asked(records)
     how: dict[str, Any] = {"tokenizer": lambda: None, "tools": dict, "options": EpisodeOptions()}
-    return offline.again(sample, generate, PARAMS, **how)
+    return offline.replay(sample, generate, PARAMS, **how)
 
 
 def test_a_grader_that_fails_is_asked_once_too() -> None:

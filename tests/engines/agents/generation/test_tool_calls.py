@@ -98,7 +98,7 @@ def played(
     async def play() -> None:
         runner.begin([SampleRequest(0, 0, ids, 1, prompt=prompt)])
         while runner.left:
-            await runner.stirred()
+            await runner.changed()
             asked, runner.asked = runner.asked, []
             for request in asked:
                 if len(request.input_ids) >= context:

@@ -14,7 +14,7 @@ import pytest
 import cairn
 from cairn.configs.plugins import load_callable
 from cairn.engines.agents.tools.errors import Reason
-from cairn.engines.agents.tools.processes import ToolProcesses, Turns, grant_network
+from cairn.engines.agents.tools.processes import ToolProcesses, Turns, allow_network
 from tests.engines.agents.tools import bad_tools
 
 
@@ -224,8 +224,8 @@ def test_a_tool_reaches_a_network_where_that_is_granted_alone(tmp_path: Path) ->
             return bool(asyncio.run(pool.call(tool, path, {"port": port}, "e/c0")))
 
         assert not reached()
-        grant_network(True)
+        allow_network(True)
         try:
             assert reached()
         finally:
-            grant_network(False)
+            allow_network(False)

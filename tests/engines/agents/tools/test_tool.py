@@ -264,7 +264,7 @@ def test_failures_and_the_answer_of_reconcile_go_through_pipes():
 
 
 def test_the_tasks_of_a_tool_are_known_as_the_episodes_and_not_counted():
-    from cairn.engines.agents.episodes.recorder import aside, begin_sample, next_call, sample_of, task_factory
+    from cairn.engines.agents.episodes.recorder import begin_sample, next_call, outside_code, sample_of, task_factory
 
     @cairn.tool(kind="pure")
     async def fan_out() -> int:
@@ -277,7 +277,7 @@ def test_the_tasks_of_a_tool_are_known_as_the_episodes_and_not_counted():
 
     async def episode() -> str:
         begin_sample((0, 1))
-        with aside():
+        with outside_code():
             assert await fan_out.run({}, "k") == 3
         return await asyncio.create_task(child())
 

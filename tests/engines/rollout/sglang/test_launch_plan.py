@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import LaunchPlan, Place
-from cairn.engines.rollout.sglang.completions import kept_problems
+from cairn.engines.rollout.sglang.completions import support_problems
 from cairn.engines.rollout.sglang.launch import launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan, launch_plan, plan_problems
 from cairn.engines.rollout.sglang.server import ExternalServer
@@ -158,7 +158,7 @@ def test_engines_are_counted_once(options: dict[str, Any], sentence: str) -> Non
 def test_a_truncation_that_servers_cannot_report_is_refused_for_training(
     options: dict[str, Any], sentences: list[str]
 ) -> None:
-    problems = list(kept_problems(config(**options)))
+    problems = list(support_problems(config(**options)))
     assert len(problems) == len(sentences)
     assert all(sentence in problem for problem, sentence in zip(problems, sentences, strict=True))
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cairn.engines.rollout.sglang.server import QUESTION, Watch
+from cairn.engines.rollout.sglang.server import PROBE_PATH, Watch
 from tests.waiting import wait_for
 
 
@@ -41,7 +41,7 @@ def watched(
         finally:
             watch.end()
             server.shutdown()
-    assert set(asked) <= {QUESTION}
+    assert set(asked) <= {PROBE_PATH}
 
 
 def test_silence_is_told_once_and_not_within_a_pause() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cairn.configs.schema.reward import RewardConfig, RewardModelConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.scoring.reward_model import Answered, RewardModel
+from cairn.engines.scoring.reward_model import PromptAndResponse, RewardModel
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.history.rescore import rescore
 from cairn.flows.iteration import iteration
@@ -45,7 +45,7 @@ def test_an_iteration_is_trained_on_its_scores_and_rescored_by_it(
     for given, graded in zip(rollout, rewards, strict=True):
         prompt = rows[given["prompt_index"]]
         messages = ({"role": "user", "content": prompt},)
-        (score,) = engine.score([Answered(messages, prompt, given["response_text"])])
+        (score,) = engine.score([PromptAndResponse(messages, prompt, given["response_text"])])
         assert graded["reward"] == score.value
         assert graded["grader"] == "reward_model"
         assert json.loads(graded["components"]) == {"tokens": score.tokens}
