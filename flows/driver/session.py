@@ -71,7 +71,7 @@ def starting_fleet(
             total_steps=total_steps,
             model_digests=digests,
             tenure=tenure,
-            tell=tell,
+            report=tell,
             trains_only=trains_only,
         )
         try:

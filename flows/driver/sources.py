@@ -100,7 +100,7 @@ class Sources:
             graders=graders,
             environment=environment(),
             emit=emit,
-            trusted=partial(require_trusted, store=ledger.store, given=given, of=f" of {ledger.run}"),
+            trusted=partial(require_trusted, store=ledger.store, recipe=given, of=f" of {ledger.run}"),
         )
 
 

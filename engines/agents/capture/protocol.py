@@ -126,12 +126,12 @@ class Conversation:
     tools: str
     """The tools, as JSON."""
     exchange: Exchange
-    message: tuple[str, ...]
+    identity: tuple[str, ...]
     """Identity of each message and of the reply, for comparison with other messages."""
 
-    def is_before(self, told: Sequence[str]) -> bool:
+    def is_before(self, identity: Sequence[str]) -> bool:
         """Return whether messages begin with this conversation."""
-        return tuple(told[: len(self.told)]) == self.told
+        return tuple(identity[: len(self.identity)]) == self.identity
 
 
 class ChatTemplate:
@@ -154,9 +154,9 @@ class ChatTemplate:
         Args:
             known: earlier conversations of the session.
         """
-        told = tuple(map(_identity, messages))
-        found = [one for one in reversed(known) if one.is_before(told)]  # of two that say the same the later one
-        before = sorted(found, key=lambda one: len(one.told), reverse=True)
+        identity = tuple(map(_identity, messages))
+        found = [one for one in reversed(known) if one.is_before(identity)]  # of two that say the same the later one
+        before = sorted(found, key=lambda one: len(one.identity), reverse=True)
         whole = list(messages)
         for one in before:
             whole[len(one.messages)] = one.reply
@@ -227,8 +227,8 @@ def conversation(messages: Sequence[Message], tools: Tools, reply: Reply, exchan
     if reply.tool_calls:
         calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    told = tuple(map(_identity, (*messages, message)))
-    return Conversation(tuple(messages), message, _json(tools), exchange, told)
+    identity = tuple(map(_identity, (*messages, message)))
+    return Conversation(tuple(messages), message, _json(tools), exchange, identity)
 
 
 def _identity(message: Message) -> str:

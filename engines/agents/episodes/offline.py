@@ -53,7 +53,7 @@ class _FromRecord(Recorder):
         asked: CallRecord,
         do: Callable[[CallRecord], Awaitable[CallRecord]],
         *,
-        replay: bool = False,
+        again: bool = False,
         durable: bool = False,
     ) -> CallRecord:
         """Return the recorded response as it is, even where a normal replay repeats the call to rebuild a tool's state.

@@ -92,7 +92,7 @@ def sample_in(context: Context) -> SampleKey | None:
 def outside_code() -> Iterator[None]:
     """Mark what the current task starts meanwhile as the sample's, but not as part of its code."""
     own = _place.get()
-    before = _place.set(_Place(own.sample, own.tasks, aside=True))
+    before = _place.set(_Place(own.sample, own.tasks, outside_code=True))
     try:
         yield
     finally:
@@ -138,7 +138,7 @@ def next_call(kind: str = "") -> str:
     Raises RuntimeError within another call.
     """
     place = _place.get()
-    if place.aside:
+    if place.outside_code:
         raise RuntimeError(
             "a tool or a grader cannot call the context: a replay does not run it, but returns its recorded result"
         )
@@ -149,7 +149,7 @@ def next_call(kind: str = "") -> str:
 def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: Any) -> "asyncio.Task[Any]":
     """Create a task of a loop; a task that a sample's code creates is numbered below the creating one."""
     parent = _place.get(None)
-    if parent is None or parent.aside:
+    if parent is None or parent.outside_code:
         task = asyncio.Task(coroutine, loop=loop, **options)
         if parent is not None:
             _samples[task] = parent.sample
