@@ -371,7 +371,7 @@ class CallRecord:
         return self.group_id, self.index
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Description of the call, for messages."""
         what = f"{self.kind} {self.name}".strip()
         tells = self.arguments and self.kind is not CallKind.SAMPLE  # of the policy it is a digest

@@ -125,7 +125,7 @@ def uncertain_effects(calls: pa.Table) -> dict[SampleKey, str]:
 
 def _uncertain(intent: CallRecord) -> str:
     return (
-        f"generate: UncertainEffect: {intent.told} was under way when its process was lost, and may have been done; "
+        f"generate: UncertainEffect: {intent.description} was under way when its process was lost, and may have been done; "
         "this was not checked, because its group had failed."
     )
 

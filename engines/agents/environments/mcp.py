@@ -257,7 +257,7 @@ class _Settings:
     folder: str | None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"the MCP server {self.url or ' '.join(self.command)}"
 
 
@@ -373,11 +373,11 @@ class _Server:
             late = f"it did not start within {START:g} s" if isinstance(error, TimeoutError) else None
             ended = None if late else await self._ended()
             self._why = late or ended or _first_message(error)
-            self._fail(ToolUnavailable(f"{self._asked.told}: {self._why}"))
+            self._fail(ToolUnavailable(f"{self._asked.description}: {self._why}"))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self._fail(ToolUnavailable(f"{self._asked.told}: {self._why}"))
+            self._fail(ToolUnavailable(f"{self._asked.description}: {self._why}"))
 
     def _fail(self, error: ToolUnavailable) -> None:
         if not self._begun.done():
@@ -431,9 +431,9 @@ class _Server:
         from mcp.shared.exceptions import MCPError
 
         if self._task.done() or self._over.is_set():
-            raise ToolUnavailable(f"{name}: {self._asked.told}: {self._why}")
+            raise ToolUnavailable(f"{name}: {self._asked.description}: {self._why}")
         if self._process is not None and self._process.is_over:
-            raise ToolUnavailable(f"{name}: {self._asked.told}: {await self._ended()}")
+            raise ToolUnavailable(f"{name}: {self._asked.description}: {await self._ended()}")
         try:
             result = await self._client.call_tool(offered, arguments)
         # The exception type depends on where the connection broke.
@@ -445,7 +445,7 @@ class _Server:
                 await asyncio.wait({self._task}, timeout=_TO_END)
             why = ended or (self._why if self._task.done() else _first_message(error))
             lost = ToolUnavailable if kind == "pure" else ToolLost
-            raise lost(f"{name}: {self._asked.told}: {why}") from None
+            raise lost(f"{name}: {self._asked.description}: {why}") from None
         text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolFailed(f"{name}: {text}")

@@ -241,7 +241,9 @@ class Context:
                     if not has_effects:
                         raise
                     uncertain = True
-            raise UncertainEffect(f"the process of {asked.told} was ended {_MAX_LOSSES} times while it was at work")
+            raise UncertainEffect(
+                f"the process of {asked.description} was ended {_MAX_LOSSES} times while it was at work"
+            )
 
         answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
         if answer.result is None:
@@ -338,13 +340,13 @@ class Context:
                 return found if found is NOT_DONE else json_value(tool.name, found, tool.max_output)
             except Exception as error:
                 raise UncertainEffect(
-                    f"{orphan.told} was under way when its process was lost, and its `reconcile` cannot say whether it "
+                    f"{orphan.description} was under way when its process was lost, and its `reconcile` cannot say whether it "
                     f"was done: {raised(tool.name, error)}"
                 ) from error
         if tool.takes_key:
             return NOT_DONE
         raise UncertainEffect(
-            f"{orphan.told} was under way when its process was lost, and may have been done: give the tool a "
+            f"{orphan.description} was under way when its process was lost, and may have been done: give the tool a "
             "`reconcile`, or a parameter `idempotency_key`"
         )
 

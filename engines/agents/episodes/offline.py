@@ -90,12 +90,14 @@ class _FromRecord(Recorder):
                 self._require(asked)
             return
         waits = ", ".join(sorted(self._asked))
-        raise EpisodeDiverged(f"the code waits for {waits}, but has not made {awaited.told}, recorded before that")
+        raise EpisodeDiverged(
+            f"the code waits for {waits}, but has not made {awaited.description}, recorded before that"
+        )
 
     def _require(self, asked: CallRecord) -> None:
         if self._known_as(asked) is None:
             orphan = "was under way when its process was lost" if self.is_orphan(asked) else "is not in the record"
-            raise NotRecorded(f"{asked.told} {orphan}: a replay makes no new calls")
+            raise NotRecorded(f"{asked.description} {orphan}: a replay makes no new calls")
 
     def _received(self, record: CallRecord) -> None:
         self._stuck = 0.0
@@ -142,7 +144,7 @@ async def _again(
         context = Context(sample, params, _no_engine, tokenizer, recorder, tools, options)
         ended = context.checked(await generate(context, sample))
         if recorder.awaited is not None:
-            raise EpisodeDiverged(f"the code ended without {recorder.awaited.told}, which is recorded")
+            raise EpisodeDiverged(f"the code ended without {recorder.awaited.description}, which is recorded")
         return ended
 
     recorders: dict[int, _FromRecord] = {}

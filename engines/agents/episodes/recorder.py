@@ -460,13 +460,17 @@ def _require_same_call(known: CallRecord, asked: CallRecord) -> None:
 def _require_same(known: CallRecord, made: CallRecord) -> None:
     if (known.result, known.error) != (made.result, made.error):
         raise EpisodeDiverged(
-            f"{known.told} is declared deterministic, but returned {_short(known)} first and {_short(made)} when "
+            f"{known.description} is declared deterministic, but returned {_short(known)} first and {_short(made)} when "
             "repeated: set kind to effects"
         )
 
 
 def _of_policy(record: CallRecord) -> str:
-    return f"{record.told} after {record.given} other tokens" if record.kind is CallKind.SAMPLE else record.told
+    return (
+        f"{record.description} after {record.given} other tokens"
+        if record.kind is CallKind.SAMPLE
+        else record.description
+    )
 
 
 def _short(record: CallRecord) -> str:

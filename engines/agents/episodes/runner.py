@@ -227,7 +227,7 @@ class Runner:
         """Fail a sample, whatever its code is doing."""
         awaited = self._recorders[key].awaited if key in self._recorders else None
         if awaited is not None:
-            why += f": its code has not repeated {awaited.told}, which was recorded"
+            why += f": its code has not repeated {awaited.description}, which was recorded"
         self._tasks[key].cancel()
         self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
 
@@ -316,7 +316,7 @@ async def outcome(
             raise recorder.failure
         ended = context.checked(returned)
         if recorder.awaited is not None:
-            raise EpisodeDiverged(f"the code ended without {recorder.awaited.told}, which is recorded")
+            raise EpisodeDiverged(f"the code ended without {recorder.awaited.description}, which is recorded")
         return ended
     except SampleAborted:
         return context.aborted()
