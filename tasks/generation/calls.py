@@ -125,8 +125,8 @@ def uncertain_effects(calls: pa.Table) -> dict[SampleKey, str]:
 
 def _uncertain(intent: CallRecord) -> str:
     return (
-        f"generate: UncertainEffect: {intent.description} was under way when its process was lost, and may have been done; "
-        "this was not checked, because its group had failed."
+        f"generate: UncertainEffect: {intent.description} was under way when its process was lost, and may have been "
+        "done; this was not checked, because its group had failed."
     )
 
 

@@ -340,8 +340,8 @@ class Context:
                 return found if found is NOT_DONE else json_value(tool.name, found, tool.max_output)
             except Exception as error:
                 raise UncertainEffect(
-                    f"{orphan.description} was under way when its process was lost, and its `reconcile` cannot say whether it "
-                    f"was done: {raised(tool.name, error)}"
+                    f"{orphan.description} was under way when its process was lost, and its `reconcile` cannot say "
+                    f"whether it was done: {raised(tool.name, error)}"
                 ) from error
         if tool.takes_key:
             return NOT_DONE

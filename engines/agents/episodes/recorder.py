@@ -460,8 +460,8 @@ def _require_same_call(known: CallRecord, asked: CallRecord) -> None:
 def _require_same(known: CallRecord, made: CallRecord) -> None:
     if (known.result, known.error) != (made.result, made.error):
         raise EpisodeDiverged(
-            f"{known.description} is declared deterministic, but returned {_short(known)} first and {_short(made)} when "
-            "repeated: set kind to effects"
+            f"{known.description} is declared deterministic, but returned {_short(known)} first and {_short(made)} "
+            "when repeated: set kind to effects"
         )
 
 
