@@ -4,8 +4,7 @@
 |---|---|
 | version 2 may be created: by root, or by a user to whom they are delegated | `memory.max`, `pids.max` |
 | version 1 may be created: by root | `memory.limit_in_bytes`, `pids.max` |
-| none may be created | a memory check every `CHECK_INTERVAL` seconds; `RLIMIT_NPROC` within the sandbox
-(`bubblewrap.py`) |
+| none may be created | a check of its memory at intervals; `RLIMIT_NPROC` in the sandbox (`bubblewrap.py`) |
 
 A cgroup also counts files in the memory of a sandbox, and what the kernel allocates for its processes. Without cgroups
 the sizes of such files are bounded, and the sandbox refuses other memory that has no bound (`bubblewrap.py`).
@@ -54,14 +53,14 @@ class Bounds(Protocol):
 
 def bounds(memory: int, processes: int) -> Bounds:
     """Return limits for a program: bytes of memory, and number of processes and threads."""
-    if folders := _cgroups():
+    if folders := _cgroups(os.geteuid()):
         return Cgroup(folders, memory, processes + _OWN)
     return PolledBounds(memory)
 
 
 def counted_by_the_kernel() -> bool:
     """Return whether cgroups limit programs on this machine."""
-    return bool(_cgroups())
+    return bool(_cgroups(os.geteuid()))
 
 
 class Cgroup:
@@ -161,8 +160,9 @@ def _counts(file: Path) -> dict[str, int]:
 
 
 @cache
-def _cgroups() -> dict[str, Path]:
-    """Return the parent folders of new cgroups by controller; empty where one of them cannot be created."""
+def _cgroups(user: int) -> dict[str, Path]:
+    """Return the parent folders of new cgroups by controller; empty where `user`, who asks, cannot create one of
+    them."""
     kinds = ("memory", "pids")
     candidates = dict.fromkeys(kinds, _delegated()), {kind: _CGROUPS / kind for kind in kinds}
     return next((found for found in candidates if all(_may_make(folder, kind) for kind, folder in found.items())), {})

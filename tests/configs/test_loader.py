@@ -361,7 +361,7 @@ def test_a_missing_option_is_named_with_what_it_is(tmp_path: Path) -> None:
 
 def test_a_key_that_stands_twice_is_an_error_with_its_line(recipe: Path) -> None:
     recipe.write_text(RECIPE + "  lr: 1e-5\n")
-    assert problems(recipe) == (f"{recipe} is not YAML: line 13: the key 'lr' stands twice",)
+    assert problems(recipe) == (f"{recipe} is not YAML: line 13: the key 'lr' appears twice",)
 
 
 def test_broken_yaml_is_an_error_with_its_line(recipe: Path) -> None:

@@ -97,7 +97,7 @@ def test_iterations_of_a_parent_are_not_done_again_with_the_options_of_its_fork(
     error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
     store = open_store(str(tmp_path))
     fork(Ledger.open(store, "tiny"), 2, "hotter", ["training.lr=0.1"])
-    with pytest.raises(ReplayDiverged, match="of iteration 1, lies before hotter was forked"):
+    with pytest.raises(ReplayDiverged, match="of iteration 1, is older than the fork hotter"):
         fork_after_divergence(open_store(str(tmp_path)), "hotter", error, lambda event: None)
     assert set(list_runs(store)) == {"tiny", "hotter"}
 

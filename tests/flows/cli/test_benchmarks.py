@@ -51,7 +51,7 @@ def test_how_to_get_rows_that_are_not_here_is_said() -> None:
         (["gsm"], "there is no benchmark 'gsm'"),
         (["mine.yaml"], "mine.yaml does not exist"),
         (["gsm8k", "--data", "no.jsonl"], "no.jsonl does not exist"),
-        (["--data", "rows.jsonl"], "name it"),
+        (["--data", "rows.jsonl"], "--data needs the name of a benchmark"),
     ],
 )
 def test_what_is_not_there_is_said_in_a_sentence(arguments: list[str], said: str) -> None:

@@ -145,7 +145,7 @@ def test_status_says_who_waits_for_whom(tmp_path: Path) -> None:
     balance = json.loads(cairn("status", "toy", "--json", "--store", str(tmp_path)).stdout)["balance"]
     assert (balance["first"], balance["last"]) == (1, 4)
     assert 0 <= balance["trainer_wait"] <= 1
-    assert all(isinstance(change, dict) for change in balance["advice"])
+    assert all(isinstance(option, str) for option in balance["hints"])
     shown = cairn("status", "toy", "--store", str(tmp_path)).stdout
     assert f"balance          the trainer waits {100 * balance['trainer_wait']:.0f} % of the time" in shown
     ledger.store.write(layout.commit("toy", 2, Step.SYNC), b"{}")

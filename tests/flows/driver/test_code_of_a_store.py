@@ -39,6 +39,14 @@ EXCLUSIVE = {"data.get_samples_path", "data.curriculum.policy", "rollout.stalene
 """Options that cannot stand beside the others."""
 
 
+TAKES_EFFECT_WITH = {
+    "algorithm.custom_tis_function_path": {"algorithm": {"use_tis": True}},
+    "rollout.buffer_filter_path": {"rollout": {"over_sampling_batch_size": 1_000}},
+    "rollout.staleness_policy": {"rollout": {"pipeline": "streaming"}},
+    "rollout.tools": {"rollout": {"custom_generate_function_path": "tool_calls"}},
+}
+
+
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything that is loaded by its file."""
@@ -102,8 +110,8 @@ def test_no_option_of_a_store_is_imported_or_trusted(
     store, evil = LocalStore("."), "runs/tiny/evil.py:anything"
     store.write("runs/tiny/evil.py", b"def anything(*arguments): return 1.0\n")
     recorded = tiny_config(tiny_assets).model_dump(mode="json")
-    if option == "rollout.staleness_policy":
-        recorded["rollout"]["pipeline"] = "streaming"
+    for section, values in TAKES_EFFECT_WITH.get(option, {}).items():
+        recorded[section].update(values)
     set_option(recorded, option, evil)
     for config in (from_manifest(recorded), inherit(recorded, [])):
         (name,) = (path for path in named(config, option).values() if evil in path or evil in list(path))

@@ -64,7 +64,6 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("rollout.router", sglang(router={"policy": "random", "mcp_config_path": "mcp.yaml"})),
     ("rollout.router", sglang(router={"log_dir": "/etc"})),
     ("rollout.external_urls", sglang(external_urls=["http://198.51.100.7:30000"])),
-    ("rollout.external_urls", sglang(external_urls=["http://127.0.0.1:80@198.51.100.7"])),
     ("rollout.external_urls", sglang(external_urls=["http://127.0.0.1:8265/api/jobs"])),
     ("fleet.ray_address", {"fleet": {"ray_address": "198.51.100.7:1"}}),
     ("fleet.ray_address", {"fleet": {"ray_address": "127.0.0.1:1@198.51.100.7"}}),

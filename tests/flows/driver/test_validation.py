@@ -72,7 +72,7 @@ def test_a_tokenizer_s_end_token_that_stops_no_engine_is_told_before_a_new_run(
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.pad_token_id}))
     (problem,) = setup_problems(config(other, data))
     end = f"<|im_end|> ({tokenizer.eos_token_id})"
-    assert problem.startswith(f"model.path: the tokenizer in {other} ends responses with {end}, and config.json")
+    assert problem.startswith(f"model.path: the tokenizer in {other} ends responses with {end}, but config.json")
     way_out = {"rollout_stop_token_ids": [tokenizer.eos_token_id]}
     assert problem.endswith(f"or set rollout.rollout_stop_token_ids=[{tokenizer.eos_token_id}]")
     assert setup_problems(config(other, data, rollout=way_out)) == []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cairn.configs.kinds import REWARD
 from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.history.rescore import TAGS, can_form_tags
-from cairn.tasks.grading import graders as rewards
+from cairn.tasks import rewards
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.rewards import boxed
 from cairn.tasks.rewards.grader import OUTSIDE

@@ -112,7 +112,7 @@ def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(fo
         (["toy"], "'toy' is not RUN@ITER, such as quickstart@39"),
         (["toy@7"], "run 'toy' has no advantages of iteration 7; it has those of iterations 0 to 2"),
         (["toy@0", "--set", "reward.rm_type=math"], "only options of the section algorithm can be changed here"),
-        (["toy@0", "--set", "algorithm.eps_clip=0.1"], "advantages do not depend on algorithm.eps_clip"),
+        (["toy@0", "--set", "algorithm.entropy_coef=0.1"], "advantages do not depend on algorithm.entropy_coef"),
         (
             ["toy@0", "--set", "algorithm.loss_type=sft_loss"],
             "the run learns from responses, but with these options it would learn from demonstrations",

@@ -244,7 +244,7 @@ def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
     config = tiny_config(tiny_assets, rollout={"num_rollout": 2, "rollout_batch_size": 2}, reward=reward)
     with tiny_context(store, config) as (run, _):
         iteration(run, DirectSteps(run), 0)
-    for version_of in ("cairn.storage.records.code_version", "cairn.engines.processes.fingerprint.code_version"):
+    for version_of in ("cairn.storage.ledger.terms.code_version", "cairn.engines.processes.fingerprint.code_version"):
         monkeypatch.setattr(version_of, lambda: CodeVersion(package="9", commit=None))
     monkeypatch.setattr("cairn.tasks.grading.graders._version_of_built_in", lambda name: "another")
     with tiny_context(store, config) as (run, events):

@@ -139,7 +139,7 @@ def test_without_the_lease_nothing_is_committed(store: Store) -> None:
     assert successor.find(0, Step.SYNC) is None
     assert commit_step(successor, 0, Step.SYNC).epoch == lease.epoch + 1
     successor.lease.release(Outcome.COMPLETED)  # type: ignore[union-attr]
-    with pytest.raises(LeaseLost, match="given run 'run-1' back"):
+    with pytest.raises(LeaseLost, match="released run 'run-1'"):
         commit_step(successor, 1, Step.SYNC)
 
 

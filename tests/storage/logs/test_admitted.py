@@ -53,7 +53,7 @@ def test_what_an_iteration_takes_of_a_later_ones_is_open_until_then(ledger: Ledg
             [[0], [1]],
             [3],
             Fault.GROUP_LOST,
-            "group 2 is admitted by 000001/admit.00, and 000001/rollout.00-000 neither",
+            "group 2 is admitted by 000001/admit.00, but 000001/rollout.00-000 neither",
         ),
         (
             [[0], [9]],

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,11 +20,18 @@ from tests.storage.builders import CONFIG
 from tests.storage.logs.test_admitted import admitted, taken
 
 
+def blank(field: pa.Field) -> Any:
+    """A value that says nothing."""
+    if field.nullable:
+        return None
+    return [] if pa.types.is_list(field.type) else "" if pa.types.is_string(field.type) else 0
+
+
 def rows(*samples: tuple[int, int, str, list[int]]) -> pa.Table:
     """Of (group, sample, status, tokens)."""
     values = {"group_id": 0, "sample_index": 1, "status": 2, "response_ids": 3, "prompt_index": 0}
     columns = {
-        field.name: [sample[values[field.name]] if field.name in values else None for sample in samples]
+        field.name: [sample[values[field.name]] if field.name in values else blank(field) for sample in samples]
         for field in ROLLOUT
     }
     return pa.table({name: pa.array(column, ROLLOUT.field(name).type) for name, column in columns.items()}, ROLLOUT)

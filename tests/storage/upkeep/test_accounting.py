@@ -137,7 +137,7 @@ def test_a_group_in_the_batches_of_two_iterations_is_found(ledger: Ledger) -> No
     )
     finding = only_finding(ledger)
     assert (finding.fault, finding.path) == (Fault.TRAINED_TWICE, layout.commit("run-1", 1, cut.step, cut.shard))
-    assert finding.message == "group 0 is trained on in 000001/filter.00, though trained on in 000000/filter.00"
+    assert finding.message == "group 0 is trained on in 000001/filter.00, although trained on in 000000/filter.00"
 
 
 def test_a_group_that_stands_twice_in_one_batch_is_found(ledger: Ledger) -> None:
@@ -170,7 +170,7 @@ def test_a_group_that_was_left_open_and_is_forgotten_is_found(ledger: Ledger, le
     [
         (
             {1: ("buffer", 0, "00-000"), 2: "train"},
-            "group 1 is buffered in 000001/filter.00, though dropped in 000000/filter.00",
+            "group 1 is buffered in 000001/filter.00, although dropped in 000000/filter.00",
         ),
         (
             {2: "train", 9: "train"},

@@ -135,7 +135,7 @@ def test_what_is_no_number_is_no_reward(value: object) -> None:
     found = with_rewards(Graded(1.0, {"low": value}), ["reward", "low"], "g.py:grade")
     assert found.reward is None
     assert found.error is not None
-    assert found.error.startswith("the grader 'g.py:grade' gave ")
+    assert found.error.startswith("the grader 'g.py:grade' returned ")
     assert with_rewards(Graded(1.0, {"low": True}), ["reward", "low"], "g.py:grade").reward == 1.0
     none = with_rewards(Graded(1.0, {"high": 2}), ["low"], "g.py:grade").error
     assert none is not None

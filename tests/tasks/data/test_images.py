@@ -149,7 +149,7 @@ def test_a_broken_picture_or_places_that_do_not_fit_fail_the_row_alone(tmp_path:
     ]
     messages = [
         "image 1 is broken",
-        "1 images and 0 places",
+        "1 images, but 0 places",
         "0 images, but 1 places",
         "a message contains an image",
     ]
@@ -169,7 +169,7 @@ def test_a_column_that_no_row_has_is_told_before_anything_starts(tmp_path: Path,
 def test_a_model_of_text_is_given_no_images(tmp_path: Path) -> None:
     model = write_assets(tmp_path) / "model"
     path = jsonl(tmp_path / "rows.jsonl", {"prompt": "<image>?", "images": url(PICTURE)})
-    with pytest.raises(BadData, match=r"the model in .* \(qwen3\) sees none"):
+    with pytest.raises(BadData, match=r"the model in .* \(qwen3\) reads none"):
         opened(path, load_tokenizer(str(model)))
 
 

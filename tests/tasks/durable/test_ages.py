@@ -113,28 +113,6 @@ def test_what_waits_is_dropped_when_the_next_iteration_could_not_use_it(tiny_ass
         assert [age_metrics(run, index) for index in range(3)] == [(0, 0, 0), (0, 0, 2), (0, 0, 0)]
 
 
-def test_a_buffer_that_no_bound_was_set_for_is_used_once_as_it_was_left(
-    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So a run goes on whose older commits know no bound: its next round was planned with what waits."""
-    config = over_sampling(tiny_assets, tmp_path, [4], over_sampling_batch_size=4)
-    with tiny_context(str(tmp_path), config) as (run, _):
-        with monkeypatch.context() as unbounded:
-            unbounded.setattr("cairn.configs.schema.rollout.RolloutConfig.oldest_trained", 9)
-            go(run, 1)
-        selection = last_selection(run, 0)
-        values = {name: value for name, value in selection.values.items() if name != "max_age"}
-        table = run.read(selection).drop_columns(["age", "max_age"])
-        run._commits[0, Step.FILTER, "00"] = selection.model_copy(update={"values": values})
-        run.remember(selection.outputs[0], table)
-        for index in (1, 2):
-            iteration(run, DirectSteps(run), index)
-        assert [group for _, _, group in trained_groups(run, last_selection(run, 1))] == [5, 2]
-        assert age_metrics(run, 1)[1:] == (1, 1)  # group 3
-        assert age_metrics(run, 2) == (0, 0, 2)
-        assert number(last_selection(run, 1), "cursor") == 6
-
-
 def test_a_train_step_is_replayed_with_the_bound_that_its_batch_was_cut_with(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -407,5 +407,6 @@ def test_a_process_that_ended_before_it_had_a_group_of_its_own_is_ended_without_
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", killed_between_fork_and_exec)
     process = GraderProcess(get_grader(RewardConfig(rm_type="exact_match")), Terms(Takes.SAMPLE, False, 1.0, 1, None))
-    with process._launch():
-        process.stop()
+    process._launch()
+    process.stop()
+    assert process.kill() == 1

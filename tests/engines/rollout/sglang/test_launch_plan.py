@@ -169,5 +169,5 @@ def test_a_server_that_runs_elsewhere_and_would_not_get_all_weights_is_refused(
     monkeypatch.setattr(ExternalServer, "wait_ready", lambda *_: None)
     monkeypatch.setattr(ExternalServer, "options", lambda _: {"tp_size": 2, "pp_size": 2})
     elsewhere = ServerPlan(external_url="http://a:1")
-    with pytest.raises(EngineError, match=r"http://a:1 of rollout\.external_urls has pp_size = 2, and new"):
+    with pytest.raises(EngineError, match=r"http://a:1 of rollout\.external_urls has pp_size = 2, but weight"):
         launch("model", config(), "cpu", elsewhere, Place(), tmp_path / "log", 1)

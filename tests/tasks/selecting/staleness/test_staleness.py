@@ -60,6 +60,7 @@ def selected(run: RunContext) -> tuple[Commit, Commit, Commit]:
     admission = admit(run, ITERATION, "00", None, count=2)
     attempt = run.ledger.attempt(ITERATION, Step.ROLLOUT, "stream")
     stream = Stream(StepCall(run, ITERATION, "stream", attempt, "inputs"), None, logs_of(run), ())
+    run.attach(stream)
     young, old = admitted_groups(run, admission)
     stream.admit(admission, [sampled(young, [3, 4]), sampled(old, [1, 2, 3, 4])])
     taken = take_groups(run, ITERATION, "00-000", [], count=2)
