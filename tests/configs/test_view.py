@@ -25,9 +25,8 @@ def seen(*reads: str) -> RunConfig:
 def test_what_was_declared_is_read_and_nothing_beside_it() -> None:
     config = seen("rollout.rollout_batch_size")
     assert config.rollout.rollout_batch_size == 4
-    with pytest.raises(
-        UndeclaredRead, match=r"^step toy reads rollout\.num_engines without .* add it to `reads` of toy"
-    ):
+    undeclared = r"^step toy reads rollout\.num_engines without .* add it to `reads` of toy"
+    with pytest.raises(UndeclaredRead, match=undeclared):
         _ = config.rollout.num_engines
     with pytest.raises(UndeclaredRead, match=r"reads seed "):
         _ = config.seed
