@@ -172,7 +172,7 @@ def test_what_was_taken_up_and_never_begun_is_scheduled_again(
     put(client, flow_run, Pending(name="Submitting"))
     check_once(client)
     assert state(client, flow_run) == "Submitting"
-    monkeypatch.setattr(watching, "TO_BEGIN", -1.0)
+    monkeypatch.setattr(watching, "START_TIMEOUT", -1.0)
     check_once(client)
     assert state(client, flow_run) == "Scheduled"
 

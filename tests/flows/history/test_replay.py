@@ -62,7 +62,7 @@ def opened(made: str, monkeypatch: pytest.MonkeyPatch) -> Opened:
         with tiny_context(made, config, ledger.run) as (run, _):
             yield run
 
-    monkeypatch.setattr(module, "beside_the_ledger", beside)
+    monkeypatch.setattr(module, "read_only_context", beside)
     return names
 
 
