@@ -172,7 +172,7 @@ def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(stru
 
 @pytest.mark.proof
 def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.engines.processes.child.END_TIMEOUT", 0.5)
+    monkeypatch.setattr("cairn.engines.processes.child.TO_END", 0.5)
     assert struck()("hang up", FRESH_PROCESSES + 1).error == "the grader closed the connection of its process"
 
 
