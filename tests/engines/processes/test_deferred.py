@@ -11,7 +11,7 @@ from cairn.engines.processes.deferred import collecting_later
 BEFORE = """
 import os
 import sys
-from cairn.engines.processes.deferred import COMPILER, TAKEN, defer_compiler
+from cairn.engines.processes.deferred import COMPILER, NEEDED_MODULE, defer_compiler
 
 defer_compiler()
 import torch
@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations import deepgemm
 
 def imported():
-    return {name for name in sys.modules if name.startswith(COMPILER)} - {COMPILER, TAKEN}
+    return {name for name in sys.modules if name.startswith(COMPILER)} - {COMPILER, NEEDED_MODULE}
 
 @torch.compiler.disable
 def left_alone(x):

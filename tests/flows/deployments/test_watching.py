@@ -30,8 +30,8 @@ time.sleep(600)
 EXECUTES = """
 import os, sys, time, uuid
 os.environ["PREFECT_API_URL"] = sys.argv[2]
-from cairn.flows.deployments.watching import say_who_executes
-say_who_executes(uuid.UUID(sys.argv[1]))
+from cairn.flows.deployments.watching import record_process
+record_process(uuid.UUID(sys.argv[1]))
 print("said", flush=True)
 time.sleep(600)
 """
