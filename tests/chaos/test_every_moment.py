@@ -38,12 +38,12 @@ class Blows:
         self._iterations = iterations
         self.struck: list[tuple[str, str, int]] = []
         self.peace = False
-        attempt, commit, retired_from = Ledger.attempt, Ledger.commit, SampleLog.append
+        begin, commit, append = Ledger.attempt, Ledger.commit, SampleLog.append
         newest_checkpoint, replay = recovery.newest_checkpoint, recovery.replay
         writers = {name: getattr(Attempt, name) for name in ("write_table", "adopt")}
 
         def beginning(ledger: Ledger, index: int, step: Step, shard: str | None = None) -> Attempt:
-            made = attempt(ledger, index, step, shard)
+            made = begin(ledger, index, step, shard)
             self.strike("begun", step, index)
             return made
 
@@ -61,8 +61,9 @@ class Blows:
             return write
 
         def appending(log: SampleLog, *samples: Any) -> None:
-            retired_from(log, *samples)
-            self.strike("appended", log._attempt.step, log._attempt.iteration)
+            append(log, *samples)
+            if isinstance(attempt := log._attempt, Attempt):  # and no stream's
+                self.strike("appended", attempt.step, attempt.iteration)
 
         def loading(ledger: Ledger, index: int) -> Commit | None:
             saved = newest_checkpoint(ledger, index)
