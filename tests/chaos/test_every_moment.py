@@ -60,8 +60,8 @@ class Blows:
 
             return write
 
-        def appending(log: SampleLog, *samples: Any) -> None:
-            append(log, *samples)
+        def appending(log: SampleLog, *samples: Any, **options: Any) -> None:
+            append(log, *samples, **options)
             if isinstance(attempt := log._attempt, Attempt):  # and no stream's
                 self.strike("appended", attempt.step, attempt.iteration)
 
