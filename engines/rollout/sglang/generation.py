@@ -323,7 +323,7 @@ class Generation:
             time.perf_counter() - began,
             may_abort=self._aborted or not self._may_request.is_set(),
             stop=params.stop,
-            with_support=params.cuts_vocabulary and params.return_kept,
+            with_support=params.cuts_vocabulary and params.return_sampling_support,
             routes=None if routes is None else lambda meta, length: routes.read(meta, given + length - 1),
         )
 
@@ -354,7 +354,7 @@ class Generation:
             },
             **({"extra_key": f"from {request.position}"} if request.position else {}),
             "return_logprob": True,
-            "return_sampling_mask": params.cuts_vocabulary and params.return_kept,
+            "return_sampling_mask": params.cuts_vocabulary and params.return_sampling_support,
             **({"return_routed_experts": True} if params.return_routed_experts else {}),
         }
         url, headers = f"{self._route.url}/generate", self._route.headers(request.request_id)

@@ -414,7 +414,7 @@ class Batch:
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
         for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
             sample = self.samples[row]
-            if sample.request.sampling_params.return_kept:
+            if sample.request.sampling_params.return_sampling_support:
                 sample.kept.append(kept)
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:

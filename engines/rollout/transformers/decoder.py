@@ -250,7 +250,7 @@ class Decoder:
         """
         prompts = prompt_cache(self._kinds)
         image_arguments: AbstractContextManager[dict[str, Any]] = (
-            nullcontext({}) if seen is None else seen.given(self.model)
+            nullcontext({}) if seen is None else seen.applied_to(self.model)
         )
         with torch.inference_mode(), image_arguments as beside:
             self.model(
