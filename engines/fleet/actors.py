@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from cairn.engines.agents.episodes.beside import Answers, OpenRequests
+from cairn.engines.agents.episodes.in_process import Answers, OpenRequests
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.fencing import Claim, FencedActor

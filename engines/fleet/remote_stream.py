@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate
 
-from cairn.engines.agents.episodes.beside import Answers
+from cairn.engines.agents.episodes.in_process import Answers
 from cairn.engines.fleet.actors import RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.fencing import Callee, P, R

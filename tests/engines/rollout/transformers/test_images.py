@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.agents.episodes.beside import beside
 from cairn.engines.agents.episodes.context import Context
+from cairn.engines.agents.episodes.in_process import beside
 from cairn.engines.models.vision import image_processor
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.errors import RequestRefused
