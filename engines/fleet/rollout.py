@@ -118,8 +118,8 @@ class RolloutHandle(ModelHandle):
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Stream samples as they end, and their records before that. The deadline is `rollout.timeout` seconds in all,
-        or, where the run streams, after the last sign of work (`heard`). If the engine is silent, check whether it
-        still lives. Closing the iterator ends the generation.
+        or, where the run streams, after the last sign of work (`extend_deadline`). If the engine is silent, check
+        whether it still lives. Closing the iterator ends the generation.
 
         Raises what the engine raises.
         """
@@ -132,10 +132,10 @@ class RolloutHandle(ModelHandle):
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         with self.alone():
             self._deadline = deadline = Deadline(self._config.timeout)
-            for told in episodes.generate_samples(samples, params, function, deadline, self.usage):
-                if told:
-                    self.heard()
-                yield told
+            for part in episodes.generate_samples(samples, params, function, deadline, self.usage):
+                if part:
+                    self.extend_deadline()
+                yield part
 
     def _stream(self, method: Method[P, Iterator[R]], *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         with self.alone():
@@ -147,25 +147,27 @@ class RolloutHandle(ModelHandle):
                         ref = next(stream)
                     except StopIteration:
                         return
-                    told: R = Call[R](self, self.actor, method.__name__, ref).result(deadline)
-                    self.heard()
-                    yield told
+                    part: R = Call[R](self, self.actor, method.__name__, ref).result(deadline)
+                    self.extend_deadline()
+                    yield part
             except GeneratorExit:
                 self._abort(stream)
                 raise
 
-    def heard(self) -> None:
-        """Record a sign of work: the engine has ended a sample, or has accepted other samples or new weights. A
-        generation for a streaming run lasts as long as there are prompts, so its `rollout.timeout` begins anew here."""
+    def extend_deadline(self) -> None:
+        """Restart `rollout.timeout` of a streaming run's generation, which lasts as long as there are prompts.
+
+        Called at each sign of work: the engine has ended a sample, or has accepted other samples or new weights.
+        """
         if self._config.pipeline == "streaming":
-            self._deadline.begin_anew()
+            self._deadline.restart()
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
         """Have the running `generate_samples` generate these samples too. Returns whether it does. May be called from
         any thread."""
         joined = self.ask(RolloutActor.join, list(samples))
         if joined:
-            self.heard()
+            self.extend_deadline()
         return joined
 
     def retracted(self) -> list[Completion]:
@@ -175,7 +177,7 @@ class RolloutHandle(ModelHandle):
     def acknowledge(self, number: int) -> None:
         """Confirm that what the running `generate_samples` yielded with this number, and all before it, is durable. May
         be called from any thread."""
-        if self.episodes is not None:  # what our own functions are given is not recorded
+        if self.episodes is not None:  # calls of built-in functions are not recorded
             self.episodes.acknowledge(number)
             return
         self.ask(RolloutActor.acknowledge, number)
@@ -192,11 +194,11 @@ class RolloutHandle(ModelHandle):
     def batch_invariant(self) -> bool:
         """Whether a sample is independent of what else is in its batch, as tested when the engine started. Queried
         once."""
-        found = self._batch_invariant
-        if found is None:
+        known = self._batch_invariant
+        if known is None:
             with self._replacing:
-                found = self._batch_invariant = self.ask(RolloutEngine.batch_invariant)
-        return found
+                known = self._batch_invariant = self.ask(RolloutEngine.batch_invariant)
+        return known
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
         with self._replacing:
@@ -230,9 +232,9 @@ class RolloutHandle(ModelHandle):
             self.follow(None)
 
     def health(self) -> dict[str, Any]:
-        found = super().health()
-        self._worker = found.get("worker")
-        return found
+        health = super().health()
+        self._worker = health.get("worker")
+        return health
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -266,7 +268,7 @@ class RolloutHandle(ModelHandle):
     def _adopted(self) -> bool:
         if not super()._adopted():
             return False
-        self.call(CONTROL, RolloutActor.abort)  # nobody listens to what its last driver asked for
+        self.call(CONTROL, RolloutActor.abort)  # nothing reads the results of the last driver's requests
         self.call(CONTROL, RolloutActor.close_streams)
         if self._router is not None:
             self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
@@ -274,7 +276,7 @@ class RolloutHandle(ModelHandle):
 
     def _make_engine(self, deadline: Deadline) -> None:
         if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker["url"])  # another server may come to have its address
+            self._router.remove(self._worker["url"])  # another server may get its address
         self._worker = self._route = self.routed = None
         hosts = [self._host(actor, deadline) for actor in self._actors]
         meeting_point = None
@@ -307,12 +309,12 @@ class RolloutHandle(ModelHandle):
             ready, _ = wait([stream], min(deadline.remaining, self._fleet.call_timeout))
             if ready:
                 return True
-            self.usage()  # of the actor alone: without its server, the others behind the router go on for it
+            self.usage()  # of the actor alone: other servers behind the router do the work of a dead one
         self.suspect = True
         raise EngineTimeout(f"{self.actor.name}.generate() did not end within {deadline.seconds:g} s")
 
     def _abort(self, stream: "ray.ObjectRefGenerator") -> None:
-        """End a generation that nobody reads any more, so that the engine is free for the next."""
+        """End a generation whose reader is gone, so that the engine is free for the next."""
         abort = self.call(CONTROL, RolloutActor.abort)
         ended, _ = ray.wait([abort.ref, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
         self.suspect = self.suspect or len(ended) < 2
