@@ -93,7 +93,7 @@ class _ClientStream:
         self._answers: Answers = []
         self._error: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._read, name="asker", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="client-stream", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:

@@ -41,7 +41,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is disk, but a server of several GPUs that released its cache or serves "
             "prefill or decode cannot report when all of them have read the folder: set it to tensor or distributed"
         )
-    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.tells_checksum:
+    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.reports_checksum:
         yield (
             "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has other weights "
             "with rollout.pipeline=lagged: leave it out"

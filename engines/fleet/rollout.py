@@ -252,9 +252,9 @@ class RolloutHandle(ModelHandle):
         return bool(self.ranks) and self._kind.maps_gpu_memory
 
     @property
-    def tells_checksum(self) -> bool:
+    def reports_checksum(self) -> bool:
         """Whether the engine can report a checksum of the weights that it holds."""
-        return self._kind.tells_checksum
+        return self._kind.reports_checksum
 
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""

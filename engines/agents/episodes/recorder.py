@@ -215,8 +215,8 @@ class Recorder:
         Args:
             recorded: records of earlier attempts.
             tasks: tasks of the sample.
-            say: stores a record of this attempt.
-            say_durably: stores a record; its future is done when this record and all before it are durable.
+            store: stores a record of this attempt.
+            store_durably: stores a record; its future is done when this record and all before it are durable.
             resampled: recorded calls of the policy that are made again.
         """
         self._tasks = tasks

@@ -175,7 +175,7 @@ class WeightExchange:
     def updates_in_flight(self) -> bool:
         """Return whether the result of `update` can be checked as configured. Engines that report no checksum must
         generate to be compared."""
-        return not self._config.fleet.check_weight_update_equal or all(one.tells_checksum for one in self._rollout)
+        return not self._config.fleet.check_weight_update_equal or all(one.reports_checksum for one in self._rollout)
 
     def update(self, engine: RolloutHandle, version: int) -> float:
         """Update a rollout engine that serves another version to a published one, between two decoding steps. Samples
@@ -293,7 +293,7 @@ class WeightExchange:
 
 
 def _checksum_of(engine: RolloutHandle) -> Call[str] | None:
-    return engine.call(UPDATING, RolloutEngine.weights_checksum) if engine.tells_checksum else None
+    return engine.call(UPDATING, RolloutEngine.weights_checksum) if engine.reports_checksum else None
 
 
 def _serves(engine: RolloutHandle, version: int) -> bool:

@@ -55,7 +55,7 @@ def guard(owner: int, before: int, command: list[str]) -> int:
 
     def die_with_the_guard() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != own:  # it was gone before the kernel knew
+        if os.getppid() != own:  # the guard ended before this call
             os._exit(1)
 
     segments: set[str] = set()
@@ -64,7 +64,7 @@ def guard(owner: int, before: int, command: list[str]) -> int:
             for turn in itertools.count():
                 if server.poll() is not None or os.getppid() != before:
                     break
-                if turn % LOOK_EVERY == 0:  # what only a process had mapped that is killed cannot be seen any more
+                if turn % LOOK_EVERY == 0:  # mappings of a killed process cannot be read any more
                     segments = _segments_of(_others())
                 if select.select([owner], [], [], 0.5)[0]:
                     break
@@ -78,7 +78,7 @@ def end_the_others(segments: set[str]) -> None:
     has mapped."""
     give_up = time.monotonic() + PATIENCE
     while (others := list(_others())) and time.monotonic() < give_up:
-        segments |= _segments_of(others)  # before the first is killed, which some of the others do not survive
+        segments |= _segments_of(others)  # before the first is killed, since some of the others end with it
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT if TRACKER in _read(pid, "cmdline") else signal.SIGKILL)

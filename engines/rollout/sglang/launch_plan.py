@@ -39,6 +39,11 @@ class Worker:
     """Port of a prefill server where decode servers fetch keys and values."""
 
 
+def server_options(config: RolloutConfig) -> list[dict[str, Any]]:
+    """Return the configured options of the servers of each group."""
+    return [{**config.sglang, **group.overrides} for group in config.server_groups] or [dict(config.sglang)]
+
+
 def launch_plan(config: RolloutConfig, gives_memory_away: bool = False) -> LaunchPlan:
     """Return what a configuration without `plan_problems` launches. With `gives_memory_away`, servers on GPUs can
     release their memory."""

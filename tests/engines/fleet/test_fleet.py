@@ -226,7 +226,7 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
         list(stream)
     assert isinstance(fleet.health()["rollout:0"], EngineDied)
     told: list[str] = []
-    engine.tell = told.append
+    engine.report = told.append
     engine.ensure_alive()
     (sentence,) = told
     assert sentence.startswith("Engine rollout:0 is restarted: cairn:fleet:rollout:0.health(): ")
