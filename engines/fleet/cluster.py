@@ -7,7 +7,6 @@ joined     started by others; left running; this process gives it up when its he
 A process has one cluster at a time. The last user of the cluster releases it by closing it.
 """
 
-import contextlib
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -62,11 +61,11 @@ respond, and then ends the process."""
 def first_to_die(processes: Sequence[psutil.Process], names: Sequence[str], closing: threading.Event) -> str | None:
     """Return the name of the first of these processes, one of each name, that dies or is dead; None if `closing` is set
     before."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         ends = select.poll()
         names_by_descriptor: dict[int, str] = {}
         for process in processes:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 descriptor = os.pidfd_open(process.pid)
                 stack.callback(os.close, descriptor)
                 names_by_descriptor[descriptor] = process.name()
@@ -81,7 +80,7 @@ def head_processes() -> list[psutil.Process]:
     """Return the processes of the head that this process has started."""
     processes = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+        with suppress(psutil.NoSuchProcess):  # it has ended since
             if child.name() in HEAD:
                 processes.append(child)
     return processes
@@ -91,7 +90,7 @@ def raylet_here() -> Iterator[psutil.Process]:
     """Yield the raylet by which this process takes part in a cluster, if the raylet is visible."""
     node = f"--node_id={ray.get_runtime_context().get_node_id()}"
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.name() == "raylet" and node in process.cmdline():
                 yield process
 

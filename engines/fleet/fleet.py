@@ -14,10 +14,9 @@ those that were made from the same configuration, and replaces the others. From 
 change them, even if it still runs: see `cairn.engines.fleet.fencing`.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -288,7 +287,7 @@ def _workers(rollout: Sequence[RolloutHandle]) -> list[EpisodeWorkerHandle]:
 
 
 def _release(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
-    with contextlib.suppress(LeaseLost, Superseded, StoreError):
+    with suppress(LeaseLost, Superseded, StoreError):
         placement.require_held()
         map_in_threads(engines, EngineHandle.kill)
         placement.require_held()

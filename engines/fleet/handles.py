@@ -4,10 +4,10 @@ Actor calls are made at most once. A failed call may have taken effect or not. T
 holds after it, but queries its weight version or position.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol
@@ -95,7 +95,7 @@ class Actor:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        with contextlib.suppress(ClusterLost):  # then it is gone
+        with suppress(ClusterLost):  # then it is gone
             require_cluster()
             if not self._ended_by_itself(handle):
                 self.require_held()
@@ -126,7 +126,7 @@ class Actor:
         """Return whether the actor has ended by itself, which it does only for the newest driver."""
         if self._tenure is None:
             return False  # no other driver has it, so it can be killed
-        with contextlib.suppress(Superseded, EngineError):
+        with suppress(Superseded, EngineError):
             try:
                 end = self._called(handle, concurrency_group=CONTROL).call(EngineActor.end)
                 result(end, Deadline(END_TIMEOUT), f"{self.name}.end()")

@@ -1,10 +1,10 @@
 """Placement of actors: one Ray placement group for each role, whose bundles hold the actors that must stay together."""
 
-import contextlib
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -183,7 +183,7 @@ class Placement:
                 continue
             # For a bundle whose machine was lost, Ray reports "" until the bundle has another one.
             nodes = {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node}
-            with contextlib.suppress(RayError):
+            with suppress(RayError):
                 if group.locate(nodes, actor, deadline):
                     return
             if not deadline.remaining:

@@ -92,7 +92,9 @@ class RolloutHandle(ModelHandle):
         self._router = router
         self._kind = kind_of(config.engine)
         self._batch_invariant: bool | None = None
-        self._worker: Mapping[str, Any] | None = None
+        self.worker: Mapping[str, Any] | None = None
+        """The engine's server as routers are configured with it: its `url` and more. None while the engine is being
+        replaced."""
         self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
         self._deadline = Deadline(0)
@@ -211,12 +213,6 @@ class RolloutHandle(ModelHandle):
         workers = {} if self.episodes is None else {"episode_worker_restarts": self.episodes.restarts}
         return {**self.ask(RolloutActor.usage), "restarts": self.restarts, **workers}
 
-    @property
-    def worker(self) -> Mapping[str, Any] | None:
-        """The engine's server as routers are configured with it: its `url` and more. None while the engine is being
-        replaced."""
-        return self._worker
-
     def follow(self, route: tuple[str, Sequence[str]] | None) -> None:
         """Send requests to this router, in front of these servers, from the next `generate` on; None: to the engine's
         own server."""
@@ -227,13 +223,13 @@ class RolloutHandle(ModelHandle):
     def leave_router(self) -> None:
         """Neither send requests to the router nor get any from it, until the engine is routed again."""
         self.routed = None
-        if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker["url"])
+        if self._router is not None and self.worker is not None:
+            self._router.remove(self.worker["url"])
             self.follow(None)
 
     def health(self) -> dict[str, Any]:
         health = super().health()
-        self._worker = health.get("worker")
+        self.worker = health.get("worker")
         return health
 
     @contextmanager
@@ -275,9 +271,9 @@ class RolloutHandle(ModelHandle):
         return True
 
     def _make_engine(self, deadline: Deadline) -> None:
-        if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker["url"])  # another server may get its address
-        self._worker = self._route = self.routed = None
+        if self._router is not None and self.worker is not None:
+            self._router.remove(self.worker["url"])  # another server may get its address
+        self.worker = self._route = self.routed = None
         hosts = [self._host(actor, deadline) for actor in self._actors]
         meeting_point = None
         if len(hosts) > 1:

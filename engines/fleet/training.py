@@ -1,9 +1,8 @@
 """The driver's handle on the training engine, with all of its ranks."""
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate
@@ -85,7 +84,7 @@ class TrainingHandle(ModelHandle):
         """Restart the engine if it does not live, and return its position. For a living engine both calls run at the
         same time."""
         restarts, calls = self.restarts, None
-        with contextlib.suppress(EngineDied):  # `ensure_alive` detects that too
+        with suppress(EngineDied):  # `ensure_alive` detects that too
             calls = self.call_all(None, TrainingEngine.position)
         self.ensure_alive()
         if calls is None or self.restarts != restarts:

@@ -76,22 +76,17 @@ class _Server:
     async def _start(self) -> tuple[int, web.AppRunner]:
         app = web.Application(client_max_size=_MAX_REQUEST)
         openai, anthropic = ChatCompletions(), Messages()
+        posts: tuple[tuple[str, Dialect, Handler], ...] = (
+            ("/v1/chat/completions", openai, partial(_converse, openai)),
+            ("/v1/messages", anthropic, partial(_converse, anthropic)),
+            ("/v1/messages/count_tokens", anthropic, _count),
+            ("/generate", openai, partial(_generate, native.generate)),
+            ("/inference/v1/generate", openai, partial(_generate, native.generate_of_tokens)),
+        )
         for before in ("", "/{session}"):
-            app.router.add_post(
-                f"{before}/v1/chat/completions", partial(_answer, self, openai, partial(_converse, openai))
-            )
             app.router.add_get(f"{before}/v1/models", partial(_answer, self, openai, _models))
-            app.router.add_post(
-                f"{before}/v1/messages", partial(_answer, self, anthropic, partial(_converse, anthropic))
-            )
-            app.router.add_post(f"{before}/v1/messages/count_tokens", partial(_answer, self, anthropic, _count))
-            app.router.add_post(
-                f"{before}/generate", partial(_answer, self, openai, partial(_generate, native.generate))
-            )
-            app.router.add_post(
-                f"{before}/inference/v1/generate",
-                partial(_answer, self, openai, partial(_generate, native.generate_of_tokens)),
-            )
+            for path, dialect, handler in posts:
+                app.router.add_post(f"{before}{path}", partial(_answer, self, dialect, handler))
         app.router.add_route("*", "/{rest:.*}", partial(_unknown, openai))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()

@@ -97,7 +97,9 @@ _reading = threading.Lock()
 class _Environments:
     """The environments and tasks of one configuration."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, text: str) -> None:
+        """Read the configuration `text`, JSON."""
+        config = json.loads(text)
         try:
             from verifiers.v1.utils.loaders import env_config_type, load_taskset, resolve_env_config
         except ModuleNotFoundError as error:
@@ -127,9 +129,7 @@ class _Environments:
         return self._read[index]
 
 
-@cache
-def _environments(config: str) -> _Environments:
-    return _Environments(json.loads(config))
+_environments = cache(_Environments)
 
 
 def _rewarded(episode: Any, trajectories: list[Trajectory]) -> list[Trajectory]:

@@ -10,11 +10,10 @@ engine leaves the router before its weights change. When it returns, engines of 
 are served themselves.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -128,7 +127,7 @@ class WeightExchange:
             except (EngineError, NoSpace):
                 with self._lock:
                     retained = set(self._stored)
-                with contextlib.suppress(EngineError):
+                with suppress(EngineError):
                     self._transport.keep(retained)  # a part of a publication is useless and takes room
                 raise
         with self._lock:

@@ -8,10 +8,10 @@
 | `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at it |
 """
 
-import contextlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -35,46 +35,25 @@ from cairn.engines.weights.layout import Layout, Meeting, Receiver
 # fails.
 
 
-def broadcast_live(
-    source: TrainingHandle, target: RolloutHandle, version: int, bucket_bytes: int, timeout: float
-) -> None:
-    """Broadcast the weights of `version` to a target that has begun an update, each bucket within `timeout` seconds.
-
-    Raises:
-        WrongVersion: the source is not at `version`.
-        EngineError: an engine died, hung or refused.
-    """
-    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
-    backend = _backend(source, receiver)
-    with closing(source.broadcast_weights(version, bucket_bytes, backend, target.name)) as buckets:
-        _send(buckets, source, target, receiver, backend, timeout, None)
-
-
-def broadcast_copies(source: TrainingHandle, target: RolloutHandle, copies: Sequence[Any], timeout: float) -> None:
-    """Broadcast buckets of the object store to a target that has begun an update, while the trainer continues its work.
-    Raises EngineError."""
-    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
-    backend = _backend(source, receiver)
-    with closing(source.broadcast_copies(copies, backend, target.name)) as buckets:
-        _send(buckets, source, target, receiver, backend, timeout, SENDING)
-
-
-def _backend(source: TrainingHandle, receiver: Receiver) -> str:
-    return "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
-
-
-def _send(
-    buckets: Iterable[tuple[Layout, Call[None]]],
+def _broadcast(
     source: TrainingHandle,
     target: RolloutHandle,
-    receiver: Receiver,
-    backend: str,
     timeout: float,
     group: str | None,
+    open_buckets: Callable[[str, str], Generator[tuple[Layout, Call[None]]]],
 ) -> None:
-    # `group`: concurrency group of the trainer's calls. After a failure both leave the process group before the
-    # buckets are closed. Otherwise the trainer could not end its export.
-    with _leaving_on_failure(source, target, timeout, group):
+    """Broadcast buckets to a target that has begun an update, each within `timeout` seconds. Raises EngineError, and
+    what `open_buckets` raises.
+
+    Args:
+        group: concurrency group of the trainer's calls.
+        open_buckets: returns the buckets for a backend and the target's name.
+    """
+    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
+    backend = "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
+    # After a failure both leave the process group before the buckets are closed. Otherwise the trainer could not end
+    # its export.
+    with closing(open_buckets(backend, target.name)) as buckets, _leaving_on_failure(source, target, timeout, group):
         whole = (receiver.group, 1 + receiver.ranks)
         if source.call(group, WeightSource.group, target.name).result() != whole:
             _meet(source, target, receiver, backend, timeout, group)
@@ -220,7 +199,8 @@ class CopiedBroadcasts(Buckets):
     def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
         with self._sending:
             self._source.ensure_alive()  # a publication outlives the trainer's process, which sends it
-            broadcast_copies(self._source, target, stored, self._timeout)
+            buckets = partial(self._source.broadcast_copies, stored)
+            _broadcast(self._source, target, self._timeout, SENDING, buckets)
 
 
 class Folders(Transport):
@@ -249,7 +229,7 @@ class Folders(Transport):
             self._source.ask(WeightSource.keep_folders, self._parent, names)
 
     def close(self) -> None:
-        with contextlib.suppress(EngineError, Superseded):
+        with suppress(EngineError, Superseded):
             self.keep(())
 
 
@@ -276,7 +256,8 @@ class Broadcasts(_FromTrainer):
 
     def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
         with self._sending:
-            broadcast_live(self._source, target, version, self._bucket_bytes, self._timeout)
+            buckets = partial(self._source.broadcast_weights, version, self._bucket_bytes)
+            _broadcast(self._source, target, self._timeout, None, buckets)
 
 
 class Handles(_FromTrainer):

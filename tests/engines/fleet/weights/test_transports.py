@@ -105,7 +105,7 @@ def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_wor
         transport.send(version, stored, engine)
         engine.call(UPDATING, RolloutEngine.end_weight_update).result()
     assert versions(fleet) == [version]
-    assert not ray.wait([work], timeout=0)[0], "the trainer ended its work for it"
+    assert not ray.wait([work.ref], timeout=0)[0], "the trainer ended its work for it"
     training.ask(WeightSource.release_group, "nobody")
     with pytest.raises(EngineError, match="did not connect"):
         work.result()
