@@ -77,7 +77,7 @@ def processes_writing_in(folder: str) -> list[int]:
 def _written_files(pid: int) -> Iterator[str]:
     with suppress(OSError):  # it belongs to another user, or has ended
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # it was closed while we looked
+            with suppress(OSError):  # it was closed meanwhile
                 if _is_open_to_write(pid, descriptor):
                     yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 

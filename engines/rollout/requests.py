@@ -27,7 +27,7 @@ def validate_requests(
     Raises:
         RequestRefused: some requests cannot be served; the error names every one of them.
     """
-    of_inputs: dict[int, str | None] = {}  # samples of a group have theirs in common
+    of_inputs: dict[int, str | None] = {}  # samples of a group share their input
     refused: dict[RequestId, str] = {}
     for request in requests:
         input_ids = request.input_ids

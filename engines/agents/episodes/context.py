@@ -288,8 +288,8 @@ class Context:
             reward = result.get("reward") if isinstance(result, Mapping) else result
             if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
                 shown = shortened(repr(result), 200)
-                error_text = f"{name}: the grader returned {shown}; ctx.judge needs a finite number"
-                return _with_answer(record, error=error_text)
+                problem = f"{name}: the grader returned {shown}; ctx.judge needs a finite number"
+                return _with_answer(record, error=problem)
             return _with_answer(record, result=repr(float(reward)))
 
         answer = await self._recorder.answer(record, judge)

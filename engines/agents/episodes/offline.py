@@ -117,7 +117,7 @@ def replay(
     """Run a sample's code from `sample.recorded`, on an event loop of its own in this thread.
 
     Raises NotRecorded, EpisodeDiverged where the code makes other calls than before or ends without making all recorded
-    ones, and any error of the code. `given` is called with each record that the code has received.
+    ones, and any error of the code. `on_received` is called with each record that the code has received.
     """
     recorders: list[_FromRecord] = []
 

@@ -284,7 +284,7 @@ class Recorder:
 
         Args:
             do: makes the call.
-            again: make a recorded call again, too; its response must be the same.
+            repeat: make a recorded call again, too; its response must be the same.
             durable: return a new response only when it is durable.
         """
         self._require_open()

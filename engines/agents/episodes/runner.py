@@ -182,8 +182,8 @@ class Runner:
     def acknowledge(self, number: int) -> None:
         """Mark the records with this number, and all before them, as durable.
 
-        `NEVER`: nothing becomes durable any more. All samples are given back, and no effect that waits for durability
-        is made.
+        `NEVER`: nothing becomes durable any more. All samples are aborted, and no effect that waits for durability is
+        made.
         """
         if number == NEVER:
             self._log_is_lost = True

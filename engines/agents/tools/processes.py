@@ -202,7 +202,7 @@ class _Call:
         self.pace = Pace.QUICK
         self.abandoned = threading.Event()
         self.begun: Future[None] = Future()
-        """Done when a process has started the call, or the call was given up."""
+        """Done when a process has started the call, or the call was abandoned."""
         self.answer: Future[Any] = Future()
         for future in (self.begun, self.answer):
             future.set_running_or_notify_cancel()

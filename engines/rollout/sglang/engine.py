@@ -214,8 +214,8 @@ class SGLangEngine(ServerWeights):
         return {"running_requests_max": self._loads.running, "queued_requests_max": self._loads.queued}
 
     def health(self) -> dict[str, Any]:
-        """Return the server's state. Keys: model, worker, url, log, server_pid, weight_version, released (memory given
-        away), and loads: what the server runs and queues.
+        """Return the server's state. Keys: model, worker, url, log, server_pid, weight_version, released
+        (memory), and loads: what the server runs and queues.
 
         Raises EngineDied where the server is gone or was found to hang.
         """

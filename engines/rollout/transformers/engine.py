@@ -184,7 +184,7 @@ class TransformersEngine:
 
     def health(self) -> dict[str, Any]:
         """Return the engine's state. Keys: model, model_type, dtype, device, num_threads, context_length,
-        weight_version, released (memory given away), running_requests (samples being decoded now), tokens_generated,
+        weight_version, released (memory), running_requests (samples being decoded now), tokens_generated,
         seconds (spent generating), batch_invariant (None before `check_batch_invariance`)."""
         return {
             "model": str(self._model_path),
