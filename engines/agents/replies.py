@@ -67,7 +67,7 @@ class Reply:
 
     content: str
     """Text without thoughts and calls."""
-    asked: tuple[ToolCall, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     """All calls in order, whether they can be parsed or not."""
     thoughts: str | None = None
     """Text of the thoughts; None where there are none."""
@@ -75,7 +75,7 @@ class Reply:
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls that can be parsed."""
-        return tuple(call for call in self.asked if call.unreadable is None)
+        return tuple(call for call in self.calls if call.unreadable is None)
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -97,12 +97,12 @@ def read_reply(text: str, tokenizer: Any, tools: Tools = (), *, thinking: bool =
     template = str(tokenizer.chat_template or "")
     if "<|channel|>" in template and "<|call|>" in template:
         return _in_messages(text, bool(tools), cut)
-    thoughts, told = _thoughts(text, thinking) if _END_OF_THOUGHT in template else (None, text)
+    thoughts, rest = _thoughts(text, thinking) if _END_OF_THOUGHT in template else (None, text)
     if not tools:
-        return Reply(told, thoughts=thoughts)
-    passed, answer = _after_thoughts(told, thinking and thoughts is None)
-    found = _read(answer, template, _types(tools), _BLOCK if cut else _OPEN_BLOCK)
-    return Reply(passed + found.content, found.asked, thoughts)
+        return Reply(rest, thoughts=thoughts)
+    passed, answer = _after_thoughts(rest, thinking and thoughts is None)
+    reply = _read(answer, template, _types(tools), _BLOCK if cut else _OPEN_BLOCK)
+    return Reply(passed + reply.content, reply.calls, thoughts)
 
 
 def call_of(name: str, arguments: Any) -> ToolCall:
@@ -128,11 +128,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 def _by_schema(text: str, tokenizer: Any, has_tools: bool) -> Reply:
     try:
-        found = dict(tokenizer.parse_response(text))
-        calls = [_of_object(one.get("function", one)) for one in found.get("tool_calls") or ()] if has_tools else []
-    except Exception as error:  # whatever a model writes, it is no error of ours
+        parsed = dict(tokenizer.parse_response(text))
+        calls = [_of_object(one.get("function", one)) for one in parsed.get("tool_calls") or ()] if has_tools else []
+    except Exception as error:  # a model may write anything
         return Reply(text, (_unreadable(f"the answer cannot be read: {str(error)[:200]}"),) if has_tools else ())
-    thoughts, content = found.get("thinking"), found.get("content")
+    thoughts, content = parsed.get("thinking"), parsed.get("content")
     if any(call.unreadable for call in calls) or (content is None and not calls and thoughts is None):
         content = text
     return Reply(content or "", tuple(calls), thoughts)
@@ -173,18 +173,18 @@ def _types(tools: Tools) -> Types:
 def _read(text: str, template: str, types: Types, blocks: "re.Pattern[str]") -> Reply:
     if "<arg_key>" in template:
         return _in_blocks(text, blocks, lambda block: _of_function(block, types) or _of_arguments(block, types))
-    found = Reply(text)
+    reply = Reply(text)
     if _LISTED in template:
-        found = _listed(text)
+        reply = _listed(text)
     elif _BARE in template or _BARE_KEY in template:
-        found = _bare(text)
+        reply = _bare(text)
     else:
         for end, pattern in _SECTIONS.items():
             if end.replace("end", "begin") in template:
-                found = _in_sections(text, pattern, end)
-    return (
-        found if found.asked else _in_blocks(text, blocks, lambda block: _of_function(block, types) or _of_json(block))
-    )
+                reply = _in_sections(text, pattern, end)
+    if reply.calls:
+        return reply
+    return _in_blocks(text, blocks, lambda block: _of_function(block, types) or _of_json(block))
 
 
 def _in_blocks(text: str, blocks: "re.Pattern[str]", read: Callable[[str], ToolCall]) -> Reply:
@@ -209,21 +209,21 @@ def _in_sections(text: str, pattern: "re.Pattern[str]", end: str) -> Reply:
 
 def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
     """Parse the messages of gpt-oss; each names its recipient or its channel."""
-    thoughts, told, calls = list[str](), list[str](), list[ToolCall]()
+    thoughts, content, calls = list[str](), list[str](), list[ToolCall]()
     for piece in text.split("<|start|>assistant"):
-        found = _MESSAGE.match(piece)
-        if found is None:
-            told.append(piece)
+        message = _MESSAGE.match(piece)
+        if message is None:
+            content.append(piece)
             continue
-        recipient = _RECIPIENT.search(found["head"])
-        if recipient and has_tools and (found["end"] or not cut):
-            calls.append(call_of(recipient[1], found["body"]))
-            told += [piece] if calls[-1].unreadable else []
+        recipient = _RECIPIENT.search(message["head"])
+        if recipient and has_tools and (message["end"] or not cut):
+            calls.append(call_of(recipient[1], message["body"]))
+            content += [piece] if calls[-1].unreadable else []
         elif recipient:
-            told.append(piece)
+            content.append(piece)
         else:
-            (thoughts if "<|channel|>analysis" in found["head"] else told).append(found["body"])
-    return Reply("".join(told), tuple(calls), "\n".join(thoughts) if thoughts else None)
+            (thoughts if "<|channel|>analysis" in message["head"] else content).append(message["body"])
+    return Reply("".join(content), tuple(calls), "\n".join(thoughts) if thoughts else None)
 
 
 def _through_last(end: str, text: str) -> tuple[str, str]:
@@ -234,11 +234,11 @@ def _through_last(end: str, text: str) -> tuple[str, str]:
 
 
 def _of_function(block: str, types: Types) -> ToolCall | None:
-    found = _FUNCTION.fullmatch(block)
-    if found is None:
+    match = _FUNCTION.fullmatch(block)
+    if match is None:
         return None
-    name = found.group(1).strip()
-    inner, _ = _through_last("</parameter>", found.group(2))
+    name = match.group(1).strip()
+    inner, _ = _through_last("</parameter>", match.group(2))
     return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(inner)})
 
 
@@ -262,18 +262,18 @@ def _listed(text: str) -> Reply:
     content, marker, rest = text.partition(_LISTED)
     if not marker:
         return Reply(text)
-    found = _json(rest)
-    if not isinstance(found, list):
+    parsed = _json(rest)
+    if not isinstance(parsed, list):
         return Reply(text, (_unreadable(f"what follows {_LISTED} is a JSON list of calls"),))
-    calls = tuple(map(_of_object, found))
+    calls = tuple(map(_of_object, parsed))
     return Reply(text if any(call.unreadable for call in calls) else content.rstrip(), calls)
 
 
 def _bare(text: str) -> Reply:
-    found = _json(text.strip().removeprefix(_BARE))
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    parsed = _json(text.strip().removeprefix(_BARE))
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
         return Reply(text)
-    call = _of_object(found, "parameters")
+    call = _of_object(parsed, "parameters")
     return Reply("" if call.unreadable is None else text, (call,))
 
 

@@ -36,7 +36,7 @@ class _Generating(Arguments):
                 "rollout.rollout_stop": list(params.stop),
                 "rollout.rollout_stop_token_ids": list(params.stop_token_ids),
                 "rollout.rollout_max_context_len": ctx.options.max_context_len,
-                "rollout.partial_rollout": False,  # a sample that is aborted begins again from the top
+                "rollout.partial_rollout": False,  # an aborted sample restarts from its prompt
             }
         )
         host, _, rest = session.url.removeprefix("http://").rpartition(":")
@@ -47,7 +47,7 @@ class _Generating(Arguments):
 
 
 @dataclass
-class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given is registered with it
+class Sample(metaclass=ABCMeta):  # noqa: B024 - the class that graders receive is registered with it
     """slime's `Sample`, as a generate function receives and returns it."""
 
     group_index: int | None = None
@@ -84,8 +84,8 @@ class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given 
         self.tokens = [*self.tokens, *map(int, tokens)]
         self.response_length += len(tokens)
         self.loss_mask = [*(self.loss_mask or ()), *[int(trainable)] * len(tokens)]
-        given = [0.0] * len(tokens) if log_probs is None else list(log_probs)
-        self.rollout_log_probs = [*(self.rollout_log_probs or ()), *given]
+        values = [0.0] * len(tokens) if log_probs is None else list(log_probs)
+        self.rollout_log_probs = [*(self.rollout_log_probs or ()), *values]
         self.response += text or ""
         if meta_info is not None:
             cut = meta_info["finish_reason"]["type"] == "length"
@@ -139,7 +139,7 @@ def adapted(
     async def generate(ctx: "Context", sample: SampleRequest) -> list[Trajectory]:
         replayable = bool(getattr(function, "replayable", False))
         async with capture(ctx, sample, replayable=replayable) as session:
-            given = Sample(
+            slime_sample = Sample(
                 group_index=sample.group_id,
                 index=sample.index,
                 prompt=sample.prompt,
@@ -147,7 +147,7 @@ def adapted(
                 metadata=dict(sample.metadata),
             )
             params = ctx.sampling
-            how = {
+            sampling_params = {
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
@@ -158,8 +158,8 @@ def adapted(
                 "no_stop_trim": True,
                 "spaces_between_special_tokens": False,
             }
-            found = await function(_Generating(ctx, session), given, how)
-        samples = found if isinstance(found, list) else [found]
+            returned = await function(_Generating(ctx, session), slime_sample, sampling_params)
+        samples = returned if isinstance(returned, list) else [returned]
         used = set[int]()
         return [_trajectory(one, session.exchanges, used) for one in samples]
 
@@ -192,16 +192,16 @@ def _trajectory(sample: Any, exchanges: "Sequence[Exchange]", used: set[int]) ->
         if place < end or not one.is_before(tokens):
             continue
         used.add(number)
-        segments += _given(tokens[end:place], mask[end - start : place - start])
+        segments += _environment_segment(tokens[end:place], mask[end - start : place - start])
         segments.append(replace(one.segment, loss_mask=mask[place - start : after - start]))
         end = after
-    segments += _given(tokens[end:], mask[end - start :])
+    segments += _environment_segment(tokens[end:], mask[end - start :])
     if isinstance(sample.reward, Mapping):
         raise ValueError("generate returned a sample whose reward is a mapping: set the number alone, or None")
     return Trajectory(segments, tokens[:start], reward=None if sample.reward is None else float(sample.reward))
 
 
-def _given(ids: np.ndarray, mask: np.ndarray) -> list[Segment]:
+def _environment_segment(ids: np.ndarray, mask: np.ndarray) -> list[Segment]:
     if mask.any():
         raise ValueError(
             "generate returned a loss_mask that trains on tokens that the policy did not sample in this context: keep "

@@ -37,7 +37,7 @@ class _Process:
                 kind, content = self._connection.recv()
             except (EOFError, OSError):
                 return
-            if kind == "samples":  # and no abort that came too late
+            if kind == "samples":  # not an abort that came too late
                 self._generate(*content)
 
     def _generate(self, samples: Sequence[SampleRequest], function: GenerateFunction, params: SamplingParams) -> None:
@@ -50,40 +50,40 @@ class _Process:
             tools = cache(partial(load_tools, options.tools, options.tool_options))
             runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
-            deadlines, hung = (function.timeout, function.episode_timeout), partial(self._say, "hung")
+            deadlines, hung = (function.timeout, function.episode_timeout), partial(self._post, "hung")
             with Watchdog(loop, runner, samples, *deadlines, hung, self._heartbeat) as watchdog:
-                loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
+                loop.add_reader(self._connection.fileno(), self._receive, runner, watchdog)
                 loop.run_until_complete(self._until_ended(runner))
                 loop.remove_reader(self._connection.fileno())
-                self._outbox.join()  # how samples ended is told before what is cancelled may keep the lock
-                may_stay = runner.close()  # watched too: that is code of samples
+                self._outbox.join()  # results are sent before cancelled code may hold the lock
+                may_stay = runner.close()  # runs code of samples, so it is watched too
         # The engine's process needs every error, of whatever type.
         except Exception as error:
-            self._say("failed", error)
+            self._post("failed", error)
         else:
-            self._say("done", may_stay)
+            self._post("done", may_stay)
 
     async def _until_ended(self, runner: Runner) -> None:
         while runner.left or runner.ended:
             await runner.changed()
-            self._say_all("asked", runner.asked)
+            self._post_all("requests", runner.requests)
             if (recorded := runner.recorded()) is not None:  # before what ends with it
-                self._say("recorded", recorded)
-            self._say_all("ended", runner.ended)
+                self._post("recorded", recorded)
+            self._post_all("ended", runner.ended)
 
-    def _say_all(self, kind: str, content: list[Any]) -> None:
+    def _post_all(self, kind: str, content: list[Any]) -> None:
         if content:
-            self._say(kind, content.copy())
+            self._post(kind, content.copy())
             content.clear()
 
-    def _say(self, kind: str, content: Any) -> None:
+    def _post(self, kind: str, content: Any) -> None:
         self._outbox.put((kind, content))
 
-    def _hear(self, runner: Runner, watchdog: Watchdog) -> None:
+    def _receive(self, runner: Runner, watchdog: Watchdog) -> None:
         try:
             kind, content = self._connection.recv()
         except (EOFError, OSError):
-            os._exit(1)  # the engine has no use for it any more
+            os._exit(1)  # the engine is gone
         if kind == "abort":
             runner.abort()
             return
@@ -115,12 +115,12 @@ def main(connection_fd: int, parent: int, heartbeat_fd: int) -> None:
 
 
 def _load(name: str) -> Generate:
-    found = GENERATE.load(name)
-    if not written_for_slime(found):
-        return found
-    from cairn.engines.agents.slime import adapted  # and the server that it needs, which no other function has need of
+    function = GENERATE.load(name)
+    if not written_for_slime(function):
+        return function
+    from cairn.engines.agents.slime import adapted  # imports a server, which other functions do not need
 
-    return adapted(found)
+    return adapted(function)
 
 
 def _tokenizer(folder: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from cairn.engines.agents.episodes.beside import Answers, OpenRequests
+from cairn.engines.agents.episodes.in_process import Answers, OpenRequests
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.fencing import Claim, FencedActor
@@ -38,49 +38,49 @@ class ClientStreams:
     def __init__(self, open: Callable[[], Stream]) -> None:
         """`open`: opens a stream of the engine."""
         self._open_one = open
-        self._askers: dict[str, _ClientStream] = {}
+        self._streams: dict[str, _ClientStream] = {}
         self._lock = threading.Lock()
 
     def open_stream(self, name: str) -> None:
         """Open a stream for a client. `name` must differ from those of all clients, present and past."""
         with self._lock:
-            self._askers[name] = _ClientStream(self._open_one())
+            self._streams[name] = _ClientStream(self._open_one())
 
-    def ask(self, name: str, requests: Sequence[GenerateRequest]) -> None:
+    def submit(self, name: str, requests: Sequence[GenerateRequest]) -> None:
         """Submit requests, one sample each. `take_completions` returns refusals among the answers, and raises later
         errors. Raises EngineError where the stream is closed."""
-        self._asker(name).ask(requests)
+        self._stream(name).submit(requests)
 
     def take_completions(self, name: str, seconds: float) -> Answers:
         """Return the answers since the last call. Waits for the first one for at most `seconds`, and returns nothing
         after that. Raises as `Stream` does."""
-        return self._asker(name).take(seconds)
+        return self._stream(name).take(seconds)
 
     def abort_stream(self, name: str) -> None:
         """Abort the client's requests. Does nothing where its stream is closed."""
         with self._lock:
-            asker = self._askers.get(name)
-        if asker is not None:
-            asker.stream.abort()
+            stream = self._streams.get(name)
+        if stream is not None:
+            stream.stream.abort()
 
     def close_stream(self, name: str) -> None:
         """Cancel the client's requests and close its stream. The engine runs none of them when this returns."""
         with self._lock:
-            asker = self._askers.pop(name, None)
-        if asker is not None:
-            asker.close()
+            stream = self._streams.pop(name, None)
+        if stream is not None:
+            stream.close()
 
     def close_streams(self) -> None:
         """Close all streams."""
-        for name in list(self._askers):
+        for name in list(self._streams):
             self.close_stream(name)
 
-    def _asker(self, name: str) -> "_ClientStream":
+    def _stream(self, name: str) -> "_ClientStream":
         with self._lock:
-            asker = self._askers.get(name)
-        if asker is None:
+            stream = self._streams.get(name)
+        if stream is None:
             raise EngineError(f"{name} requested more from the engine, but its stream is closed")
-        return asker
+        return stream
 
 
 class _ClientStream:
@@ -88,16 +88,16 @@ class _ClientStream:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self._asking = OpenRequests(stream)
+        self._requests = OpenRequests(stream)
         self._changed = threading.Condition()
         self._answers: Answers = []
         self._error: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._read, name="asker", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="client-stream", daemon=True)
         self._thread.start()
 
-    def ask(self, requests: Sequence[GenerateRequest]) -> None:
-        self._add_answers(self._asking.submit(requests))
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._add_answers(self._requests.submit(requests))
 
     def take(self, seconds: float) -> Answers:
         with self._changed:
@@ -113,15 +113,15 @@ class _ClientStream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._asking.end()
+        self._requests.end()
         self.stream.close()
         self._thread.join()
 
     def _read(self) -> None:
         """Collect answers, in a thread of its own."""
         try:
-            while self._asking.wait():
-                self._add_answers(self._asking.answers())
+            while self._requests.wait():
+                self._add_answers(self._requests.answers())
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -142,9 +142,9 @@ class EngineActor(FencedActor):
         """Set the environment before PyTorch is imported, which reads it once. Waiting threads must not spin: on a
         machine with other work too, spinning made small updates twenty times slower."""
         super().__init__(claim)
-        found = ray.get_runtime_context().get_node_id()
-        if found != slot.node:  # Ray moved the bundle after it was asked where it lies: the devices are others
-            raise EngineError(f"this actor should run on node {slot.node}, but runs on {found}: it must be restarted")
+        node = ray.get_runtime_context().get_node_id()
+        if node != slot.node:  # Ray moved the bundle since its place was queried: the devices are others
+            raise EngineError(f"this actor should run on node {slot.node}, but runs on {node}: it must be restarted")
         if slot.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpu_ids)
         forked_with = os.environ.get(THREADS, str(num_threads))
@@ -165,7 +165,7 @@ class EngineActor(FencedActor):
         with collecting_later():
             made_by = getattr(import_module(module), name)
         self._engine = made_by(*args)
-        gc.freeze()  # what it begins with it keeps: a search for garbage, at any moment of a rollout, leaves that out
+        gc.freeze()  # these objects stay: garbage collections during a rollout skip them
 
     def health(self) -> dict[str, Any]:
         """Return the health of the engine and of its process. Returns at once, also while the engine works."""
@@ -187,8 +187,7 @@ class EngineActor(FencedActor):
 
     def _find(self, method: str) -> Callable[..., Any]:
         owner = self if hasattr(type(self), method) else self._made
-        found: Callable[..., Any] = getattr(owner, method)
-        return found
+        return getattr(owner, method)
 
     @property
     def _made(self) -> Any:

@@ -16,7 +16,7 @@ CHECK_INTERVAL = 2.0
 """Seconds within which a waiting caller notices that the cluster was given up."""
 
 Engine = TypeVar("Engine")
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class Deadline:
@@ -26,7 +26,7 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Restart the deadline with the initial number of seconds."""
         self._end = time.monotonic() + self.seconds
 
@@ -36,12 +36,12 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def put(value: Found) -> Found:
+def put(value: Value) -> Value:
     """Put the value into the object store. Returns its reference, as an argument of calls: Ray passes the value. Raises
     ClusterLost and NoSpace."""
     require_cluster()
     try:
-        return cast(Found, ray.put(value))
+        return cast(Value, ray.put(value))
     except FULL as error:
         raise no_room("the driver", ray_folder()) from error
 
@@ -91,7 +91,7 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
         raise EngineError(f"{call} failed: {error}") from error
 
 
-def map_in_threads(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:
+def map_in_threads(engines: Sequence[Engine], work: Callable[[Engine], Value]) -> list[Value]:
     """Call `work` with each engine, each in a thread of its own, and return the results. Raises the first failure once
     all have ended."""
     with ThreadPoolExecutor(max(1, len(engines))) as pool:

@@ -2,12 +2,11 @@
 
 started    private, with a folder of its own for sockets and logs; ends with this process, however the process ends
            (see cairn.engines.fleet.reaper)
-joined     somebody else's; left running; this process gives it up when its head is silent for long
+joined     started by others; left running; this process gives it up when its head is silent for long
 
 A process has one cluster at a time. The last user of the cluster releases it by closing it.
 """
 
-import contextlib
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -62,36 +61,36 @@ respond, and then ends the process."""
 def first_to_die(processes: Sequence[psutil.Process], names: Sequence[str], closing: threading.Event) -> str | None:
     """Return the name of the first of these processes, one of each name, that dies or is dead; None if `closing` is set
     before."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         ends = select.poll()
-        found: dict[int, str] = {}
+        names_by_descriptor: dict[int, str] = {}
         for process in processes:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 descriptor = os.pidfd_open(process.pid)
                 stack.callback(os.close, descriptor)
-                found[descriptor] = process.name()
+                names_by_descriptor[descriptor] = process.name()
                 ends.register(descriptor, select.POLLIN)
-        died = [name for name in names if name not in found.values()]
+        died = [name for name in names if name not in names_by_descriptor.values()]
         while not died and not closing.is_set():
-            died = [found[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
+            died = [names_by_descriptor[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
     return None if closing.is_set() else died[0]
 
 
 def head_processes() -> list[psutil.Process]:
     """Return the processes of the head that this process has started."""
-    found = []
+    processes = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+        with suppress(psutil.NoSuchProcess):  # it has ended since
             if child.name() in HEAD:
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes
 
 
 def raylet_here() -> Iterator[psutil.Process]:
     """Yield the raylet by which this process takes part in a cluster, if the raylet is visible."""
     node = f"--node_id={ray.get_runtime_context().get_node_id()}"
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.name() == "raylet" and node in process.cmdline():
                 yield process
 
@@ -116,8 +115,7 @@ def seconds_until_drained(nodes: Collection[str]) -> float | None:
 
 def draining() -> dict[str, int]:
     """Return the nodes that are to be drained, by id, and when, in milliseconds of Unix time; 0 if no time is set."""
-    told: dict[str, int] = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it
-    return told
+    return ray._private.state.state.get_draining_nodes()  # as in Ray Serve and Ray Train
 
 
 def living_nodes() -> set[str]:
@@ -152,7 +150,7 @@ class Cluster:
     _warm: WarmProcess | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
-    _asking: threading.Lock = field(default_factory=threading.Lock)
+    _querying: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 0
     lost: str | None = None
     """Reason why the cluster is gone or was given up; None while it is in use."""
@@ -236,11 +234,11 @@ class Cluster:
         """Give up a joined cluster whose head is silent for `HEAD_TIMEOUT` seconds."""
         silent_since: float | None = None
         while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
-            asked = time.monotonic()
+            checked_at = time.monotonic()
             if connection_error(address, HEAD_INTERVAL) is None:
                 silent_since = None
                 continue
-            silent_since = silent_since or asked
+            silent_since = silent_since or checked_at
             if time.monotonic() - silent_since > HEAD_TIMEOUT:
                 self.lost = (
                     f"the head of the Ray cluster does not respond at {address} for {HEAD_TIMEOUT:.0f} s; the engines "
@@ -251,7 +249,7 @@ class Cluster:
     def answer(self, question: Callable[[], Answer]) -> Answer | None:
         """Return Ray's answer to a question that may come late; None once the cluster was released or given up. In that
         case Ray itself would start another cluster to answer, and end the process in the middle of that."""
-        with self._asking:
+        with self._querying:
             return None if self._closing.is_set() or self.lost is not None else question()
 
     def close(self) -> None:
@@ -263,10 +261,10 @@ class Cluster:
                 return
             _current = None
             self._closing.set()
-            asked = self._asking.acquire(timeout=HEAD_INTERVAL)  # a silent head keeps who asks it for a minute
+            acquired = self._querying.acquire(timeout=HEAD_INTERVAL)  # a query of a silent head takes a minute
             ray.shutdown()
-            if asked:
-                self._asking.release()
+            if acquired:
+                self._querying.release()
             self._ended.set()
             if self._warm is not None:
                 self._warm.close()
@@ -284,7 +282,7 @@ def require_cluster() -> None:
     cluster = _current
     if cluster is not None and cluster.lost is not None:
         raise ClusterLost(cluster.lost)
-    if not ray.is_initialized():  # whoever calls Ray all the same has it start a cluster
+    if not ray.is_initialized():  # a call of Ray would start another cluster
         raise ClusterLost("this process has released its Ray cluster and all its engines")
 
 
@@ -315,7 +313,7 @@ def _join(address: str) -> Cluster:
         show = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH unless its token is in ~/.ray/auth_token"
         if isinstance(cause, AuthenticationError):
             way_out = show
-        elif os.environ.get("RAY_AUTH_MODE") is None:  # a head that wants a token leaves those without one waiting
+        elif os.environ.get("RAY_AUTH_MODE") is None:  # a head that requires a token does not answer calls without one
             way_out = f"{show}, if it requires a token, as `ray start --head` does by default; or {way_out}"
         raise ClusterError(
             f"the Ray cluster at fleet.ray_address={address} cannot be joined ({_first_line(cause)}): {way_out}"
@@ -427,12 +425,12 @@ def require_token() -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not file.exists():
             _write_token(file)
-        with suppress(PermissionError):  # somebody else's, whom it serves as it is
+        with suppress(PermissionError):  # another user owns it
             file.chmod(0o600)
-        can_keep = os.access(file, os.R_OK)
+        is_stored = os.access(file, os.R_OK)
     except (OSError, RuntimeError):
-        can_keep = False
-    if not can_keep:
+        is_stored = False
+    if not is_stored:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

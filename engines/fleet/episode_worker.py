@@ -14,8 +14,7 @@ from cairn.engines.types.types import SamplingParams
 
 
 class EpisodeWorker:
-    """Runner of episodes, for one call after the other. Calls are distinguished by the name of their client
-    (`asker`)."""
+    """Runner of episodes, for one call after the other. Calls are distinguished by the name of their client."""
 
     def __init__(self) -> None:
         self._samples = SampleEngine(self._open, self._abort)
@@ -48,22 +47,22 @@ class EpisodeWorker:
             self._engine = None
             self._open_episodes = set()
 
-    def acknowledge(self, asker: str, number: int) -> None:
+    def acknowledge(self, client: str, number: int) -> None:
         """Confirm that what a call yielded with this number, and all before it, is durable. Does nothing where the call
         has ended."""
-        if self._is_running(asker):
+        if self._is_running(client):
             self._samples.acknowledge(number)
 
-    def abort(self, asker: str) -> None:
+    def abort(self, client: str) -> None:
         """End a call soon, begun or not: it yields each unfinished sample with what it has so far."""
-        self._aborted = asker
-        if self._is_running(asker):
+        self._aborted = client
+        if self._is_running(client):
             self._samples.abort()
 
-    def give_up(self, asker: str) -> None:
-        """Cancel a call, begun or not, whose samples nobody needs. The process of its code ends too."""
-        self._cancelled.add(asker)
-        if self._is_running(asker):
+    def give_up(self, client: str) -> None:
+        """Cancel a call, begun or not, whose samples are not needed. The process of its code ends too."""
+        self._cancelled.add(client)
+        if self._is_running(client):
             self._samples.give_up()
 
     def give_up_all(self) -> None:
@@ -75,9 +74,9 @@ class EpisodeWorker:
         """Return counters. Keys: open_episodes (not ended yet), ended_episodes (since the worker was made)."""
         return {"open_episodes": len(self._open_episodes), "ended_episodes": self._ended}
 
-    def _is_running(self, asker: str) -> bool:
+    def _is_running(self, client: str) -> bool:
         engine = self._engine
-        return engine is not None and engine.client == asker
+        return engine is not None and engine.client == client
 
     def _open(self) -> RemoteStream:
         assert self._engine is not None
@@ -88,5 +87,5 @@ class EpisodeWorker:
 
     def _abort(self) -> None:
         if (engine := self._engine) is not None:
-            with suppress(EngineError):  # its samples hear of that
+            with suppress(EngineError):  # its samples raise the same error
                 engine.abort()

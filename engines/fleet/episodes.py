@@ -64,7 +64,7 @@ class EpisodeWorkerHandle(EngineHandle):
     def _adopted(self) -> bool:
         if not super()._adopted():
             return False
-        self.call(CONTROL, EpisodeWorker.give_up_all)  # nobody listens to what its last driver asked for
+        self.call(CONTROL, EpisodeWorker.give_up_all)  # nothing reads the results of the last driver's requests
         return True
 
 
@@ -77,11 +77,11 @@ class _Call:
     left: dict[SampleKey, SampleRequest]
     """Samples that have not ended."""
     stream: "ray.ObjectRefGenerator"
-    heard: float
+    last_seen: float
     """Time at which the worker last yielded something or was seen alive."""
     health: Call[dict[str, Any]] | None = None
     """Health check under way, made because the worker was silent."""
-    asked: float = 0.0
+    checked_at: float = 0.0
 
 
 class Episodes:
@@ -114,10 +114,10 @@ class Episodes:
         params: SamplingParams,
         function: GenerateFunction,
         deadline: Deadline,
-        look: Callable[[], Any],
+        check: Callable[[], Any],
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Stream samples as they end, and their records before that. After every `CHECK_INTERVAL` seconds of silence,
-        yield an empty list. If the silence lasts, call `look`, which raises where the engine is dead."""
+        yield an empty list. If the silence lasts, call `check`, which raises where the engine is dead."""
         self._aborted = False
         self._losses.clear()
         self._pending_acks.clear()
@@ -133,7 +133,7 @@ class Episodes:
                     silent_since = time.monotonic()
                     yield from self._taken(stream, deadline)
                 if not ready:
-                    yield []  # so that its reader looks whether it can still make durable what is awaited
+                    yield []  # so that the reader checks whether it can still make awaited records durable
                 for call in self._replaced():
                     if self._aborted:
                         yield [GeneratedSample.aborted(sample) for sample in call.left.values()]
@@ -141,7 +141,7 @@ class Episodes:
                         self._begin(call.worker, list(call.left.values()), params, function)
                 self._check_silent()
                 if time.monotonic() - silent_since > self._fleet.call_timeout:
-                    look()
+                    check()
                     silent_since = time.monotonic()
         finally:
             self._end()
@@ -151,18 +151,18 @@ class Episodes:
         does not block."""
         known: dict[str, tuple[_Call, int]] = {}
         while self._pending_acks and self._pending_acks[0][0] <= number:
-            _, call, theirs = self._pending_acks.popleft()
-            known[call.engine.client] = (call, theirs)
-        for asker, (call, theirs) in known.items():
-            with suppress(EngineDied):  # nobody waits there
-                call.worker.call(CONTROL, EpisodeWorker.acknowledge, asker, theirs)
+            _, call, worker_number = self._pending_acks.popleft()
+            known[call.engine.client] = (call, worker_number)
+        for client, (call, worker_number) in known.items():
+            with suppress(EngineDied):  # then no sample waits
+                call.worker.call(CONTROL, EpisodeWorker.acknowledge, client, worker_number)
 
     def abort(self) -> None:
         """Have all samples returned soon, with what they have so far. May be called from any thread."""
         self._aborted = True
         refs = []
         for call in list(self._calls.values()):
-            with suppress(EngineDied):  # its samples are not begun again
+            with suppress(EngineDied):  # its samples are not restarted
                 refs.append(call.worker.call(CONTROL, EpisodeWorker.abort, call.engine.client).ref)
         wait(refs, self._fleet.call_timeout, len(refs)) if refs else None
 
@@ -175,8 +175,8 @@ class Episodes:
     ) -> None:
         if not samples:
             return
-        asker = f"{worker.name}/{uuid4().hex[:12]}"
-        engine = RemoteEngine(self._engine.callee(), self._engine.name, asker, self._fleet.call_timeout)
+        client = f"{worker.name}/{uuid4().hex[:12]}"
+        engine = RemoteEngine(self._engine.callee(), self._engine.name, client, self._fleet.call_timeout)
         call = _Call(worker, engine, {sample.key: sample for sample in samples}, None, time.monotonic())
         try:
             call.stream = worker.begin(engine, samples, params, function)
@@ -189,16 +189,16 @@ class Episodes:
         """Return the streams that have something to read or have ended, after some time at the latest."""
         patience = min(CHECK_INTERVAL, deadline.remaining)
         if self._calls:
-            found, _ = wait(list(self._calls), min(patience, 0.1) if self._lost else patience)
-            return found
+            ready, _ = wait(list(self._calls), min(patience, 0.1) if self._lost else patience)
+            return ready
         wait_for_any(list(self._lost), patience)
         return []
 
     def _taken(self, stream: Any, deadline: Deadline) -> Iterator[list[GeneratedSample] | Recorded]:
         call = self._calls[stream]
-        call.heard = time.monotonic()
+        call.last_seen = time.monotonic()
         try:
-            told = call.worker.take(next(stream), deadline)
+            result = call.worker.take(next(stream), deadline)
         except StopIteration:
             del self._calls[stream]
             return
@@ -208,12 +208,12 @@ class Episodes:
             del self._calls[stream]
             self._lose(call)
             return
-        if isinstance(told, Recorded):
-            yield self._recorded(call, told)
+        if isinstance(result, Recorded):
+            yield self._recorded(call, result)
             return
-        for sample in told:
+        for sample in result:
             call.left.pop(sample.key, None)
-        yield told
+        yield result
 
     def _recorded(self, call: _Call, recorded: Recorded) -> Recorded:
         """Add the records to their samples, and return them under a number that no other worker has."""
@@ -230,17 +230,17 @@ class Episodes:
             groups = ", ".join(map(str, sorted({key[0] for key in call.left})))
             raise EngineDied(f"{call.worker.name} died {MAX_DEATHS} times while it ran episodes of groups {groups}")
 
-        def make_again() -> None:
+        def replace_worker() -> None:
             call.engine.call(SUBMITTING, RolloutActor.close_stream)
             call.worker.ensure_alive()
 
         call.worker.suspect = True
-        self._lost[self._pool.submit(make_again)] = call
+        self._lost[self._pool.submit(replace_worker)] = call
 
     def _replaced(self) -> list[_Call]:
-        found = [future for future in self._lost if future.done()]
-        calls = [self._lost.pop(future) for future in found]
-        for future in found:
+        done = [future for future in self._lost if future.done()]
+        calls = [self._lost.pop(future) for future in done]
+        for future in done:
             future.result()
         return calls
 
@@ -248,15 +248,15 @@ class Episodes:
         """Check whether a worker with long episodes lives, while the others are read."""
         now = time.monotonic()
         for stream, call in list(self._calls.items()):
-            if now - call.heard < self._fleet.call_timeout:
+            if now - call.last_seen < self._fleet.call_timeout:
                 continue
             try:
                 if call.health is None:
-                    call.health, call.asked = call.worker.call(CONTROL, EngineActor.health), now
+                    call.health, call.checked_at = call.worker.call(CONTROL, EngineActor.health), now
                 elif ray.wait([call.health.ref], timeout=0)[0]:
                     call.health.result(Deadline(CHECK_INTERVAL))
-                    call.heard, call.health = now, None
-                elif now - call.asked > self._fleet.call_timeout:
+                    call.last_seen, call.health = now, None
+                elif now - call.checked_at > self._fleet.call_timeout:
                     raise EngineTimeout(f"{call.worker.name} does not answer")
             except EngineError:
                 del self._calls[stream]

@@ -48,7 +48,7 @@ class Claim:
 
 
 NO_CLAIM = Claim("", 0)
-"""Claim for engines that no other driver will ever hold."""
+"""Claim for engines that no other driver will ever have."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class FencedActor:
     def __init__(self, claim: Claim) -> None:
         """`claim` is that of the driver that makes the actor."""
         self._newest = claim
-        self._admitting = threading.Lock()
+        self._accepting = threading.Lock()
 
     def obey(self, claim: Claim, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this actor. Raises Superseded, and what the method raises."""
-        self._admit(claim, method)
+        self._accept(claim, method)
         return self._find(method)(*args, **kwargs)
 
     def obey_streaming(self, claim: Claim, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Call a method that yields its results one by one. Raises as `obey` does."""
-        self._admit(claim, method)
+        self._accept(claim, method)
         with closing(self._find(method)(*args, **kwargs)) as stream:
             yield from (part for part in stream)  # a generator: Ray sends into it, which not every stream takes
 
@@ -102,11 +102,10 @@ class FencedActor:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _find(self, method: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self, method)
-        return found
+        return getattr(self, method)
 
-    def _admit(self, claim: Claim, method: str) -> None:
-        with self._admitting:
+    def _accept(self, claim: Claim, method: str) -> None:
+        with self._accepting:
             if claim.run != self._newest.run:
                 raise Superseded(
                     f"{method}() was refused: this driver has {claim}, and the engine belongs to {self._newest}, "

@@ -14,10 +14,9 @@ those that were made from the same configuration, and replaces the others. From 
 change them, even if it still runs: see `cairn.engines.fleet.fencing`.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -186,7 +185,7 @@ class Fleet:
             engines = [*([router] if router else []), *rollout, training, *_workers(rollout), *scorers]
             started += engines
             for made in engines:
-                made.tell = report
+                made.report = report
             membership = Membership(rollout)
             if at_least is not None:
                 nodes = {one: partial(placement.nodes_of, role) for one, role in zip(rollout, joining, strict=True)}
@@ -251,14 +250,14 @@ class Fleet:
         """Return the health of every engine, or the error where it reports none, by name; within `fleet.call_timeout`
         seconds."""
 
-        def ask(engine: EngineHandle) -> dict[str, Any] | EngineError:
+        def query(engine: EngineHandle) -> dict[str, Any] | EngineError:
             try:
                 return engine.health()
             except EngineError as error:
                 return error
 
-        found = map_in_threads(self.engines, ask)
-        return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
+        healths = map_in_threads(self.engines, query)
+        return {engine.name: health for engine, health in zip(self.engines, healths, strict=True)}
 
     def seconds_until_drained(self) -> float | None:
         """Return the seconds until a joined cluster drains a machine that this process is on, or an engine that may not
@@ -288,7 +287,7 @@ def _workers(rollout: Sequence[RolloutHandle]) -> list[EpisodeWorkerHandle]:
 
 
 def _release(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
-    with contextlib.suppress(LeaseLost, Superseded, StoreError):
+    with suppress(LeaseLost, Superseded, StoreError):
         placement.require_held()
         map_in_threads(engines, EngineHandle.kill)
         placement.require_held()

@@ -4,10 +4,10 @@ Actor calls are made at most once. A failed call may have taken effect or not. T
 holds after it, but queries its weight version or position.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol
@@ -95,7 +95,7 @@ class Actor:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        with contextlib.suppress(ClusterLost):  # then it is gone
+        with suppress(ClusterLost):  # then it is gone
             require_cluster()
             if not self._ended_by_itself(handle):
                 self.require_held()
@@ -125,8 +125,8 @@ class Actor:
     def _ended_by_itself(self, handle: "ray.actor.ActorHandle") -> bool:
         """Return whether the actor has ended by itself, which it does only for the newest driver."""
         if self._tenure is None:
-            return False  # nobody else has it: it need not be asked
-        with contextlib.suppress(Superseded, EngineError):
+            return False  # no other driver has it, so it can be killed
+        with suppress(Superseded, EngineError):
             try:
                 end = self._called(handle, concurrency_group=CONTROL).call(EngineActor.end)
                 result(end, Deadline(END_TIMEOUT), f"{self.name}.end()")
@@ -154,8 +154,7 @@ class Call(Generic[R]):
         """Return the result, by default within `fleet.call_timeout` seconds. Raises what the method raises, EngineDied
         and EngineTimeout."""
         try:
-            found: R = result(self.ref, deadline or self.engine.patience(), f"{self.actor.name}.{self.method}()")
-            return found
+            return result(self.ref, deadline or self.engine.patience(), f"{self.actor.name}.{self.method}()")
         except EngineTimeout:
             self.engine.suspect = True
             raise
@@ -183,7 +182,7 @@ class EngineHandle:
         """Number of times that this driver replaced the engine."""
         self.make_room: Callable[[], None] = lambda: None
         """Callback before a restart. It takes the memory that the engine shares from the engines that have it."""
-        self.tell: Callable[[str], None] = lambda sentence: None
+        self.report: Callable[[str], None] = lambda sentence: None
         """Callback for a sentence on why the engine is replaced."""
         self.suspect = False
         """Whether the engine may be hung, or its ranks may have diverged. Such an engine may respond, but is of no
@@ -217,7 +216,7 @@ class EngineHandle:
             try:
                 return self.require_alive()
             except (EngineDied, EngineTimeout) as error:
-                self.tell(f"Engine {self.name} is restarted: {error}")
+                self.report(f"Engine {self.name} is restarted: {error}")
                 self.restart()
                 return self.health()
 
@@ -235,9 +234,9 @@ class EngineHandle:
         Works while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not respond.
         """
         deadline = self.patience()
-        found = [call.result(deadline) for call in self.call_all(CONTROL, EngineActor.health)]
-        of_all = {"pids": [health["pid"] for health in found], "slots": [health.pop("slot") for health in found]}
-        return {**found[0], **of_all, "restarts": self.restarts}
+        reports = [call.result(deadline) for call in self.call_all(CONTROL, EngineActor.health)]
+        of_all = {"pids": [health["pid"] for health in reports], "slots": [health.pop("slot") for health in reports]}
+        return {**reports[0], **of_all, "restarts": self.restarts}
 
     def kill(self) -> None:
         """End the engine's actors for good."""
@@ -283,9 +282,9 @@ class EngineHandle:
             return False
         deadline = self.patience()
         try:
-            found: list[Slot] = self.health()["slots"]
+            slots: list[Slot] = self.health()["slots"]
             # The actors must be where this driver's placement has them, because it assigns bundles anew.
-            return found == [actor.slot(deadline) for actor in self._actors]
+            return slots == [actor.slot(deadline) for actor in self._actors]
         except EngineError:
             return False
         except Superseded:  # by a driver of a run of the same name that was deleted since, or of this one
@@ -340,11 +339,11 @@ class ModelHandle(EngineHandle):
         if not self._folders:
             return
         machines = {environment.host: actor for actor, environment in self._environments(deadline).items()}
-        asked = {
+        calls = {
             host: self.call_one(actor, EngineActor.model_digests, self._folders, dict(self._digests))
             for host, actor in machines.items()
         }
-        for host, call in asked.items():
+        for host, call in calls.items():
             for name, digest in call.result(deadline).items():
                 if digest != self._digests[name]:
                     raise BadModel(

@@ -44,8 +44,8 @@ def only_what_runs_actors() -> Iterator[None]:
 
 def _changed(owner: Any, values: dict[str, Any]) -> AbstractContextManager[Any]:
     """Patch the values whose names Ray has. Where Ray lacks a name, it starts as it does by default."""
-    found = {name: value for name, value in values.items() if hasattr(owner, name)}
-    return patch.multiple(owner, **found) if found else nullcontext()
+    existing = {name: value for name, value in values.items() if hasattr(owner, name)}
+    return patch.multiple(owner, **existing) if existing else nullcontext()
 
 
 def _nothing(node: Node, **options: Any) -> None:

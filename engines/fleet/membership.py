@@ -80,22 +80,22 @@ class Elastic(Membership):
     """Membership of an elastic fleet. Threads may share it."""
 
     def __init__(
-        self, nodes: Mapping[RolloutHandle, Nodes], at_least: int, config: FleetConfig, tell: Callable[[str], None]
+        self, nodes: Mapping[RolloutHandle, Nodes], at_least: int, config: FleetConfig, report: Callable[[str], None]
     ) -> None:
         """Begin with the engines that have their bundles now; the caller makes these engines.
 
         Args:
             nodes: for each engine, a function that returns its machines.
             at_least: number of engines that the run needs to continue.
-            tell: called with a sentence on each engine that joins or leaves, and why.
+            report: called with a sentence on each engine that joins or leaves, and why.
         """
         super().__init__(list(nodes))
         self._nodes = nodes
         self._at_least = at_least
         self._start_timeout = config.start_timeout
-        self._tell = tell
+        self._report = report
         self._lock = threading.Lock()
-        self._made_on = {engine: found for engine, where in nodes.items() if (found := where()) is not None}
+        self._made_on = {engine: machines for engine, where in nodes.items() if (machines := where()) is not None}
         """Machines on which each engine was made last."""
         self._members = set(self._made_on)
         self._short_since: float | None = None
@@ -143,7 +143,7 @@ class Elastic(Membership):
             sentence = self._serving_sentence(self._count())
             nodes = self._made_on.get(engine, set())
         if left:
-            self._tell(f"Engine {engine.name} leaves: {why.rstrip('.')}. {sentence}")
+            self._report(f"Engine {engine.name} leaves: {why.rstrip('.')}. {sentence}")
             self.changed()
         with suppress(RayError, ClusterLost):  # then nothing is known
             require_cluster()
@@ -161,7 +161,7 @@ class Elastic(Membership):
         for engine, thread in self._joining.items():
             while thread.is_alive():
                 with suppress(LeaseLost, Superseded, StoreError):
-                    engine.kill()  # whatever it is called for fails
+                    engine.kill()  # the calls that start it then fail
                 thread.join(0.1)
 
     def _count(self) -> int:
@@ -178,12 +178,12 @@ class Elastic(Membership):
         while not self._closing.wait(LOOK_INTERVAL):
             try:
                 require_cluster()
-            except ClusterLost:  # with all engines, and Ray ends who asks it more
+            except ClusterLost:  # with all engines; a further query would make Ray end this process
                 return
             with suppress(RayError):  # its head does not answer now
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         drained, members = draining().keys(), self.members
         for engine, where in self._nodes.items():
             nodes = where()
@@ -205,18 +205,18 @@ class Elastic(Membership):
     def _join(self, engine: RolloutHandle, nodes: set[str]) -> None:
         """Make an engine where its bundles are, in a thread of its own."""
         try:
-            with engine.alone():  # who was given something by it before it left has heard of that
+            with engine.alone():  # callers from before it left have got their errors
                 engine.start(_Until(self._start_timeout, self._closing))
         except Exception as error:
             self._not_before[engine] = time.monotonic() + RETRY_INTERVAL
             if not self._closing.is_set():
-                self._tell(f"Engine {engine.name} cannot join: {error}")
+                self._report(f"Engine {engine.name} cannot join: {error}")
             return
         with self._lock:
             self._members.add(engine)
             self._made_on[engine] = nodes
             sentence = self._serving_sentence(self._count())
-        self._tell(f"Engine {engine.name} joins. {sentence}")
+        self._report(f"Engine {engine.name} joins. {sentence}")
         self.changed()
 
 

@@ -22,7 +22,7 @@ FULL = (ObjectStoreFullError, OutOfDiskError)
 
 def reserve(raylet: int) -> None:
     """Take all the room that the store of a raylet may ever need. `raylet` is its process id. Raises NoSpace."""
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, which others watch
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, which `Cluster.watch` detects
         for descriptor in os.scandir(f"/proc/{raylet}/fd"):
             store = Path(os.readlink(descriptor.path))  # its name is gone by now: "/dev/shm/plasma1a2b3c (deleted)"
             if store.name.startswith("plasma"):
@@ -31,7 +31,7 @@ def reserve(raylet: int) -> None:
 
 
 def no_room(call: str, folder: Path | None) -> NoSpace:
-    """Return the error for a call that found no room. `folder` is Ray's temporary folder; None for somebody else's
+    """Return the error for a call that found no room. `folder` is Ray's temporary folder; None for a joined
     cluster."""
     disk, else_ = "its disk", ""
     if folder is not None:

@@ -1,10 +1,10 @@
 """Placement of actors: one Ray placement group for each role, whose bundles hold the actors that must stay together."""
 
-import contextlib
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class _Group:
         """Use another placement group in place of one that is gone."""
         self.handle, self.where, self.order = handle, {}, ()
 
-    def look(self, nodes: Mapping[int, str], actor: int, deadline: Deadline) -> bool:
+    def locate(self, nodes: Mapping[int, str], actor: int, deadline: Deadline) -> bool:
         """Determine the places of bundles that are on these machines. Returns whether the actor's bundle is among them;
         at first, whether all bundles are. Raises RayError where a machine was lost meanwhile."""
         bundles = self.role.bundles
@@ -58,10 +58,10 @@ class _Group:
     def slots(self, actors: range) -> list[Slot]:
         """Return the slots of actors that share a bundle."""
         place, first = self.role.bundle_of(actors.start)
-        found, each = self.where[self.order[place]], round(self.role.bundles[place].num_gpus)
+        located, each = self.where[self.order[place]], round(self.role.bundles[place].num_gpus)
         numbers = (actor - first for actor in actors)
-        devices = [found.gpu_ids[n * each : (n + 1) * each] if each else found.gpu_ids for n in numbers]
-        return [Slot(self.order[place], found.node, found.address, own) for own in devices]
+        devices = [located.gpu_ids[n * each : (n + 1) * each] if each else located.gpu_ids for n in numbers]
+        return [Slot(self.order[place], located.node, located.address, own) for own in devices]
 
 
 class Placement:
@@ -112,7 +112,7 @@ class Placement:
             self._groups[role.name] = _Group(role, name, existing.get(name) or self._reserve(role, name))
         waited = all(self._groups[role.name].handle.wait(deadline.remaining) for role in needed if role not in joining)
         if not (waited and self._wait_until_placed(joining, at_least, deadline)):
-            self.require_held()  # or they are a later driver's by now, which waits for the same room
+            self.require_held()  # a later driver may have them by now, and wait for the same room
             self.remove(Deadline(10))
             raise ClusterError(_no_room(needed, f"did not make room within {deadline.seconds:g} s"))
 
@@ -183,8 +183,8 @@ class Placement:
                 continue
             # For a bundle whose machine was lost, Ray reports "" until the bundle has another one.
             nodes = {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node}
-            with contextlib.suppress(RayError):
-                if group.look(nodes, actor, deadline):
+            with suppress(RayError):
+                if group.locate(nodes, actor, deadline):
                     return
             if not deadline.remaining:
                 problem = f"did not make room for {group.role.name} again within {deadline.seconds:g} s"
@@ -205,7 +205,7 @@ class Placement:
                 namespace=NAMESPACE,
                 lifetime=self._lifetime,
                 num_cpus=max(bundle.num_cpus, LEAST_CPUS),
-                num_gpus=0,  # its bundle has reserved them, and its slot says which are its own
+                num_gpus=0,  # its bundle has reserved them, and its slot names them
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),

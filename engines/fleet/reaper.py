@@ -10,7 +10,6 @@ this process removes it. The names of Ray's logs identify the processes that had
 A byte on the pipe says that the driver has closed its cluster itself.
 """
 
-import contextlib
 import os
 import re
 import select
@@ -19,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 PATIENCE = 60.0
 """Seconds after which processes that cannot be killed are left to the kernel."""
@@ -56,7 +56,7 @@ def end_processes_writing_in(folder: str) -> None:
     for name in os.listdir(SHARED_MEMORY):
         maker = SEGMENT.match(name)
         if maker and int(maker[1]) in makers and not os.path.exists(f"/proc/{maker[1]}/exe"):
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(os.path.join(SHARED_MEMORY, name))
 
 
@@ -75,9 +75,9 @@ def processes_writing_in(folder: str) -> list[int]:
 
 
 def _written_files(pid: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
+    with suppress(OSError):  # it belongs to another user, or has ended
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # it was closed while we looked
+            with suppress(OSError):  # it was closed meanwhile
                 if _is_open_to_write(pid, descriptor):
                     yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 
@@ -89,7 +89,7 @@ def _is_open_to_write(pid: int, descriptor: str) -> bool:
 
 
 def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 

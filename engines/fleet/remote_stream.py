@@ -7,17 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate
 
-from cairn.engines.agents.episodes.beside import Answers
+from cairn.engines.agents.episodes.in_process import Answers
 from cairn.engines.fleet.actors import RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.fencing import Callee, P, R
 from cairn.engines.types.errors import EngineError, RequestRefused, Superseded
 from cairn.engines.types.types import Completion, GenerateRequest, RequestId
 
-SUBMITTING = "asking"
+SUBMITTING = "submitting"
 """Concurrency group of the short calls of clients in other processes to a rollout engine."""
 
-TAKING = "answering"
+TAKING = "taking"
 """Concurrency group of their calls that wait for answers, one at a time for each client."""
 
 PATIENCE = 5.0
@@ -50,8 +50,7 @@ class RemoteEngine:
         """Return the result of a method of the engine's actor that is called for this client."""
         ref = replace(self.actor, options={"concurrency_group": group}).call(method, self.client, *args, **kwargs)
         patience = PATIENCE if group == TAKING else 0.0
-        found: R = result(ref, Deadline(self.timeout + patience), f"{self.name}.{method.__name__}()")
-        return found
+        return result(ref, Deadline(self.timeout + patience), f"{self.name}.{method.__name__}()")
 
 
 class RemoteStream:
@@ -61,19 +60,19 @@ class RemoteStream:
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
-        self._to_ask: list[GenerateRequest] = []
+        self._to_submit: list[GenerateRequest] = []
         self._left = 0
         """Number of requests without an answer."""
         self._answers: deque[Completion] = deque()
         self._error: Exception | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._send_requests, name="asks-engine", daemon=True)
+        self._thread = threading.Thread(target=self._send_requests, name="submit-requests", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Submit requests. Iterating the stream raises refusals later."""
         with self._changed:
-            self._to_ask += requests
+            self._to_submit += requests
             self._left += len(requests)
             self._changed.notify_all()
 
@@ -111,7 +110,7 @@ class RemoteStream:
         if closed:
             return
         self._thread.join()
-        with suppress(EngineError, Superseded):  # then it is gone, or another's: whoever asks hears of it
+        with suppress(EngineError, Superseded):  # it is gone, or another driver has it: other calls report that
             self._engine.call(SUBMITTING, RolloutActor.close_stream)
 
     def _taken(self, answers: Answers) -> list[Completion]:
@@ -134,12 +133,12 @@ class RemoteStream:
         """Send submitted requests to the engine, in a thread of its own."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._to_ask or self._closed)
+                self._changed.wait_for(lambda: self._to_submit or self._closed)
                 if self._closed:
                     return
-                requests, self._to_ask = self._to_ask, []
+                requests, self._to_submit = self._to_submit, []
             try:
-                self._engine.call(SUBMITTING, RolloutActor.ask, requests)
+                self._engine.call(SUBMITTING, RolloutActor.submit, requests)
             except Exception as error:
                 with self._changed:
                     self._error = self._error or error

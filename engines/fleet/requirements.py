@@ -41,7 +41,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is disk, but a server of several GPUs that released its cache or serves "
             "prefill or decode cannot report when all of them have read the folder: set it to tensor or distributed"
         )
-    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.tells_checksum:
+    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.reports_checksum:
         yield (
             "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has other weights "
             "with rollout.pipeline=lagged: leave it out"
@@ -56,18 +56,18 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     """Yield sentences on the one process group of the trainer's first rank and all servers."""
     each = config.training.num_gpus_per_rank
-    ours = [] if config.rollout.external_urls else [engine.num_gpus for engine in plan.engines]
+    engine_gpus = [] if config.rollout.external_urls else [engine.num_gpus for engine in plan.engines]
     if config.fleet.colocate:
         yield (
             "fleet.update_weight_transport is distributed, but under fleet.colocate trainer and servers are on the "
             "same GPUs, and NCCL allows a GPU only once in a group: set it to tensor"
         )
-    elif any(0 < gpus < 1 for gpus in (each, *ours)):
+    elif any(0 < gpus < 1 for gpus in (each, *engine_gpus)):
         yield (
             "fleet.update_weight_transport is distributed, but training ranks or engines with less than a GPU may "
             "share one, and NCCL allows a GPU only once in a group: set it to tensor or disk"
         )
-    elif any((each > 0) != (gpus > 0) for gpus in ours):
+    elif any((each > 0) != (gpus > 0) for gpus in engine_gpus):
         yield (
             "fleet.update_weight_transport is distributed, but trainer and servers are not all on GPUs or all on CPUs: "
             "set it to tensor or disk"

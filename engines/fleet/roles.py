@@ -65,17 +65,17 @@ def query_places(
     for bundle, node in nodes.items():
         if num_gpus[bundle]:
             on_machine[node].append(bundle)
-    found = {bundle: BundlePlace(node, addresses[node]) for bundle, node in nodes.items()}
+    places = {bundle: BundlePlace(node, addresses[node]) for bundle, node in nodes.items()}
     for turn in zip_longest(*on_machine.values()):
-        asked = [bundle for bundle in turn if bundle is not None]
+        bundles = [bundle for bundle in turn if bundle is not None]
         calls = [
             _own_place.options(
                 num_gpus=num_gpus[bundle], scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)
             ).remote()
-            for bundle in asked
+            for bundle in bundles
         ]
-        found |= zip(asked, ray.get(calls, timeout=deadline.remaining), strict=True)
-    return found
+        places |= zip(bundles, ray.get(calls, timeout=deadline.remaining), strict=True)
+    return places
 
 
 @ray.remote(num_cpus=0, max_calls=0, max_retries=0)
@@ -113,13 +113,13 @@ def arrange(
 
 def _where_in_order(where: Mapping[int, BundlePlace], bundle: int) -> tuple[Any, ...]:
     """Return a sort key by machine and device. A bundle without a place comes last."""
-    if (found := where.get(bundle)) is None:
+    if (place := where.get(bundle)) is None:
         return (True, bundle)
     try:
-        address = (0, int(ipaddress.ip_address(found.address)), "")
+        address = (0, int(ipaddress.ip_address(place.address)), "")
     except ValueError:
-        address = (1, 0, found.address)
-    return (False, address, found.node, [_in_order(gpu) for gpu in found.gpu_ids], bundle)
+        address = (1, 0, place.address)
+    return (False, address, place.node, [_in_order(gpu) for gpu in place.gpu_ids], bundle)
 
 
 def _in_order(gpu_id: str) -> tuple[int, int, str]:
@@ -215,10 +215,10 @@ def room_problem(roles: Sequence[ActorRole], machines: Sequence[Mapping[str, flo
     """
     for role in roles:
         for bundle, count in Counter(role.bundles).items():
-            asked = bundle.resources
-            total = {kind: sum(machine.get(kind, 0) for machine in machines) for kind in asked}
-            holds = sum(min(int(m.get(kind, 0) / each + 1e-6) for kind, each in asked.items()) for m in machines)
-            if holds < count and all(total[kind] >= count * each for kind, each in asked.items()):
+            resources = bundle.resources
+            total = {kind: sum(machine.get(kind, 0) for machine in machines) for kind in resources}
+            holds = sum(min(int(m.get(kind, 0) / each + 1e-6) for kind, each in resources.items()) for m in machines)
+            if holds < count and all(total[kind] >= count * each for kind, each in resources.items()):
                 have = Counter(f"({m.get('CPU', 0):g} CPU, {m.get('GPU', 0):g} GPU)" for m in machines)
                 return (
                     f"has no machines for {role.name}: {count} × {bundle} must each be on one machine, but the "

@@ -92,7 +92,9 @@ class RolloutHandle(ModelHandle):
         self._router = router
         self._kind = kind_of(config.engine)
         self._batch_invariant: bool | None = None
-        self._worker: Mapping[str, Any] | None = None
+        self.worker: Mapping[str, Any] | None = None
+        """The engine's server as routers are configured with it: its `url` and more. None while the engine is being
+        replaced."""
         self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
         self._deadline = Deadline(0)
@@ -118,8 +120,8 @@ class RolloutHandle(ModelHandle):
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Stream samples as they end, and their records before that. The deadline is `rollout.timeout` seconds in all,
-        or, where the run streams, after the last sign of work (`heard`). If the engine is silent, check whether it
-        still lives. Closing the iterator ends the generation.
+        or, where the run streams, after the last sign of work (`extend_deadline`). If the engine is silent, check
+        whether it still lives. Closing the iterator ends the generation.
 
         Raises what the engine raises.
         """
@@ -132,10 +134,10 @@ class RolloutHandle(ModelHandle):
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         with self.alone():
             self._deadline = deadline = Deadline(self._config.timeout)
-            for told in episodes.generate_samples(samples, params, function, deadline, self.usage):
-                if told:
-                    self.heard()
-                yield told
+            for part in episodes.generate_samples(samples, params, function, deadline, self.usage):
+                if part:
+                    self.extend_deadline()
+                yield part
 
     def _stream(self, method: Method[P, Iterator[R]], *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         with self.alone():
@@ -147,25 +149,27 @@ class RolloutHandle(ModelHandle):
                         ref = next(stream)
                     except StopIteration:
                         return
-                    told: R = Call[R](self, self.actor, method.__name__, ref).result(deadline)
-                    self.heard()
-                    yield told
+                    part: R = Call[R](self, self.actor, method.__name__, ref).result(deadline)
+                    self.extend_deadline()
+                    yield part
             except GeneratorExit:
                 self._abort(stream)
                 raise
 
-    def heard(self) -> None:
-        """Record a sign of work: the engine has ended a sample, or has accepted other samples or new weights. A
-        generation for a streaming run lasts as long as there are prompts, so its `rollout.timeout` begins anew here."""
+    def extend_deadline(self) -> None:
+        """Restart `rollout.timeout` of a streaming run's generation, which lasts as long as there are prompts.
+
+        Called at each sign of work: the engine has ended a sample, or has accepted other samples or new weights.
+        """
         if self._config.pipeline == "streaming":
-            self._deadline.begin_anew()
+            self._deadline.restart()
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
         """Have the running `generate_samples` generate these samples too. Returns whether it does. May be called from
         any thread."""
         joined = self.ask(RolloutActor.join, list(samples))
         if joined:
-            self.heard()
+            self.extend_deadline()
         return joined
 
     def retracted(self) -> list[Completion]:
@@ -175,7 +179,7 @@ class RolloutHandle(ModelHandle):
     def acknowledge(self, number: int) -> None:
         """Confirm that what the running `generate_samples` yielded with this number, and all before it, is durable. May
         be called from any thread."""
-        if self.episodes is not None:  # what our own functions are given is not recorded
+        if self.episodes is not None:  # calls of built-in functions are not recorded
             self.episodes.acknowledge(number)
             return
         self.ask(RolloutActor.acknowledge, number)
@@ -192,11 +196,11 @@ class RolloutHandle(ModelHandle):
     def batch_invariant(self) -> bool:
         """Whether a sample is independent of what else is in its batch, as tested when the engine started. Queried
         once."""
-        found = self._batch_invariant
-        if found is None:
+        known = self._batch_invariant
+        if known is None:
             with self._replacing:
-                found = self._batch_invariant = self.ask(RolloutEngine.batch_invariant)
-        return found
+                known = self._batch_invariant = self.ask(RolloutEngine.batch_invariant)
+        return known
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
         with self._replacing:
@@ -209,12 +213,6 @@ class RolloutHandle(ModelHandle):
         workers = {} if self.episodes is None else {"episode_worker_restarts": self.episodes.restarts}
         return {**self.ask(RolloutActor.usage), "restarts": self.restarts, **workers}
 
-    @property
-    def worker(self) -> Mapping[str, Any] | None:
-        """The engine's server as routers are configured with it: its `url` and more. None while the engine is being
-        replaced."""
-        return self._worker
-
     def follow(self, route: tuple[str, Sequence[str]] | None) -> None:
         """Send requests to this router, in front of these servers, from the next `generate` on; None: to the engine's
         own server."""
@@ -225,14 +223,14 @@ class RolloutHandle(ModelHandle):
     def leave_router(self) -> None:
         """Neither send requests to the router nor get any from it, until the engine is routed again."""
         self.routed = None
-        if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker["url"])
+        if self._router is not None and self.worker is not None:
+            self._router.remove(self.worker["url"])
             self.follow(None)
 
     def health(self) -> dict[str, Any]:
-        found = super().health()
-        self._worker = found.get("worker")
-        return found
+        health = super().health()
+        self.worker = health.get("worker")
+        return health
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -250,9 +248,9 @@ class RolloutHandle(ModelHandle):
         return bool(self.ranks) and self._kind.maps_gpu_memory
 
     @property
-    def tells_checksum(self) -> bool:
+    def reports_checksum(self) -> bool:
         """Whether the engine can report a checksum of the weights that it holds."""
-        return self._kind.tells_checksum
+        return self._kind.reports_checksum
 
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""
@@ -266,16 +264,16 @@ class RolloutHandle(ModelHandle):
     def _adopted(self) -> bool:
         if not super()._adopted():
             return False
-        self.call(CONTROL, RolloutActor.abort)  # nobody listens to what its last driver asked for
+        self.call(CONTROL, RolloutActor.abort)  # nothing reads the results of the last driver's requests
         self.call(CONTROL, RolloutActor.close_streams)
         if self._router is not None:
             self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
         return True
 
     def _make_engine(self, deadline: Deadline) -> None:
-        if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker["url"])  # another server may come to have its address
-        self._worker = self._route = self.routed = None
+        if self._router is not None and self.worker is not None:
+            self._router.remove(self.worker["url"])  # another server may get its address
+        self.worker = self._route = self.routed = None
         hosts = [self._host(actor, deadline) for actor in self._actors]
         meeting_point = None
         if len(hosts) > 1:
@@ -307,12 +305,12 @@ class RolloutHandle(ModelHandle):
             ready, _ = wait([stream], min(deadline.remaining, self._fleet.call_timeout))
             if ready:
                 return True
-            self.usage()  # of the actor alone: without its server, the others behind the router go on for it
+            self.usage()  # of the actor alone: other servers behind the router do the work of a dead one
         self.suspect = True
         raise EngineTimeout(f"{self.actor.name}.generate() did not end within {deadline.seconds:g} s")
 
     def _abort(self, stream: "ray.ObjectRefGenerator") -> None:
-        """End a generation that nobody reads any more, so that the engine is free for the next."""
+        """End a generation whose reader is gone, so that the engine is free for the next."""
         abort = self.call(CONTROL, RolloutActor.abort)
         ended, _ = ray.wait([abort.ref, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
         self.suspect = self.suspect or len(ended) < 2

@@ -1,9 +1,8 @@
 """The driver's handle on the training engine, with all of its ranks."""
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate
@@ -84,13 +83,13 @@ class TrainingHandle(ModelHandle):
     def living_position(self) -> Position:
         """Restart the engine if it does not live, and return its position. For a living engine both calls run at the
         same time."""
-        restarts, asked = self.restarts, None
-        with contextlib.suppress(EngineDied):  # which `ensure_alive` finds out too
-            asked = self.call_all(None, TrainingEngine.position)
+        restarts, calls = self.restarts, None
+        with suppress(EngineDied):  # `ensure_alive` detects that too
+            calls = self.call_all(None, TrainingEngine.position)
         self.ensure_alive()
-        if asked is None or self.restarts != restarts:
+        if calls is None or self.restarts != restarts:
             return self.position()
-        return self.agreed(self._gather(asked, Deadline(self._timeout)), _state)
+        return self.agreed(self._gather(calls, Deadline(self._timeout)), _state)
 
     def save(self, store_url: str, folder: str) -> list[StoredFile]:
         """Write a checkpoint below `folder`; returns its files."""
@@ -108,13 +107,13 @@ class TrainingHandle(ModelHandle):
         """
         with self._exporting(version, bucket_bytes):
             rank = self.actor.callee(num_returns=2)
-            asked = deque(rank.call(WeightSource.next_bucket) for _ in range(2))
+            calls = deque(rank.call(WeightSource.next_bucket) for _ in range(2))
             while True:
-                bucket, more = asked.popleft()
+                bucket, more = calls.popleft()
                 if not Call[bool](self, self.actor, "next_bucket", more).result():
                     return
                 yield bucket
-                asked.append(rank.call(WeightSource.next_bucket))
+                calls.append(rank.call(WeightSource.next_bucket))
 
     def broadcast_weights(
         self, version: int, bucket_bytes: int, backend: str, target: str
@@ -210,13 +209,13 @@ class TrainingHandle(ModelHandle):
         if len(results) == len(calls):
             return [results[rank] for rank in range(len(calls))]
         for failure in failures.values():
-            if isinstance(failure, Superseded):  # the ranks belong to another driver: what they are is its affair
+            if isinstance(failure, Superseded):  # the ranks belong to another driver, which decides
                 raise failure
         if len(failures) == len(calls) and len({type(failure) for failure in failures.values()}) == 1:
             raise failures[0]
         self.suspect, method = True, calls[0].method
         for failure in failures.values():
-            if isinstance(failure, EngineDied | NoSpace):  # the others merely waited for that one
+            if isinstance(failure, EngineDied | NoSpace):  # the others only waited for that rank
                 raise failure
         if failures:
             raised = "; ".join(f"rank {rank} raised {failure!r}" for rank, failure in sorted(failures.items()))

@@ -75,7 +75,7 @@ class Turns:
 
     def _resume(self, engine: RolloutHandle, tag: MemoryTag) -> None:
         self.offload_training()
-        if self._offload_rollout and tag in engine.health()["released"]:  # else it may generate, and is not disturbed
+        if self._offload_rollout and tag in engine.health()["released"]:  # otherwise it may be generating
             engine.resume_memory(tag)
 
 

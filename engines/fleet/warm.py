@@ -41,7 +41,7 @@ INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", THREADS)
 
 
 class WarmProcess:
-    """The warm process, held by the driver. The process ends with the driver."""
+    """The driver's handle on the warm process, which ends with the driver."""
 
     def __init__(self, modules: Sequence[str], num_threads: int) -> None:
         """Start the process, and return at once.
@@ -120,7 +120,7 @@ def _made_for(config: "RunConfig") -> WarmProcess | None:
 def _serve(listener: socket.socket, parent: int) -> dict[str, Any] | None:
     """Fork for every launcher that connects, until the driver is gone. Returns in a fork, with the worker that it is to
     become; returns None in the process itself."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
     while os.getppid() == parent:
         # The parent is checked too: a child that the driver forked keeps the pipe open after the driver's end.
         ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
@@ -128,15 +128,15 @@ def _serve(listener: socket.socket, parent: int) -> dict[str, Any] | None:
             break
         if listener not in ready:
             continue
-        with listener.accept()[0] as asker:
-            asked = _read(asker)
-            if asked is None:
+        with listener.accept()[0] as launcher:
+            request = _read(launcher)
+            if request is None:
                 continue
             if os.fork() == 0:
-                return asked
-            for descriptor in asked["files"]:
+                return request
+            for descriptor in request["files"]:
                 os.close(descriptor)
-            asker.sendall(b"forked")
+            launcher.sendall(b"forked")
     return None
 
 
@@ -190,10 +190,10 @@ def main() -> None:
         for module in arguments.modules:
             import_module(module)
     with socket.socket(fileno=arguments.listener) as listener:
-        asked = _serve(listener, arguments.parent)
-    if asked is not None:
+        request = _serve(listener, arguments.parent)
+    if request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _become(asked)
+        _become(request)
 
 
 if __name__ == "__main__":

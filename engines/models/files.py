@@ -44,8 +44,8 @@ _MODEL_FILES = (
 
 def matching_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the files of a model folder that match patterns, sorted by path."""
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if not path.name.startswith(("consolidated", ".")))
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in files if not path.name.startswith(("consolidated", ".")))
 
 
 def loaded_files(folder: Path) -> list[Path]:
@@ -61,11 +61,11 @@ def folder_digest(folder: Path, recorded: str | None = None) -> str:
             a digest and still fits, it is returned.
     """
     digests = _digests(loaded_files(folder))
-    found = _joint(folder, digests)
-    if recorded in (None, found):
-        return found
+    digest = _joint(folder, digests)
+    if recorded in (None, digest):
+        return digest
     others = [path for path in folder.rglob("*") if path.is_file() and path not in digests]
-    return recorded if _joint(folder, digests | _digests(others)) == recorded else found
+    return recorded if _joint(folder, digests | _digests(others)) == recorded else digest
 
 
 def _digests(files: Sequence[Path]) -> dict[Path, str]:

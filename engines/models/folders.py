@@ -222,9 +222,9 @@ def _load(
             raise BadModel(f"Model folder {path} cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
     if info["mismatched_keys"]:
-        name, found, expected = sorted(info["mismatched_keys"])[0]
+        name, shape, expected = sorted(info["mismatched_keys"])[0]
         raise BadModel(
-            f"Weight {name} in {path} has shape {tuple(found)} where config.json requires {tuple(expected)}: weights "
+            f"Weight {name} in {path} has shape {tuple(shape)} where config.json requires {tuple(expected)}: weights "
             "and config.json are of different models."
         )
     missing = [name for name in info["missing_keys"] if needs_head or name != "lm_head.weight"]

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+_ROUTER_BIAS = "e_score_correction_bias"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,7 +40,7 @@ def is_exact(name: str) -> bool:
 
     This is the bias by which a router chooses experts: rounding it would change the choice.
     """
-    return name.endswith("e_score_correction_bias")
+    return name.endswith(_ROUTER_BIAS)
 
 
 def saved_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,11 +62,11 @@ def published_parts(
     A tensor that is not a plain concatenation of such weights is one part under its own name.
     """
     outlines = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors}
-    found: dict[int, list[Part]] = {}
+    parts: dict[int, list[Part]] = {}
     for name, weight in revert_weight_conversion(model, dict(outlines)).items():
         whole = weight if weight._base is None else weight._base
-        found.setdefault(id(whole), []).append(Part(name, int(weight.storage_offset()), weight.shape))
-    return {name: tuple(found.get(id(outline), [Part(name, 0, outline.shape)])) for name, outline in outlines.items()}
+        parts.setdefault(id(whole), []).append(Part(name, int(weight.storage_offset()), weight.shape))
+    return {name: tuple(parts.get(id(outline), [Part(name, 0, outline.shape)])) for name, outline in outlines.items()}
 
 
 def published_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -80,12 +82,9 @@ def published_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 # No gradient trains them, and the library holds them as buffers. A step may move them by its token counts.
 
 
-_NAME = "e_score_correction_bias"
-
-
 def biases_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the router biases of a transformers model, or of a part of it, with their names."""
-    return ((name, value) for name, value in module.named_buffers() if name.rpartition(".")[2] == _NAME)
+    return ((name, value) for name, value in module.named_buffers() if name.rpartition(".")[2] == _ROUTER_BIAS)
 
 
 def rebalanced(bias: torch.Tensor, tokens: torch.Tensor, rate: float) -> torch.Tensor:

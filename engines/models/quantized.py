@@ -103,11 +103,11 @@ def quantization_of(folder: Path) -> Scheme | None:
     """
     config = from_json((folder / "config.json").read_text())
     try:
-        said = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-        if not said:
+        quantization = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+        if not quantization:
             return None
-        scheme = quantization_config(said)
-        method = said.get("quant_method")
+        scheme = quantization_config(quantization)
+        method = quantization.get("quant_method")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadModel(
             f"The quantization_config in {folder / 'config.json'} is not one of a published model: copy it again."
@@ -121,21 +121,21 @@ def quantization_of(folder: Path) -> Scheme | None:
     return scheme
 
 
-def quantization_config(said: Mapping[str, Any]) -> Scheme | None:
+def quantization_config(config: Mapping[str, Any]) -> Scheme | None:
     """Return the quantisation that a quantization_config describes; None where it is not supported.
 
     Raises KeyError, TypeError, ValueError or AttributeError where the config is malformed.
     """
-    method = said.get("quant_method")
-    if method == "fp8" and said.get("weight_block_size"):
-        rows, columns = (operator.index(length) for length in said["weight_block_size"])
+    method = config.get("quant_method")
+    if method == "fp8" and config.get("weight_block_size"):
+        rows, columns = (operator.index(length) for length in config["weight_block_size"])
         if min(rows, columns) < 1:
             raise ValueError(f"blocks of {rows} × {columns}")
-        return BlockFp8(rows, columns, said.get("scale_fmt") == "ue8m0")
+        return BlockFp8(rows, columns, config.get("scale_fmt") == "ue8m0")
     if method == "mxfp4":
         return Mxfp4()
-    if method == "compressed-tensors" and said.get("format") == "pack-quantized":
-        groups = [group["weights"] for group in said["config_groups"].values()]
+    if method == "compressed-tensors" and config.get("format") == "pack-quantized":
+        groups = [group["weights"] for group in config["config_groups"].values()]
         kinds = {(g["num_bits"], g["type"], g["strategy"], g["symmetric"], g.get("actorder")) for g in groups}
         if kinds == {(4, "int", "group", True, None)} and len({g["group_size"] for g in groups}) == 1:
             return PackedInt4(groups[0]["group_size"])
@@ -199,15 +199,15 @@ class _Fp8Weight(Dequantized):
         return self.values.get_shape()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        held = _ranges(key, self.get_shape())
+        ranges = _ranges(key, self.get_shape())
         blocks = tuple(
-            slice(part.start // size, -(-part.stop // size)) for part, size in zip(held, self.block, strict=True)
+            slice(part.start // size, -(-part.stop // size)) for part, size in zip(ranges, self.block, strict=True)
         )
         scales = self.scales[blocks].float()
-        for axis, (part, size) in enumerate(zip(held, self.block, strict=True)):
+        for axis, (part, size) in enumerate(zip(ranges, self.block, strict=True)):
             repeated = scales.repeat_interleave(size, axis)
             scales = repeated.narrow(axis, part.start % size, part.stop - part.start)
-        return self.values[held].float() * scales
+        return self.values[ranges].float() * scales
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

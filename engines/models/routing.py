@@ -47,9 +47,9 @@ class ExpertLayers:
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ExpertLayers":
         """Return the expert layers that a model's config.json describes, without allocating weights."""
-        found = mixtures(_without_memory(config))
-        places = (int(next(part for part in name.split(".") if part.isdigit())) for name in found)
-        return cls(tuple(places), max((_num_experts(block) or 0 for block in found.values()), default=0))
+        blocks = mixtures(_without_memory(config))
+        places = (int(next(part for part in name.split(".") if part.isdigit())) for name in blocks)
+        return cls(tuple(places), max((_num_experts(block) or 0 for block in blocks.values()), default=0))
 
 
 def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
@@ -66,7 +66,7 @@ def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
     try:
         config = check_model_folder(path)
         known = ExpertLayers.of(config)
-    except BadModel:  # told where folders are checked
+    except BadModel:  # reported where folders are checked
         return
     if not known.places:
         yield (
@@ -79,10 +79,10 @@ def bias_problems(path: str, rate: float) -> Iterator[str]:
     """Yield sentences that explain why the model has no router bias that a step could move by `rate`."""
     try:
         config = check_model_folder(path)
-        found = next(biases_of(_without_memory(config)), None)
-    except BadModel:  # told where folders are checked
+        bias = next(biases_of(_without_memory(config)), None)
+    except BadModel:  # reported where folders are checked
         return
-    if found is None:
+    if bias is None:
         yield (
             f"training.moe_router_bias_update_rate is {rate:g}, and the routers of the model in {path} "
             f"({config.model_type}) have no bias that balances experts: leave it out"
@@ -95,31 +95,30 @@ def compact(experts: torch.Tensor | np.ndarray, num_experts: int) -> np.ndarray:
     return values.astype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
-def with_replayed(own: RouterChoice, given: torch.Tensor, scores: torch.Tensor) -> RouterChoice:
+def with_replayed(own: RouterChoice, recorded: torch.Tensor, scores: torch.Tensor) -> RouterChoice:
     """Return the values and indices [T, top-k] that a router chooses, with recorded choices in their place and order.
 
     Args:
         own: values and indices [T, top-k] that the router would choose.
-        given: [T, top-k] recorded indices, or FREE.
+        recorded: [T, top-k] recorded indices, or FREE.
         scores: [T, experts] of the router.
     """
     values, indices = own
-    free = given < 0
-    indices = torch.where(free, indices, given.to(indices.dtype))
+    free = recorded < 0
+    indices = torch.where(free, indices, recorded.to(indices.dtype))
     return torch.where(free, values, scores.gather(-1, indices)), indices
 
 
-def differing(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+def differing(own: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """Return a scalar: how many of the recorded experts [T, top-k] are missing in the router's `own` choice [T,
     top-k]."""
-    there = (given.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
-    return ((given >= 0) & ~there).sum()
+    there = (recorded.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+    return ((recorded >= 0) & ~there).sum()
 
 
 def chosen_experts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Return the indices [T, top-k] that a router chose, from the arguments that the mixture passes to its experts."""
-    found: torch.Tensor = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
-    return found
+    return next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
 
 
 class RouteRecorder:
@@ -150,8 +149,8 @@ class RouteReplay:
     """Replaces the choices of a model's routers by recorded ones within `replaying`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._given: torch.Tensor | None = None
-        self._running: list[_GivenChoice] = []
+        self._recorded: torch.Tensor | None = None
+        self._running: list[_ReplayedChoice] = []
         self._differing: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for layer, block in enumerate(mixtures(model).values()):
@@ -159,18 +158,18 @@ class RouteReplay:
             self._handles.append(block.register_forward_hook(self._end, always_call=True))
 
     @contextmanager
-    def replaying(self, given: torch.Tensor | None) -> Iterator[None]:
+    def replaying(self, recorded: torch.Tensor | None) -> Iterator[None]:
         """Replay recorded choices in the forward and backward passes within, recomputed layers included.
 
         Args:
-            given: [T, layers, top-k] choices for the T concatenated tokens of a pass, FREE where none is recorded; None
-                replays nothing.
+            recorded: [T, layers, top-k] choices for the T concatenated tokens of a pass, FREE where none is recorded;
+                None replays nothing.
         """
-        self._given, self._differing = given, {}
+        self._recorded, self._differing = recorded, {}
         try:
             yield
         finally:
-            self._given = None
+            self._recorded = None
 
     def differing(self) -> torch.Tensor:
         """Return how many of the replayed experts the routers would not have chosen in the last pass."""
@@ -178,12 +177,12 @@ class RouteReplay:
 
     def _begin(self, layer: int, block: Any, args: Any) -> None:
         # Entered for each layer and not around the model: a thread of the autograd engine may recompute the layer.
-        if self._given is not None:
-            self._running.append(_GivenChoice(layer, self._given[:, layer], block.experts.num_experts))
+        if self._recorded is not None:
+            self._running.append(_ReplayedChoice(layer, self._recorded[:, layer], block.experts.num_experts))
             self._running[-1].__enter__()
 
     def _end(self, block: Any, args: Any, output: Any) -> None:
-        if self._given is None:
+        if self._recorded is None:
             return
         mode = self._running.pop()
         mode.__exit__(None, None, None)
@@ -196,29 +195,29 @@ class RouteReplay:
             self._differing[mode.layer] = mode.differing
 
 
-class _GivenChoice(TorchFunctionMode):
+class _ReplayedChoice(TorchFunctionMode):
     """Replaces the result of the `topk` over a router's scores for all experts."""
 
-    def __init__(self, layer: int, given: torch.Tensor, num_experts: int) -> None:
+    def __init__(self, layer: int, recorded: torch.Tensor, num_experts: int) -> None:
         super().__init__()
-        self.layer, self._given, self._num_experts = layer, given, num_experts
+        self.layer, self._recorded, self._num_experts = layer, recorded, num_experts
         self.differing: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk):
             scores, (values, indices) = args[0], result
-            if (scores.shape[-1], indices.shape) == (self._num_experts, self._given.shape):
-                self.differing = differing(indices, self._given)
-                return torch.return_types.topk(with_replayed((values, indices), self._given, scores))
+            if (scores.shape[-1], indices.shape) == (self._num_experts, self._recorded.shape):
+                self.differing = differing(indices, self._recorded)
+                return torch.return_types.topk(with_replayed((values, indices), self._recorded, scores))
         return result
 
 
 def _num_experts(module: Any) -> int | None:
     """Return the number of experts of a mixture; None for another module."""
     experts = getattr(module, "experts", None)
-    found = getattr(experts, "num_experts", None) if isinstance(experts, torch.nn.Module) else None
-    return found if isinstance(found, int) else None
+    count = getattr(experts, "num_experts", None) if isinstance(experts, torch.nn.Module) else None
+    return count if isinstance(count, int) else None
 
 
 def _without_memory(config: PretrainedConfig) -> PreTrainedModel:

@@ -102,7 +102,7 @@ def _model(tokenizer: Any) -> Any:
     return {name: value for name, value in fields.items() if name not in _IGNORED_FIELDS}
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str | Path) -> Any:
     """Return the Hugging Face tokenizer of a model folder. Raises BadModel."""
     try:
         tokenizer = read_tokenizer(path)

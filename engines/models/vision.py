@@ -48,7 +48,7 @@ class ImageInputs:
     """[B] int64: position of the token that would follow each sequence."""
 
     @contextmanager
-    def given(self, model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+    def applied_to(self, model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the arguments of a forward pass that must run within.
 
         Images go to `placeholders`. The library by itself would look for every token with the placeholder's id, and a
@@ -66,13 +66,9 @@ class ImageInputs:
             del core.get_placeholder_mask
 
 
+@lru_cache(maxsize=8)
 def image_processor(folder: str) -> Qwen2VLImageProcessorPil:
     """Return the image processor of a model folder. Raises BadModel where it has none, or one of another kind."""
-    return _image_processor(str(folder))
-
-
-@lru_cache(maxsize=8)
-def _image_processor(folder: str) -> Qwen2VLImageProcessorPil:
     if not any((Path(folder) / name).is_file() for name in _FILES):
         raise BadModel(
             f"Model folder {folder} has no {_FILES[0]}, which sets how it reads images: copy the model's own."
@@ -173,9 +169,9 @@ def image_inputs(
     position_ids = torch.zeros(3, len(sequences), width, dtype=torch.int64)
     following = torch.zeros(len(sequences), dtype=torch.int64)
     for row, (ids, own) in enumerate(zip(sequences, images, strict=True)):
-        found = [_patches(_folder(model), image) for image in own]
-        patches += [part for part, _ in found]
-        own_grids = torch.tensor([grid for _, grid in found], dtype=torch.int64).view(-1, 3)
+        read = [_patches(_folder(model), image) for image in own]
+        patches += [part for part, _ in read]
+        own_grids = torch.tensor([grid for _, grid in read], dtype=torch.int64).view(-1, 3)
         grids.append(own_grids)
         places = _places(ids, model.config.image_token_id, [places_of(processor, image) for image in own])
         placeholders[row, places] = True
@@ -205,7 +201,7 @@ def seeing(
     Raises:
         ValueError: as `image_inputs`.
     """
-    with (image_inputs(model, sequences, images) or _nothing_seen(model, sequences)).given(model) as arguments:
+    with (image_inputs(model, sequences, images) or _nothing_seen(model, sequences)).applied_to(model) as arguments:
         yield arguments
 
 

@@ -40,7 +40,7 @@ class Bounds(Protocol):
     def exceeded(self) -> bool:
         """Return whether processes of the program were killed because its memory was at the limit."""
 
-    def look(self, pid: int) -> None:
+    def enforce(self, pid: int) -> None:
         """Enforce the limits where the kernel does not; to be called every `CHECK_INTERVAL` seconds. `pid`: its first
         process."""
 
@@ -87,13 +87,13 @@ class Cgroup:
         count."""
         with suppress(OSError):
             if (events := self._memory / "memory.events").exists():
-                found = _counts(events)
-                return bool(found["oom_kill"] and found["oom"])
+                counts = _counts(events)
+                return bool(counts["oom_kill"] and counts["oom"])
             most = int((self._memory / "memory.max_usage_in_bytes").read_text())
             return most > self._bound - _BATCH and _counts(self._memory / "memory.oom_control")["oom_kill"] > 0
         return False
 
-    def look(self, pid: int) -> None:
+    def enforce(self, pid: int) -> None:
         """Do nothing: the kernel enforces the limits."""
 
     def kill(self) -> None:
@@ -130,12 +130,12 @@ class PolledBounds:
         """Return whether the program was killed because its memory was over the limit."""
         return self._exceeded
 
-    def look(self, pid: int) -> None:
+    def enforce(self, pid: int) -> None:
         """Kill the program if its memory is over the limit."""
         with suppress(psutil.Error):
             head = psutil.Process(pid)
             processes = [head, *head.children(recursive=True)]
-            if _held(processes, "rss") > self._memory and _held(processes, "pss") > self._memory:
+            if _memory_of(processes, "rss") > self._memory and _memory_of(processes, "pss") > self._memory:
                 self._exceeded = True
                 os.killpg(pid, signal.SIGKILL)
 
@@ -146,13 +146,13 @@ class PolledBounds:
         """Do nothing: there is nothing to remove."""
 
 
-def _held(processes: list[psutil.Process], kind: str) -> int:
+def _memory_of(processes: list[psutil.Process], kind: str) -> int:
     """Return the bytes of memory of processes: `rss` is fast, but counts shared memory for each of them."""
-    held = 0
+    total = 0
     for process in processes:
         with suppress(psutil.Error, OSError):
-            held += process.memory_info().rss if kind == "rss" else process.memory_full_info().pss
-    return held
+            total += process.memory_info().rss if kind == "rss" else process.memory_full_info().pss
+    return total
 
 
 def _counts(file: Path) -> dict[str, int]:
@@ -161,11 +161,13 @@ def _counts(file: Path) -> dict[str, int]:
 
 @cache
 def _cgroups(user: int) -> dict[str, Path]:
-    """Return the parent folders of new cgroups by controller; empty where `user`, who asks, cannot create one of
+    """Return the parent folders of new cgroups by controller; empty where `user`, this process's, cannot create one of
     them."""
     kinds = ("memory", "pids")
     candidates = dict.fromkeys(kinds, _delegated()), {kind: _CGROUPS / kind for kind in kinds}
-    return next((found for found in candidates if all(_may_make(folder, kind) for kind, folder in found.items())), {})
+    return next(
+        (folders for folders in candidates if all(_may_make(folder, kind) for kind, folder in folders.items())), {}
+    )
 
 
 def _delegated() -> Path:

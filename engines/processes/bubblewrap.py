@@ -167,7 +167,7 @@ class Bubblewrap:
         try:
             with os.fdopen(write, "wb") as pipe:
                 pipe.write(self.filter)
-            looked = subprocess.run(
+            result = subprocess.run(
                 self.command(None, ["--seccomp", str(read)], [self._config.interpreter, "-I", "-S", "-c", _WORKS]),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -180,7 +180,7 @@ class Bubblewrap:
             return str(error)
         finally:
             os.close(read)
-        return "" if looked.stdout == b"works\n" else looked.stderr.decode(errors="replace").strip()[-300:] or "no word"
+        return "" if result.stdout == b"works\n" else result.stderr.decode(errors="replace").strip()[-300:] or "no word"
 
     def _command(self, bwrap: str) -> list[str]:
         size = str(self._config.file_size)
@@ -255,11 +255,11 @@ def _link(target: str, name: str) -> tuple[str, str, str]:
 def _interpreter_folders(config: Confined) -> list[str]:
     """Return the folders of the interpreter outside /usr."""
     if config.python is not None:
-        found = {str(Path(config.python).resolve().parent.parent)}
+        roots = {str(Path(config.python).resolve().parent.parent)}
     else:
-        found = {sys.base_prefix, sysconfig.get_paths(vars={"base": sys.base_prefix})["stdlib"]}
-        found.add(str(Path(config.interpreter).parent.parent))
-    folders = {os.path.realpath(folder) for folder in found}
+        roots = {sys.base_prefix, sysconfig.get_paths(vars={"base": sys.base_prefix})["stdlib"]}
+        roots.add(str(Path(config.interpreter).parent.parent))
+    folders = {os.path.realpath(folder) for folder in roots}
     return sorted(folder for folder in folders if folder != "/" and not Path(folder).is_relative_to("/usr"))
 
 

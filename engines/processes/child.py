@@ -81,15 +81,15 @@ class Child:
         self._adopts_orphans = adopts_orphans
         self._lock = threading.Lock()
         with there:
-            given = (there.fileno(), os.getpid(), *arguments)
+            main_arguments = (there.fileno(), os.getpid(), *arguments)
             path = list(sys.path if search is None else search)
-            code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{given!r})"
+            code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{main_arguments!r})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # what such code prints is no output of this program
+                stdout=_STDERR,  # prints of such code are no output of this program
                 pass_fds=[there.fileno(), *files],
-                start_new_session=True,  # what it starts is killed with it; Ctrl-C is the driver's affair
+                start_new_session=True,  # its descendants are killed with it; the driver handles Ctrl-C
                 env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
             )
 
@@ -151,7 +151,7 @@ class Child:
     def _kill_descendants(self) -> None:
         with suppress(psutil.NoSuchProcess, PermissionError):
             head = psutil.Process(self.pid)
-            head.suspend()  # it lives on until the others are gone, or their orphans would be somebody else's
+            head.suspend()  # while it exists, it adopts the orphans of the others
             for _ in range(_ROUNDS):
                 others = head.children(recursive=True)
                 for other in others:

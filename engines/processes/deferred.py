@@ -101,7 +101,7 @@ class _StandIn(ModuleType):
         self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of all modules, by who looks for the source of a function
+        if name.startswith("__"):  # `inspect` reads these of all modules to find the source of a function
             raise AttributeError(name)
         if self._finder.waits():
             if name in MARKS:
@@ -117,19 +117,19 @@ class _StandIn(ModuleType):
         self._finder.marked.append((name, function))
         return function
 
-    def _disable(self, function: Callable[..., Any] | None = None, *given: Any, **options: Any) -> Callable[..., Any]:
+    def _disable(self, function: Callable[..., Any] | None = None, *args: Any, **options: Any) -> Callable[..., Any]:
         """Return a function that calls the original until the compiler is imported, and then its disabled version."""
         if function is None:
-            return lambda function: self._disable(function, *given, **options)
-        found: Callable[..., Any] | None = None
+            return lambda function: self._disable(function, *args, **options)
+        disabled_function: Callable[..., Any] | None = None
 
         @wraps(function)
-        def disabled(*args: Any, **kwargs: Any) -> Any:
-            nonlocal found
+        def disabled(*inputs: Any, **kwargs: Any) -> Any:
+            nonlocal disabled_function
             if self._finder.waits():
-                return function(*args, **kwargs)
-            found = found or import_module(COMPILER).disable(function, *given, **options)
-            return found(*args, **kwargs)
+                return function(*inputs, **kwargs)
+            disabled_function = disabled_function or import_module(COMPILER).disable(function, *args, **options)
+            return disabled_function(*inputs, **kwargs)
 
         return disabled
 

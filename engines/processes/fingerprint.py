@@ -23,11 +23,11 @@ SGLANG = ("sglang", "sgl-kernel", "flashinfer-python", "torch", "numpy", "transf
 
 def engine_environment(device: "torch.device | str", packages: Iterable[str]) -> Environment:
     """Return the environment of an engine in this process."""
-    import torch  # here and below: a driver asks for no more than its versions, and does without
+    import torch  # imported here and below: a driver needs only versions, and no PyTorch
 
     on_gpu = torch.device(device).type == "cuda"
     return Environment(
-        device=torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()} ({_instructions()})",
+        device=torch.cuda.get_device_name(device) if on_gpu else _cpu(),
         threads=torch.get_num_threads(),
         host=socket.gethostname(),
         versions={**installed(packages), **(_gpu_libraries() if on_gpu else _cpu_libraries())},
@@ -40,10 +40,10 @@ def server_environment(on_cpu: bool, threads: int, versions: Mapping[str, str]) 
     `versions`: package versions of the server's interpreter.
     """
     return Environment(
-        device=f"{cpu_model()} ({_instructions()})" if on_cpu else _first_gpu(),
+        device=_cpu() if on_cpu else _first_gpu(),
         threads=threads,
         host=socket.gethostname(),
-        versions={**versions, **_ours(), **(_cpu_libraries() if on_cpu else {})},
+        versions={**versions, **_own_version(), **(_cpu_libraries() if on_cpu else {})},
     )
 
 
@@ -67,7 +67,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"python": platform.python_version(), **versions, **_ours()}
+    return {"python": platform.python_version(), **versions, **_own_version()}
 
 
 def cpu_model() -> str:
@@ -80,16 +80,16 @@ def cpu_model() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _ours() -> dict[str, str]:
+def _own_version() -> dict[str, str]:
     code = code_version()
     return {"cairn-rl": f"{code.package} {code.commit}" if code.commit else code.package}
 
 
-def _instructions() -> str:
-    """Return the vector instructions that PyTorch's kernels use: a virtual machine may hide some of its processor's."""
+def _cpu() -> str:
+    """Return the CPU's name and the vector instructions that PyTorch's kernels use: a virtual machine may hide some."""
     import torch
 
-    return torch.backends.cpu.get_cpu_capability()
+    return f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _first_gpu() -> str:
@@ -108,12 +108,12 @@ def _gpu_libraries() -> dict[str, str]:
     import torch
 
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
-    found = {
+    versions = {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
     }
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in versions.items() if value is not None}
 
 
 def _all(values: Iterable[str]) -> str:

@@ -43,6 +43,6 @@ def bypass_proxy_for_loopback() -> None:
     Otherwise clients of Prefect's server, of captures and of rollout servers would connect through a proxy. Other hosts
     are not affected.
     """
-    given = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy"))
-    hosts = dict.fromkeys([*filter(None, map(str.strip, given.split(","))), *_HOSTS])
+    excluded = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy"))
+    hosts = dict.fromkeys([*filter(None, map(str.strip, excluded.split(","))), *_HOSTS])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(hosts)

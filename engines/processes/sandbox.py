@@ -99,28 +99,28 @@ class Sandbox:
         config, end = self._config, asyncio.get_running_loop().time() + self._config.seconds
         within = bounds(config.memory_of_all, config.processes)
         pipes = [os.pipe() for _ in range(3)]
-        (read, write), (status, told), (rules, rule) = pipes
-        theirs, ours = [read, told, rules], [write, status, rule]
+        (read, write), (status, status_write), (rules, rules_write) = pipes
+        child_fds, own_fds = [read, status_write, rules], [write, status, rules_write]
         try:
-            os.write(rule, self._bubblewrap.filter)  # a pipe holds it
-            os.close(ours.pop())
-            options = ["--json-status-fd", str(told), "--seccomp", str(rules), "--file", str(read), path]
+            os.write(rules_write, self._bubblewrap.filter)  # a pipe holds it
+            os.close(own_fds.pop())
+            options = ["--json-status-fd", str(status_write), "--seccomp", str(rules), "--file", str(read), path]
             process = await asyncio.create_subprocess_exec(
                 *self._bubblewrap.command(within, options, list(command)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=theirs,
+                pass_fds=child_fds,
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
-            while theirs:
-                os.close(theirs.pop())
-            ours.remove(write)
+            while child_fds:
+                os.close(child_fds.pop())
+            own_fds.remove(write)
             feeding = asyncio.gather(_feed(process, stdin), asyncio.to_thread(_put, write, file))
             clearing = asyncio.create_task(_clear(process, within))
-            looking = asyncio.create_task(_look(process, within))
+            enforcing = asyncio.create_task(_enforce(process, within))
             bound = config.file_size
             output, errors = bytearray(), bytearray()
             late = False
@@ -133,20 +133,21 @@ class Sandbox:
             except TimeoutError:
                 late = True
             finally:
-                _kill(process, within)
+                _end(process)
+                within.kill()
                 await process.wait()
-                looking.cancel()
+                enforcing.cancel()
                 feeding.cancel()
                 with suppress(asyncio.CancelledError, OSError):
                     await feeding
                 await clearing
-            ours.remove(status)
-            with os.fdopen(status, "rb") as said:
-                began = b"exit-code" in said.read(2**12)
+            own_fds.remove(status)
+            with os.fdopen(status, "rb") as report:
+                began = b"exit-code" in report.read(2**12)
             ended_well = began and process.returncode == 0  # though a process of its own was killed
             out_of_memory = within.exceeded() and not ended_well
         finally:
-            for fd in (*theirs, *ours):
+            for fd in (*child_fds, *own_fds):
                 os.close(fd)
             await asyncio.to_thread(within.remove)
         assert process.returncode is not None
@@ -155,9 +156,9 @@ class Sandbox:
         return ran, began
 
 
-async def _look(process: asyncio.subprocess.Process, within: Bounds) -> None:
+async def _enforce(process: asyncio.subprocess.Process, within: Bounds) -> None:
     while process.returncode is None:
-        await asyncio.to_thread(within.look, process.pid)
+        await asyncio.to_thread(within.enforce, process.pid)
         await asyncio.sleep(CHECK_INTERVAL)
 
 
@@ -202,12 +203,6 @@ async def _clear(process: asyncio.subprocess.Process, within: Bounds) -> None:
             loop.remove_reader(ended)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    within.kill()
-
-
-def _kill(process: asyncio.subprocess.Process, within: Bounds) -> None:
-    """Kill the first process of the sandbox, and all processes under its limits."""
-    _end(process)
     within.kill()
 
 

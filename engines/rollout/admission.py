@@ -63,30 +63,30 @@ class Admission:
         """`max_tokens`: None sets no bound, and nothing is counted."""
         self.max_tokens = max_tokens
         self.changed = threading.Condition()
-        """Held while anything changes here or in a stream."""
-        self._turns: deque[tuple[AdmittedStream, Any]] = deque()
+        """Lock for all changes here and in the streams."""
+        self._turns: deque[tuple[BoundedStream, Any]] = deque()
         """Samples that wait, in order."""
-        self._waiting: dict[tuple[AdmittedStream, Any], deque[GenerateRequest]] = {}
+        self._waiting: dict[tuple[BoundedStream, Any], deque[GenerateRequest]] = {}
         self._tokens = self._tokens_max = 0
-        self._open = set[AdmittedStream]()
+        self._open = set[BoundedStream]()
 
     def open(self, stream: Stream) -> Stream:
-        """Return a stream whose requests are admitted to the engine's own `stream`."""
+        """Return a stream that passes its requests to the engine's own `stream` when there is room."""
         if self.max_tokens is None:
             return stream
-        admitted = AdmittedStream(self, stream)
+        bounded = BoundedStream(self, stream)
         with self.changed:
             if not self._open:
                 self._tokens_max = 0
-            self._open.add(admitted)
-        return admitted
+            self._open.add(bounded)
+        return bounded
 
     def usage(self) -> dict[str, int]:
         """Return the most tokens that requests had with the engine at a time since it had no stream; nothing without a
         bound."""
         return {} if self.max_tokens is None else {"tokens_in_flight_max": self._tokens_max}
 
-    def wait(self, stream: "AdmittedStream", request: GenerateRequest) -> None:
+    def wait(self, stream: "BoundedStream", request: GenerateRequest) -> None:
         """Queue a request until its turn. The caller holds `changed`, here and below."""
         turn = (stream, request.request_id[:2])
         if turn not in self._waiting:
@@ -98,23 +98,23 @@ class Admission:
         """Release the tokens of requests that have ended."""
         self._tokens -= tokens
 
-    def forget(self, stream: "AdmittedStream") -> None:
+    def forget(self, stream: "BoundedStream") -> None:
         """Remove a closed stream, and all of its requests that wait."""
         self._open.discard(stream)
         self._turns = deque(turn for turn in self._turns if turn[0] is not stream)
         self._waiting = {turn: requests for turn, requests in self._waiting.items() if turn[0] is not stream}
 
-    def admit(self) -> None:
+    def submit_waiting(self) -> None:
         """Submit to the engine what there is room for. The caller does not hold `changed`."""
         with self.changed:
-            while admitted := self._next():
-                for stream, requests in admitted.items():
-                    stream.begin(requests)  # those that it refuses leave their room to others
+            while ready := self._next():
+                for stream, requests in ready.items():
+                    stream.begin(requests)  # a refused request leaves its room to others
             self.changed.notify_all()
 
-    def _next(self) -> "dict[AdmittedStream, list[GenerateRequest]]":
+    def _next(self) -> "dict[BoundedStream, list[GenerateRequest]]":
         """Return the requests that there is room for."""
-        admitted: dict[AdmittedStream, list[GenerateRequest]] = defaultdict(list)
+        ready: dict[BoundedStream, list[GenerateRequest]] = defaultdict(list)
         while self._turns:
             turn = self._turns[0]
             request, stream = self._waiting[turn][0], turn[0]
@@ -130,12 +130,12 @@ class Admission:
                 self._turns.append(turn)
             else:
                 del self._waiting[turn]
-            stream.admitted[request.request_id] = tokens
-            admitted[stream].append(request)
-        return admitted
+            stream.in_flight[request.request_id] = tokens
+            ready[stream].append(request)
+        return ready
 
 
-class AdmittedStream:
+class BoundedStream:
     """A `Stream` whose requests wait for admission."""
 
     def __init__(self, admission: Admission, stream: Stream) -> None:
@@ -144,7 +144,7 @@ class AdmittedStream:
         self._waiting = 0
         self._refused: dict[RequestId, str] = {}
         self._error: Exception | None = None
-        self.admitted: dict[RequestId, int] = {}
+        self.in_flight: dict[RequestId, int] = {}
         """Requests that the engine has, with the tokens of each."""
         self.aborted = False
 
@@ -154,7 +154,7 @@ class AdmittedStream:
             for request in requests:
                 self._admission.wait(self, request)
             self._waiting += len(requests)
-        self._admission.admit()
+        self._admission.submit_waiting()
 
     def begin(self, requests: list[GenerateRequest]) -> None:
         """Submit requests whose turn has come. The caller holds `changed`."""
@@ -169,19 +169,19 @@ class AdmittedStream:
         except EngineError as error:
             self._error = error
 
-    def __iter__(self) -> "AdmittedStream":
+    def __iter__(self) -> "BoundedStream":
         return self
 
     def __next__(self) -> list[Completion]:
         admission = self._admission
         while True:
             with admission.changed:
-                admission.changed.wait_for(lambda: self.admitted or self._refused or self._error or not self._waiting)
+                admission.changed.wait_for(lambda: self.in_flight or self._refused or self._error or not self._waiting)
                 if self._refused:
                     refused, self._refused = self._refused, {}
                     raise RequestRefused(refused)
                 error, self._error = self._error, None
-                ended = not self.admitted
+                ended = not self.in_flight
             if error is not None:
                 self.close()
                 raise error
@@ -190,37 +190,37 @@ class AdmittedStream:
             try:
                 completions = next(self._stream)
             except StopIteration:
-                continue  # what is admitted now came after it looked, or was refused
+                continue  # requests in flight came after the stream ended, or were refused
             except RequestRefused as late:
-                self._give_back(late.refused)
+                self._release(late.refused)
                 raise
             except Exception:
                 self.close()
                 raise
-            self._give_back([completion.request_id for completion in completions])
+            self._release([completion.request_id for completion in completions])
             return completions
 
     def abort(self) -> None:
         with self._admission.changed:
             self.aborted = True
         self._stream.abort()
-        self._admission.admit()
+        self._admission.submit_waiting()
 
     def close(self) -> None:
         with self._admission.changed:
             self._admission.forget(self)
             self._waiting = 0
-            ids = list(self.admitted)
+            ids = list(self.in_flight)
         self._stream.close()
-        self._give_back(ids)
+        self._release(ids)
 
-    def _give_back(self, ids: "Sequence[RequestId] | dict[RequestId, str]") -> None:
+    def _release(self, ids: "Sequence[RequestId] | dict[RequestId, str]") -> None:
         with self._admission.changed:
             self._left(ids)
-        self._admission.admit()
+        self._admission.submit_waiting()
 
     def _left(self, ids: "Sequence[RequestId] | dict[RequestId, str]") -> None:
-        self._admission.leave(sum(self.admitted.pop(id, 0) for id in ids))
+        self._admission.leave(sum(self.in_flight.pop(id, 0) for id in ids))
 
 
 def tokens_of(request: GenerateRequest) -> int:

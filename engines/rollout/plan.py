@@ -70,7 +70,7 @@ class EngineKind:
     options, RolloutConfig, the address to listen on, the log file, and seconds until the router must serve."""
     spans_gpus: bool = False
     """Whether one engine may compute on several GPUs."""
-    tells_checksum: bool = False
+    reports_checksum: bool = False
     """Whether an engine can report a checksum of the weights that it holds."""
     holds_as_stored: bool = False
     """Whether an engine holds weights in the format of the model folder, quantised or not, rather than dequantised."""
@@ -97,8 +97,7 @@ NAMES: tuple[str, ...] = get_args(RolloutConfig.model_fields["engine"].annotatio
 
 def kind_of(engine: str) -> EngineKind:
     """Return the kind of the engine that `rollout.engine` names."""
-    found: EngineKind = import_module(f"cairn.engines.rollout.{engine}.kind").KIND
-    return found
+    return import_module(f"cairn.engines.rollout.{engine}.kind").KIND
 
 
 def make_engine(model_path: str, config: RolloutConfig, *args: Any) -> Any:

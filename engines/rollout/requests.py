@@ -27,7 +27,7 @@ def validate_requests(
     Raises:
         RequestRefused: some requests cannot be served; the error names every one of them.
     """
-    of_inputs: dict[int, str | None] = {}  # samples of a group have theirs in common
+    of_inputs: dict[int, str | None] = {}  # samples of a group share their input
     refused: dict[RequestId, str] = {}
     for request in requests:
         input_ids = request.input_ids
@@ -62,12 +62,12 @@ def _input_problem(input_ids: Sequence[int] | np.ndarray, context_length: int, v
 
 
 def _position_problem(request: GenerateRequest, context_length: int) -> str | None:
-    drawn, given = request.position, len(request.input_ids)
+    drawn, length = request.position, len(request.input_ids)
     if not drawn:
         return None
-    if not 0 < drawn < given:
-        return f"its position is {drawn}; it must be 0 or more and less than its {given} tokens"
-    room = min(request.sampling_params.max_new_tokens, context_length - (given - drawn))
+    if not 0 < drawn < length:
+        return f"its position is {drawn}; it must be 0 or more and less than its {length} tokens"
+    room = min(request.sampling_params.max_new_tokens, context_length - (length - drawn))
     return f"a response of {drawn} tokens cannot be continued: its limit is {room}" if drawn >= room else None
 
 

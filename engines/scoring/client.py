@@ -54,18 +54,20 @@ class Scored:
     """Pairs of log-prob and id of the most probable tokens in the place of each token, where requested."""
 
     def of(self, ids: Sequence[int], spell: TokenText) -> np.ndarray:
-        """Return [T] float32 log-probs, if they are of exactly these tokens. Raises NotAsAsked, which names the first
-        token that differs or has no log-prob."""
-        said = self.texts if self.ids is None else self.ids
-        if said is None or not len(said) == len(self.log_probs) == len(ids):
+        """Return [T] float32 log-probs, if they are of exactly these tokens. Raises UnexpectedAnswer, which names the
+        first token that differs or has no log-prob."""
+        tokens = self.texts if self.ids is None else self.ids
+        if tokens is None or not len(tokens) == len(self.log_probs) == len(ids):
             raise UnexpectedAnswer(f"has {len(self.log_probs)} log-probs for {len(ids)} tokens")
-        for place, (token, found) in enumerate(zip(ids, said, strict=True)):
-            if self.ids is not None and found != token:
-                raise UnexpectedAnswer(f"is for token {found!r}, but token {token} was sent, at {place} of {len(ids)}")
-            # A token that is a part of a character has no text of its own, and servers spell it in many ways.
-            if self.ids is None and found != (text := spell(token)) and "\N{REPLACEMENT CHARACTER}" not in text:
+        for place, (token, reported) in enumerate(zip(ids, tokens, strict=True)):
+            if self.ids is not None and reported != token:
                 raise UnexpectedAnswer(
-                    f"is for {found!r}, but {text!r} was sent, at {place} of {len(ids)}: it has another tokenizer"
+                    f"is for token {reported!r}, but token {token} was sent, at {place} of {len(ids)}"
+                )
+            # A token that is a part of a character has no text of its own, and servers spell it in many ways.
+            if self.ids is None and reported != (text := spell(token)) and "\N{REPLACEMENT CHARACTER}" not in text:
+                raise UnexpectedAnswer(
+                    f"is for {reported!r}, but {text!r} was sent, at {place} of {len(ids)}: it has another tokenizer"
                 )
         for place, value in enumerate(self.log_probs):
             if not isinstance(value, int | float) or not -math.inf < value <= ROUNDING:
@@ -73,8 +75,8 @@ class Scored:
         return np.array(self.log_probs, np.float32)
 
     def top_of(self, k: int) -> np.ndarray:
-        """Return [T, 2k] float32: log-probs of the k most probable tokens, and their ids. Raises NotAsAsked where their
-        number differs."""
+        """Return [T, 2k] float32: log-probs of the k most probable tokens, and their ids. Raises UnexpectedAnswer where
+        their number differs."""
         pairs = np.array([[entry[:2] for entry in entries] for entries in self.top or ()], np.float32)
         if pairs.shape != (len(self.log_probs), k, 2) or not (np.isfinite(pairs).all() and (pairs[..., 1] >= 0).all()):
             raise UnexpectedAnswer(f"has no log-probs of the {k} most probable tokens at each of {len(self.log_probs)}")
@@ -123,16 +125,16 @@ class OpenAI:
             "return_tokens_as_token_ids": True,
         }
 
-    def read(self, answer: Any, given: int, scored: int) -> Scored:
+    def read(self, answer: Any, num_tokens: int, scored: int) -> Scored:
         """Return what the answer says; see `Format.read`."""
-        found = answer["choices"][0]["logprobs"]
-        said, values = found["tokens"], found["token_logprobs"]
-        if not given <= len(said) <= given + 1:
-            return Scored(values, said, None)
-        said, values = said[given - scored : given], values[given - scored : given]
-        if all(str(token).startswith(_ID) for token in said):
-            return Scored(values, [int(token.removeprefix(_ID)) for token in said], None)
-        return Scored(values, None, said)
+        entry = answer["choices"][0]["logprobs"]
+        tokens, values = entry["tokens"], entry["token_logprobs"]
+        if not num_tokens <= len(tokens) <= num_tokens + 1:
+            return Scored(values, tokens, None)
+        tokens, values = tokens[num_tokens - scored : num_tokens], values[num_tokens - scored : num_tokens]
+        if all(str(token).startswith(_ID) for token in tokens):
+            return Scored(values, [int(token.removeprefix(_ID)) for token in tokens], None)
+        return Scored(values, None, tokens)
 
 
 # SGLang's own `/generate`: `return_logprob` with `logprob_start_len` returns the log-prob and the id of every token of
@@ -155,11 +157,11 @@ class SGLang:
             **({"top_logprobs_num": top_k} if top_k else {}),
         }
 
-    def read(self, answer: Any, given: int, scored: int) -> Scored:
+    def read(self, answer: Any, num_tokens: int, scored: int) -> Scored:
         """Return what the answer says; see `Format.read`."""
         meta = answer["meta_info"]
-        found, top = meta["input_token_logprobs"][-scored:], meta.get("input_top_logprobs")
-        return Scored([entry[0] for entry in found], [entry[1] for entry in found], None, top and top[-scored:])
+        entries, top = meta["input_token_logprobs"][-scored:], meta.get("input_top_logprobs")
+        return Scored([entry[0] for entry in entries], [entry[1] for entry in entries], None, top and top[-scored:])
 
 
 ATTEMPTS = 5

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from cairn.configs.schema.reward import RewardModelConfig
 from cairn.engines.models.folders import check_reward_model_folder, context_length, load_reward_model
-from cairn.engines.models.tokenizers import stop_clock
+from cairn.engines.models.tokenizers import load_tokenizer, stop_clock
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
 from cairn.engines.types.errors import BadModel
 from cairn.storage.records import Environment
@@ -85,27 +84,27 @@ class RewardModel:
     def score(self, answered: Sequence[PromptAndResponse]) -> list[Score]:
         """Return scores in the order of the inputs. A sequence has no score if it is longer than `max_length`, if the
         chat template refuses it, or if its value is not finite."""
-        found: list[Score | None] = []
+        scores: list[Score | None] = []
         ids: list[list[int]] = []
-        for one in answered:
+        for sample in answered:
             try:
-                read = self._ids(one)
+                tokens = self._ids(sample)
             except Exception as error:  # a template raises what it likes
-                found.append(Score(None, 0, f"the reward model's chat template refuses the chat: {error}"))
-                read = []
+                scores.append(Score(None, 0, f"the reward model's chat template refuses the chat: {error}"))
+                tokens = []
             else:
-                found.append(self._refused(read))
-            ids.append(read)
-        left = sorted((i for i, score in enumerate(found) if score is None), key=lambda i: len(ids[i]))
+                scores.append(self._refused(tokens))
+            ids.append(tokens)
+        left = sorted((i for i, score in enumerate(scores) if score is None), key=lambda i: len(ids[i]))
         size = 1 if self._padding is None else self._options.batch_size  # without padding there are no batches
         for start in range(0, len(left), size):
             batch = left[start : start + size]
             for i, value in zip(batch, self._values([ids[i] for i in batch]), strict=True):
                 finite = isfinite(value)
                 problem = None if finite else f"the reward model's score is {value}"
-                found[i] = Score(value if finite else None, len(ids[i]), problem)
+                scores[i] = Score(value if finite else None, len(ids[i]), problem)
         self.scored += len(left)
-        return [score for score in found if score is not None]
+        return [score for score in scores if score is not None]
 
     def environment(self) -> Environment:
         """Return the environment that the engine computes on."""
@@ -178,15 +177,4 @@ def longest_sequence(options: RewardModelConfig) -> int | None:
 def load_reward_tokenizer(path: str | Path) -> Any:
     """Return the tokenizer of a reward model's folder. Raises BadModel."""
     check_reward_model_folder(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        words = tokenizer("0")["input_ids"]
-    # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
-    except Exception as error:
-        why = str(error).partition("\n")[0].rstrip(": ")
-        raise BadModel(
-            f"{path} has no tokenizer that can be loaded ({why}): put the reward model's own there"
-        ) from error
-    if not words:  # without files the library makes up a tokenizer without words
-        raise BadModel(f"{path} has no tokenizer: put the reward model's own there, next to its weights")
-    return tokenizer
+    return load_tokenizer(path)

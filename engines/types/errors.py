@@ -2,8 +2,6 @@
 
 from cairn.configs.errors import BadInput, Failure
 
-# Errors of engines, by remedy.
-
 
 class EngineError(Failure):
     """A failure of an engine that a retry can fix, on a restarted engine where needed."""

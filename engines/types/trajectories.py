@@ -374,8 +374,8 @@ class CallRecord:
     def description(self) -> str:
         """Description of the call, for messages."""
         what = f"{self.kind} {self.name}".strip()
-        tells = self.arguments and self.kind is not CallKind.SAMPLE  # of the policy it is a digest
-        return f"call {self.call} ({what})" + (f" with {self.arguments}" if tells else "")
+        shows_arguments = self.arguments and self.kind is not CallKind.SAMPLE  # of the policy it is a digest
+        return f"call {self.call} ({what})" + (f" with {self.arguments}" if shows_arguments else "")
 
 
 NEVER = -1
@@ -395,8 +395,8 @@ class Recorded:
 
 def add_records(samples: dict[SampleKey, SampleRequest], records: Iterable[CallRecord]) -> None:
     """Add new records to the requests of their samples, for a later replay."""
-    found: dict[SampleKey, list[CallRecord]] = {}
+    by_sample: dict[SampleKey, list[CallRecord]] = {}
     for record in records:
-        found.setdefault(record.key, []).append(record)
-    for key in found.keys() & samples.keys():
-        samples[key] = replace(samples[key], recorded=(*samples[key].recorded, *found[key]))
+        by_sample.setdefault(record.key, []).append(record)
+    for key in by_sample.keys() & samples.keys():
+        samples[key] = replace(samples[key], recorded=(*samples[key].recorded, *by_sample[key]))

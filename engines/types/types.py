@@ -73,9 +73,9 @@ class SamplingSupport:
     def first_without(self, tokens: np.ndarray) -> int | None:
         """Return the index of the first of T tokens that is not in its support; None where all are."""
         rows = np.repeat(np.arange(len(self)), self.counts)
-        found = self.counts == 0
-        found[rows[self.ids == np.asarray(tokens)[rows]]] = True
-        return None if found.all() else int(found.argmin())
+        supported = self.counts == 0
+        supported[rows[self.ids == np.asarray(tokens)[rows]]] = True
+        return None if supported.all() else int(supported.argmin())
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response when its text, special tokens included, contains one; the token that completes the
     string is the response's last."""
-    return_kept: bool = False
+    return_sampling_support: bool = False
     """Whether to return the sampling support of each token under top_p and top_k."""
     return_routed_experts: bool = False
     """Whether to return the experts of each token that the model read."""
@@ -219,11 +219,11 @@ def joined_fields(part: Sampled, rest: Sampled) -> dict[str, Any]:
 
 def join_first_values(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Join arrays of consecutive calls, each over all tokens up to its own: every token keeps its first value."""
-    found: list[np.ndarray] = []
+    joined: list[np.ndarray] = []
     for part in parts:
         if part is not None:
-            found.append(part[sum(map(len, found)) :])
-    return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
+            joined.append(part[sum(map(len, joined)) :])
+    return None if not joined else joined[0] if len(joined) == 1 else np.concatenate(joined)
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class TrainBatch:
         """Pickle each field as one array: thousands of small arrays take tens of milliseconds."""
         values = [getattr(self, field.name) for field in fields(self)]
         packed = {id(value): _Packed.of(value) for value in values}  # a list that is two fields is one again
-        return _travelled_batch, ([packed[id(value)] for value in values],)
+        return _unpacked_batch, ([packed[id(value)] for value in values],)
 
     @property
     def sample_of(self) -> Sequence[int]:
@@ -321,7 +321,7 @@ class _Packed:
         return [self.values[end - length : end] for length, end in zip(self.lengths, ends, strict=True)]
 
 
-def _travelled_batch(values: Sequence[Any]) -> TrainBatch:
+def _unpacked_batch(values: Sequence[Any]) -> TrainBatch:
     unpacked: dict[int, Any] = {
         id(value): value.unpacked() if isinstance(value, _Packed) else value for value in values
     }

@@ -33,7 +33,7 @@ class Bucket(dict[str, torch.Tensor]):
 
 def _unpacked(data: np.ndarray, layout: Layout) -> Bucket:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
         return Bucket(_views(torch.from_numpy(data), layout))
 
 

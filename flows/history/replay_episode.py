@@ -145,7 +145,7 @@ def _replayed(
             tokenizer=cache(partial(_tokenizer, ledger, config)),
             tools=cache(lambda: load_tools(options.tools, options.tool_options)),
             options=options,
-            given=count,
+            on_received=count,
         )
     except (KeyboardInterrupt, bdb.BdbQuit):
         raise

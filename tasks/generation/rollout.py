@@ -378,6 +378,6 @@ def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
         stop=config.rollout_stop,
-        return_kept=kept,
+        return_sampling_support=kept,
         return_routed_experts=run.algorithm.use_rollout_routing_replay,
     )

@@ -10,7 +10,7 @@ from cairn.engines.agents.capture.protocol import (
     ChatReply,
     ChatRequest,
     Message,
-    refuse_other_sampling,
+    checked_messages,
     strings,
     whole_number,
 )
@@ -22,21 +22,14 @@ class Messages:
 
     def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> ChatRequest:
         """Parse the body of a request. Raises BadRequest for what is not supported."""
-        refuse_other_sampling(body, params, ignored)
         choice = (body.get("tool_choice") or {}).get("type", "auto")
-        if choice not in ("auto", "none") and "tool_choice" not in ignored:
-            raise BadRequest(
-                f"tool_choice={choice!r} is not supported, since the run sets how tokens are drawn: use auto or none"
-            )
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise BadRequest("messages has to be a list with a message")
+        messages = checked_messages(body, choice, params, ignored)
         system = text_of(body.get("system"), "system")
-        found: list[Message] = [{"role": "system", "content": system}] if system else []
+        converted: list[Message] = [{"role": "system", "content": system}] if system else []
         for number, one in enumerate(messages):
-            found += _messages(one, f"message {number}")
+            converted += _messages(one, f"message {number}")
         return ChatRequest(
-            messages=tuple(found),
+            messages=tuple(converted),
             tools=() if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
             max_new_tokens=whole_number(body, "max_tokens"),
             stop=strings(body, "stop_sequences"),
@@ -44,35 +37,35 @@ class Messages:
             stream=bool(body.get("stream")),
         )
 
-    def whole(self, asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
+    def whole(self, request: ChatRequest, answer: ChatReply) -> dict[str, Any]:
         """Return the response as one JSON object."""
         return {
-            **_head(asked, answer),
+            **_head(request, answer),
             "content": _blocks(answer),
             "stop_reason": _reason(answer),
             "stop_sequence": answer.stopped_by,
             "usage": _usage(answer),
         }
 
-    def events(self, asked: ChatRequest, answer: ChatReply) -> list[str]:
+    def events(self, request: ChatRequest, answer: ChatReply) -> list[str]:
         """Return the response as server-sent events."""
-        usage, told = _usage(answer), list[tuple[str, dict[str, Any]]]()
-        begun = {**_head(asked, answer), "content": [], "stop_reason": None, "stop_sequence": None}
-        told.append(("message_start", {"message": {**begun, "usage": {**usage, "output_tokens": 0}}}))
+        usage, events = _usage(answer), list[tuple[str, dict[str, Any]]]()
+        begun = {**_head(request, answer), "content": [], "stop_reason": None, "stop_sequence": None}
+        events.append(("message_start", {"message": {**begun, "usage": {**usage, "output_tokens": 0}}}))
         for index, block in enumerate(_blocks(answer)):
             empty, delta = _start_and_delta(block)
-            told.append(("content_block_start", {"index": index, "content_block": empty}))
-            told.append(("content_block_delta", {"index": index, "delta": delta}))
-            told.append(("content_block_stop", {"index": index}))
+            events.append(("content_block_start", {"index": index, "content_block": empty}))
+            events.append(("content_block_delta", {"index": index, "delta": delta}))
+            events.append(("content_block_stop", {"index": index}))
         ended = {"stop_reason": _reason(answer), "stop_sequence": answer.stopped_by}
-        told.append(("message_delta", {"delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}))
-        told.append(("message_stop", {}))
-        return [f"event: {kind}\ndata: {json.dumps({'type': kind, **what})}\n\n" for kind, what in told]
+        events.append(("message_delta", {"delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}))
+        events.append(("message_stop", {}))
+        return [f"event: {kind}\ndata: {json.dumps({'type': kind, **what})}\n\n" for kind, what in events]
 
-    def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
-        """Return the error object for the message `told`."""
+    def error(self, message: str, status: int, code: str | None) -> dict[str, Any]:
+        """Return the error object for a message."""
         kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-        return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": told}}
+        return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message}}
 
 
 def _messages(message: Any, where: str) -> list[Message]:
@@ -114,8 +107,8 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _head(asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
-    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": asked.model}
+def _head(request: ChatRequest, answer: ChatReply) -> dict[str, Any]:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": request.model}
 
 
 def _blocks(answer: ChatReply) -> list[dict[str, Any]]:
@@ -145,9 +138,9 @@ def _reason(answer: ChatReply) -> str:
 
 
 def _usage(answer: ChatReply) -> dict[str, Any]:
-    given, cached = len(answer.exchange.prompt_ids), answer.exchange.segment.cached_tokens
+    prompt_tokens, cached = len(answer.exchange.prompt_ids), answer.exchange.segment.cached_tokens
     return {
-        "input_tokens": given - cached,
+        "input_tokens": prompt_tokens - cached,
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": len(answer.exchange.segment),

@@ -18,17 +18,12 @@ async def generate(session: "Session", body: Mapping[str, Any]) -> tuple[dict[st
     Where a text begins with the text of an earlier exchange, its prompt begins with the sampled tokens of that
     exchange. Raises BadRequest.
     """
-    how = body.get("sampling_params") or {}
-    if not isinstance(how, Mapping):
-        raise BadRequest("sampling_params has to be an object: send one request at a time")
-    params = session.sampling
-    refuse_other_sampling(how, params, session.ignored)
-    ends = how.get("stop_token_ids") or ()
-    if {*ends} - {*params.stop_token_ids} and "stop_token_ids" not in session.ignored:
+    fields, stop = _sampling(session, body)
+    ends = fields.get("stop_token_ids") or ()
+    if {*ends} - {*session.sampling.stop_token_ids} and "stop_token_ids" not in session.ignored:
         raise BadRequest(f"stop_token_ids={ends!r} has to be a subset of rollout.rollout_stop_token_ids")
     prompt_ids = _prompt(session, body)
-    stop = tuple(one for one in strings(how, "stop") if one not in params.stop)
-    exchange, id = await session.sample(prompt_ids, whole_number(how, "max_new_tokens"), stop)
+    exchange, id = await session.sample(prompt_ids, whole_number(fields, "max_new_tokens"), stop)
     segment, template = exchange.segment, session.template
     assert segment.log_probs is not None
     assert segment.weight_versions is not None
@@ -46,10 +41,20 @@ async def generate(session: "Session", body: Mapping[str, Any]) -> tuple[dict[st
     if body.get("return_logprob"):
         pairs = zip(segment.log_probs.tolist(), ids, strict=True)
         about["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
-    text = template.text(ids, skips=bool(how.get("skip_special_tokens", True)))
+    text = template.text(ids, skips=bool(fields.get("skip_special_tokens", True)))
     if isinstance(body.get("text"), str):
         session.remember(body["text"] + text, exchange)
     return {"text": text, "output_ids": ids, "meta_info": about}, exchange
+
+
+def _sampling(session: "Session", body: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return a request's sampling parameters, and its stop strings in addition to the run's. Raises BadRequest."""
+    fields = body.get("sampling_params") or {}
+    if not isinstance(fields, Mapping):
+        raise BadRequest("sampling_params has to be an object: send one request at a time")
+    params = session.sampling
+    refuse_other_sampling(fields, params, session.ignored)
+    return fields, tuple(one for one in strings(fields, "stop") if one not in params.stop)
 
 
 def _prompt(session: "Session", body: Mapping[str, Any]) -> np.ndarray:
@@ -58,9 +63,14 @@ def _prompt(session: "Session", body: Mapping[str, Any]) -> np.ndarray:
         raise BadRequest("the request needs either input_ids or text")
     if isinstance(text, str) and text:
         return session.tokens(text)
-    if isinstance(ids, Sequence) and ids and all(type(id) is int and id >= 0 for id in ids):
-        return np.asarray(ids, np.int32)
-    raise BadRequest("input_ids has to be a list of tokens, or text a string: send one request at a time")
+    return _tokens(ids, "input_ids has to be a list of tokens, or text a string: send one request at a time")
+
+
+def _tokens(ids: Any, problem: str) -> np.ndarray:
+    """Return a list of tokens as an array. Raises BadRequest with `problem` for other values."""
+    if not isinstance(ids, Sequence) or not ids or not all(type(id) is int and id >= 0 for id in ids):
+        raise BadRequest(problem)
+    return np.asarray(ids, np.int32)
 
 
 # vLLM's token endpoint, which `verifiers` 0.4 and `renderers` use: the client tokenizes the prompt and reads the
@@ -77,17 +87,13 @@ async def generate_of_tokens(session: "Session", body: Mapping[str, Any]) -> tup
     The model's end token and the run's stop settings end a response; a client may name the same ones. Raises
     BadRequest, also where the response holds a stop token of the client that did not end it.
     """
-    how = body.get("sampling_params") or {}
-    if not isinstance(how, Mapping):
-        raise BadRequest("sampling_params has to be an object")
     if body.get("features") or body.get("content_parts"):
         raise BadRequest("images are not supported here: send only tokens")
-    params = session.sampling
-    refuse_other_sampling(how, params, session.ignored)
-    stop = tuple(one for one in strings(how, "stop") if one not in params.stop)
-    exchange, id = await session.sample(_token_prompt(body), whole_number(how, "max_tokens", "max_new_tokens"), stop)
+    fields, stop = _sampling(session, body)
+    prompt_ids = _tokens(body.get("token_ids"), "token_ids has to be a list of tokens")
+    exchange, id = await session.sample(prompt_ids, whole_number(fields, "max_tokens", "max_new_tokens"), stop)
     segment = exchange.segment
-    if passed := {*(how.get("stop_token_ids") or ())} & {*segment.ids[:-1].tolist()}:
+    if passed := {*(fields.get("stop_token_ids") or ())} & {*segment.ids[:-1].tolist()}:
         raise BadRequest(
             f"token {min(passed)} of stop_token_ids was sampled, but did not end the response: add it to "
             "rollout.rollout_stop_token_ids"
@@ -101,10 +107,3 @@ async def generate_of_tokens(session: "Session", body: Mapping[str, Any]) -> tup
         "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]},
     }
     return {"request_id": id, "choices": [choice]}, exchange
-
-
-def _token_prompt(body: Mapping[str, Any]) -> np.ndarray:
-    ids = body.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(id) is int and id >= 0 for id in ids):
-        raise BadRequest("token_ids has to be a list of tokens")
-    return np.asarray(ids, np.int32)

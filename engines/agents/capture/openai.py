@@ -11,7 +11,7 @@ from cairn.engines.agents.capture.protocol import (
     ChatReply,
     ChatRequest,
     Message,
-    refuse_other_sampling,
+    checked_messages,
     strings,
     whole_number,
 )
@@ -24,15 +24,8 @@ class ChatCompletions:
 
     def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> ChatRequest:
         """Parse the body of a request. Raises BadRequest for what is not supported."""
-        refuse_other_sampling(body, params, ignored)
         choice = body.get("tool_choice") or "auto"
-        if choice not in ("auto", "none") and "tool_choice" not in ignored:
-            raise BadRequest(
-                f"tool_choice={choice!r} is not supported, since the run sets how tokens are drawn: use auto or none"
-            )
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise BadRequest("messages has to be a list with a message")
+        messages = checked_messages(body, choice, params, ignored)
         return ChatRequest(
             messages=tuple(_message(one, number) for number, one in enumerate(messages)),
             tools=() if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
@@ -44,38 +37,39 @@ class ChatCompletions:
             reports_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         )
 
-    def whole(self, asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
+    def whole(self, request: ChatRequest, answer: ChatReply) -> dict[str, Any]:
         """Return the response as one JSON object."""
-        message = {"role": "assistant", "content": _content(answer), **_more(answer)}
+        content = answer.reply.content or (None if answer.reply.tool_calls else "")
+        message = {"role": "assistant", "content": content, **_more(answer)}
         if calls := _calls(answer):
             message["tool_calls"] = calls
         choice = {
             "index": 0,
             "message": message,
             "finish_reason": _reason(answer),
-            "logprobs": _log_probs(asked, answer),
+            "logprobs": _log_probs(request, answer),
         }
-        return {**_head(asked, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+        return {**_head(request, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
-    def events(self, asked: ChatRequest, answer: ChatReply) -> list[str]:
+    def events(self, request: ChatRequest, answer: ChatReply) -> list[str]:
         """Return the response as server-sent events."""
         calls = [{"index": number, **call} for number, call in enumerate(_calls(answer))]
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": "", **_more(answer)}]
         deltas += [{"content": answer.reply.content}] if answer.reply.content else []
         deltas += [{"tool_calls": [call]} for call in calls]
         choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-        if asked.reports_log_probs:
-            choices[-1]["logprobs"] = _log_probs(asked, answer)
+        if request.reports_log_probs:
+            choices[-1]["logprobs"] = _log_probs(request, answer)
         choices.append({"index": 0, "delta": {}, "finish_reason": _reason(answer)})
-        head = _head(asked, answer, "chat.completion.chunk")
+        head = _head(request, answer, "chat.completion.chunk")
         chunks = [{**head, "choices": [choice]} for choice in choices]
-        chunks += [{**head, "choices": [], "usage": _usage(answer)}] if asked.reports_usage else []
+        chunks += [{**head, "choices": [], "usage": _usage(answer)}] if request.reports_usage else []
         return [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
 
-    def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
-        """Return the error object for the message `told`."""
+    def error(self, message: str, status: int, code: str | None) -> dict[str, Any]:
+        """Return the error object for a message."""
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": told, "type": kind, "param": None, "code": code}}
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def text_of(content: Any, where: str) -> str:
@@ -95,20 +89,20 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _message(given: Any, number: int) -> Message:
+def _message(body: Any, number: int) -> Message:
     where = f"message {number}"
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+    if not isinstance(body, Mapping) or not isinstance(body.get("role"), str):
         raise BadRequest(f"{where} has to be an object with a role")
-    role = "system" if given["role"] == "developer" else given["role"]
-    message: Message = {"role": role, "content": text_of(given.get("content"), where)}
+    role = "system" if body["role"] == "developer" else body["role"]
+    message: Message = {"role": role, "content": text_of(body.get("content"), where)}
     for name in ("name", "tool_call_id"):
-        if given.get(name):
-            message[name] = given[name]
+        if body.get(name):
+            message[name] = body[name]
     if role != "assistant":
         return message
-    if thoughts := given.get("reasoning_content") or given.get("reasoning"):
+    if thoughts := body.get("reasoning_content") or body.get("reasoning"):
         message["reasoning_content"] = thoughts
-    if calls := given.get("tool_calls"):
+    if calls := body.get("tool_calls"):
         message["tool_calls"] = [_called(call, where) for call in calls]
     return message
 
@@ -120,10 +114,10 @@ def _called(call: Any, where: str) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError):
         raise BadRequest(f"a tool call of {where} has to have a function with a name and arguments") from None
     if isinstance(arguments, str):
-        with suppress(ValueError):  # the template is told what the model wrote
+        with suppress(ValueError):  # the template receives what the model wrote
             arguments = from_json(arguments)
-    told = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": call["id"], **told} if call.get("id") else told
+    converted = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call["id"], **converted} if call.get("id") else converted
 
 
 def _tool(tool: Any) -> dict[str, Any]:
@@ -132,12 +126,8 @@ def _tool(tool: Any) -> dict[str, Any]:
     return dict(tool)
 
 
-def _head(asked: ChatRequest, answer: ChatReply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": asked.model}
-
-
-def _content(answer: ChatReply) -> str | None:
-    return answer.reply.content or (None if answer.reply.tool_calls else "")
+def _head(request: ChatRequest, answer: ChatReply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _more(answer: ChatReply) -> dict[str, Any]:
@@ -159,8 +149,8 @@ def _reason(answer: ChatReply) -> str:
     return "length" if answer.is_cut else "tool_calls" if answer.reply.tool_calls else "stop"
 
 
-def _log_probs(asked: ChatRequest, answer: ChatReply) -> dict[str, Any] | None:
-    if not asked.reports_log_probs:
+def _log_probs(request: ChatRequest, answer: ChatReply) -> dict[str, Any] | None:
+    if not request.reports_log_probs:
         return None
     log_probs = answer.exchange.segment.log_probs
     assert log_probs is not None
@@ -174,10 +164,10 @@ def _log_probs(asked: ChatRequest, answer: ChatReply) -> dict[str, Any] | None:
 
 
 def _usage(answer: ChatReply) -> dict[str, Any]:
-    given, sampled = len(answer.exchange.prompt_ids), len(answer.exchange.segment)
+    prompt_tokens, sampled = len(answer.exchange.prompt_ids), len(answer.exchange.segment)
     return {
-        "prompt_tokens": given,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": given + sampled,
+        "total_tokens": prompt_tokens + sampled,
         "prompt_tokens_details": {"cached_tokens": answer.exchange.segment.cached_tokens},
     }

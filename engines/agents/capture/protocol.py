@@ -72,10 +72,10 @@ class Exchange:
     @property
     def chain(self) -> "list[Exchange]":
         """The exchanges that this one continues, in order, and itself."""
-        found = [self]
-        while found[-1].parent is not None:
-            found.append(found[-1].parent)
-        return found[::-1]
+        exchanges = [self]
+        while exchanges[-1].parent is not None:
+            exchanges.append(exchanges[-1].parent)
+        return exchanges[::-1]
 
 
 def parent_of(prompt_ids: np.ndarray, exchanges: Sequence[Exchange]) -> Exchange | None:
@@ -89,7 +89,7 @@ def trajectories(exchanges: Sequence[Exchange]) -> list[Trajectory]:
     A lost exchange that no other continues belongs to no trajectory.
     """
     parents = {exchange.parent for exchange in exchanges}
-    trained, found = set[Exchange](), list[Trajectory]()
+    trained, finished = set[Exchange](), list[Trajectory]()
     for last in exchanges:
         if last in parents or last.lost:
             continue
@@ -98,16 +98,15 @@ def trajectories(exchanges: Sequence[Exchange]) -> list[Trajectory]:
         for exchange in chain:
             if len(exchange.prompt_ids) > end:
                 segments.append(Segment.given(exchange.prompt_ids[end:]))
-            segments.append(_masked(exchange.segment) if exchange in trained else exchange.segment)
+            segment = exchange.segment
+            if exchange in trained:
+                segment = replace(segment, loss_mask=np.zeros_like(segment.loss_mask))
+            segments.append(segment)
             end = len(exchange.ids)
         retold = sum(len(one.segment) for one in chain if one.retold and one not in trained)
         trained.update(chain)
-        found.append(Trajectory(segments, chain[0].prompt_ids, retold=retold))
-    return found
-
-
-def _masked(segment: Segment) -> Segment:
-    return replace(segment, loss_mask=np.zeros_like(segment.loss_mask))
+        finished.append(Trajectory(segments, chain[0].prompt_ids, retold=retold))
+    return finished
 
 
 Message = dict[str, Any]
@@ -155,8 +154,8 @@ class ChatTemplate:
             known: earlier conversations of the session.
         """
         identity = tuple(map(_identity, messages))
-        found = [one for one in reversed(known) if one.is_before(identity)]  # of two that say the same the later one
-        before = sorted(found, key=lambda one: len(one.identity), reverse=True)
+        continued = (one for one in reversed(known) if one.is_before(identity))  # of two equal ones the later one
+        before = sorted(continued, key=lambda one: len(one.identity), reverse=True)
         whole = list(messages)
         for one in before:
             whole[len(one.messages)] = one.reply
@@ -173,8 +172,8 @@ class ChatTemplate:
 
     def text(self, ids: Sequence[int] | np.ndarray, *, skips: bool = False) -> str:
         """Return the text of tokens. `skips`: without special tokens."""
-        given = [*map(int, ids)]
-        text: str = self._tokenizer.decode(given, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        tokens = [*map(int, ids)]
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         return text
 
     def said(self, segment: Segment) -> str:
@@ -188,15 +187,15 @@ class ChatTemplate:
 
     def _after(self, known: Conversation, tools: Tools, rendered: str) -> str | None:
         """Return the text that a prompt adds after a reply's tokens; None where the prompt does not continue them."""
-        asked = self._text(known.messages, tools)
+        question = self._text(known.messages, tools)
         answered = self._text([*known.messages, known.reply], tools, opens=False)
-        if not answered.startswith(asked) or not rendered.startswith(answered):
+        if not answered.startswith(question) or not rendered.startswith(answered):
             return None
-        if (known.reply.get("reasoning_content") or "").strip() not in answered[len(asked) :]:
+        if (known.reply.get("reasoning_content") or "").strip() not in answered[len(question) :]:
             return None
         marked = self._text([*known.messages, {"role": "assistant", "content": _MARK}], tools, opens=False)
-        _, found, closing = marked.rpartition(_MARK)
-        if not found:
+        _, mark, closing = marked.rpartition(_MARK)
+        if not mark:
             return None
         segment, written = known.exchange.segment, closing + rendered[len(answered) :]
         return (
@@ -211,9 +210,9 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Message], tools: Tools, *, opens: bool = True) -> str:
         if not self._source:
             raise BadRequest("the model's tokenizer has no chat template: POST tokens to /generate")
-        how: dict[str, Any] = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens}
+        options: dict[str, Any] = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens}
         try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), **how, **self._arguments)
+            text: str = self._tokenizer.apply_chat_template(list(messages), **options, **self._arguments)
         except Exception as error:  # a template raises what it likes
             raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
         return text
@@ -298,13 +297,13 @@ class Dialect(Protocol):
     def read(self, body: Mapping[str, Any], params: SamplingParams, ignored: Collection[str]) -> ChatRequest:
         """Parse the body of a request. Raises BadRequest for what is not supported."""
 
-    def whole(self, asked: ChatRequest, answer: ChatReply) -> dict[str, Any]:
+    def whole(self, request: ChatRequest, answer: ChatReply) -> dict[str, Any]:
         """Return the response as one JSON object."""
 
-    def events(self, asked: ChatRequest, answer: ChatReply) -> list[str]:
+    def events(self, request: ChatRequest, answer: ChatReply) -> list[str]:
         """Return the response as server-sent events."""
 
-    def error(self, told: str, status: int, code: str | None) -> dict[str, Any]:
+    def error(self, message: str, status: int, code: str | None) -> dict[str, Any]:
         """Return the response to an unsupported request."""
 
 
@@ -355,10 +354,26 @@ def refuse_other_sampling(fields: Mapping[str, Any], params: SamplingParams, ign
         )
 
 
-def whole_number(given: Mapping[str, Any], *names: str) -> int | None:
+def checked_messages(
+    body: Mapping[str, Any], tool_choice: str, params: SamplingParams, ignored: Collection[str]
+) -> list[Any]:
+    """Return the messages of a chat request. Raises BadRequest where it has none, or wants other sampling than
+    `params`."""
+    refuse_other_sampling(body, params, ignored)
+    if tool_choice not in ("auto", "none") and "tool_choice" not in ignored:
+        raise BadRequest(
+            f"tool_choice={tool_choice!r} is not supported, since the run sets how tokens are drawn: use auto or none"
+        )
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages has to be a list with a message")
+    return messages
+
+
+def whole_number(fields: Mapping[str, Any], *names: str) -> int | None:
     """Return the first of some fields that has a value, a positive integer. Raises BadRequest for another value."""
     for name in names:
-        value = given.get(name)
+        value = fields.get(name)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise BadRequest(f"{name}={value!r} has to be a whole number above 0")
@@ -366,12 +381,12 @@ def whole_number(given: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
-def strings(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the strings of a field that holds one string or several. Raises BadRequest for another value."""
-    value = given.get(name)
+    value = fields.get(name)
     if value is None:
         return ()
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(one, str) and one for one in found):
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(one, str) and one for one in values):
         raise BadRequest(f"{name}={value!r} has to be a string or a list of strings")
-    return tuple(found)
+    return tuple(values)

@@ -25,11 +25,7 @@ from aiohttp import web
 from cairn.engines.agents.capture import native
 from cairn.engines.agents.capture.anthropic import Messages
 from cairn.engines.agents.capture.openai import ChatCompletions
-from cairn.engines.agents.capture.protocol import (
-    BadRequest,
-    Dialect,
-    Exchange,
-)
+from cairn.engines.agents.capture.protocol import BadRequest, Dialect, Exchange
 from cairn.engines.agents.capture.session import Session
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.agents.episodes.recorder import UncertainEffect
@@ -80,22 +76,17 @@ class _Server:
     async def _start(self) -> tuple[int, web.AppRunner]:
         app = web.Application(client_max_size=_MAX_REQUEST)
         openai, anthropic = ChatCompletions(), Messages()
+        posts: tuple[tuple[str, Dialect, Handler], ...] = (
+            ("/v1/chat/completions", openai, partial(_converse, openai)),
+            ("/v1/messages", anthropic, partial(_converse, anthropic)),
+            ("/v1/messages/count_tokens", anthropic, _count),
+            ("/generate", openai, partial(_generate, native.generate)),
+            ("/inference/v1/generate", openai, partial(_generate, native.generate_of_tokens)),
+        )
         for before in ("", "/{session}"):
-            app.router.add_post(
-                f"{before}/v1/chat/completions", partial(_answer, self, openai, partial(_converse, openai))
-            )
             app.router.add_get(f"{before}/v1/models", partial(_answer, self, openai, _models))
-            app.router.add_post(
-                f"{before}/v1/messages", partial(_answer, self, anthropic, partial(_converse, anthropic))
-            )
-            app.router.add_post(f"{before}/v1/messages/count_tokens", partial(_answer, self, anthropic, _count))
-            app.router.add_post(
-                f"{before}/generate", partial(_answer, self, openai, partial(_generate, native.generate))
-            )
-            app.router.add_post(
-                f"{before}/inference/v1/generate",
-                partial(_answer, self, openai, partial(_generate, native.generate_of_tokens)),
-            )
+            for path, dialect, handler in posts:
+                app.router.add_post(f"{before}{path}", partial(_answer, self, dialect, handler))
         app.router.add_route("*", "/{rest:.*}", partial(_unknown, openai))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
@@ -118,9 +109,9 @@ async def _answer(server: _Server, dialect: Dialect, handler: Handler, request: 
         return web.json_response(dialect.error(str(bad), bad.status, bad.code), status=bad.status)
     except web.HTTPException:
         raise
-    except Exception as error:  # of a request of another shape than its API has: it is the client's to hear of it
-        told = f"the request cannot be read: {type(error).__name__}: {error}"
-        return web.json_response(dialect.error(shortened(told, 1000), 400, None), status=400)
+    except Exception as error:  # the request has another shape than its API: the client receives the reason
+        message = f"the request cannot be read: {type(error).__name__}: {error}"
+        return web.json_response(dialect.error(shortened(message, 1000), 400, None), status=400)
 
 
 def _session(server: _Server, request: web.Request) -> Session:
@@ -146,12 +137,12 @@ async def _body(request: web.Request) -> dict[str, Any]:
 async def _converse(
     dialect: Dialect, session: Session, body: dict[str, Any], request: web.Request
 ) -> web.StreamResponse:
-    asked = dialect.read(body, session.sampling, session.ignored)
-    answer = await session.converse(asked)
-    if not asked.stream:
-        return await _send(web.json_response(dialect.whole(asked, answer)), request, answer.exchange)
+    chat = dialect.read(body, session.sampling, session.ignored)
+    answer = await session.converse(chat)
+    if not chat.stream:
+        return await _send(web.json_response(dialect.whole(chat, answer)), request, answer.exchange)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    return await _send(response, request, answer.exchange, dialect.events(asked, answer))
+    return await _send(response, request, answer.exchange, dialect.events(chat, answer))
 
 
 async def _send(
@@ -176,8 +167,8 @@ async def _models(session: Session, body: dict[str, Any], request: web.Request) 
 
 
 async def _count(session: Session, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-    asked = Messages().read(body, session.sampling, session.ignored)
-    return web.json_response({"input_tokens": session.count(asked)})
+    chat = Messages().read(body, session.sampling, session.ignored)
+    return web.json_response({"input_tokens": session.count(chat)})
 
 
 async def _generate(
@@ -186,16 +177,16 @@ async def _generate(
     body: dict[str, Any],
     request: web.Request,
 ) -> web.StreamResponse:
-    told, exchange = await generate(session, body)
-    return await _send(web.json_response(told), request, exchange)
+    reply, exchange = await generate(session, body)
+    return await _send(web.json_response(reply), request, exchange)
 
 
 async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
     parts = request.path.strip("/").split("/")
     place = "/".join(parts if parts[0] in _API_ROOTS else parts[1:])  # without what may be a session's key
     served = "v1/chat/completions, v1/messages, v1/models, generate or inference/v1/generate"
-    told = f"{request.method} …/{place} is not served: use {served}"
-    return web.json_response(dialect.error(told, 404, None), status=404)
+    message = f"{request.method} …/{place} is not served: use {served}"
+    return web.json_response(dialect.error(message, 404, None), status=404)
 
 
 @asynccontextmanager

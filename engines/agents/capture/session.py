@@ -44,8 +44,10 @@ class Session:
         self._ctx = ctx
         self._template_arguments = chat_template_kwargs
         self._template: ChatTemplate | None = None
-        self._ignored = ignored
-        self._exchanges = list[Exchange]()
+        self.ignored = ignored
+        """Fields of requests that are not checked."""
+        self.exchanges = list[Exchange]()
+        """All exchanges, in the order in which they ended."""
         self._conversations = list[Conversation]()
         self._texts = dict[str, np.ndarray]()
         self._request_counts = Counter[str]()
@@ -87,28 +89,18 @@ class Session:
         return self._ctx.sampling
 
     @property
-    def ignored(self) -> Collection[str]:
-        """Fields of requests that are not checked."""
-        return self._ignored
-
-    @property
     def template(self) -> ChatTemplate:
         """The model's chat template."""
         if self._template is None:
             self._template = ChatTemplate(self._ctx.tokenizer, self._template_arguments)
         return self._template
 
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """All exchanges, in the order in which they ended."""
-        return self._exchanges
-
     def trajectories(self) -> list[Trajectory]:
         """Return the sample's trajectories, for `generate` to return. Raises ValueError where there was no request."""
-        found = trajectories(self._exchanges)
-        if not found:
+        finished = trajectories(self.exchanges)
+        if not finished:
             raise ValueError("the captured session received no request: pass session.base_url to the agent")
-        return found
+        return finished
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -127,9 +119,9 @@ class Session:
         finally:
             self._working.discard(task)
 
-    def count(self, asked: ChatRequest) -> int:
+    def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a conversation. Raises BadRequest."""
-        return len(self.template.prompt(asked.messages, asked.tools, self._conversations)[0])
+        return len(self.template.prompt(request.messages, request.tools, self._conversations)[0])
 
     def tokens(self, text: str) -> np.ndarray:
         """Return the tokens of a text. Where it begins with a known text, they begin with the exact tokens of that
@@ -142,18 +134,18 @@ class Session:
         """Store the text of an exchange's tokens, as the client received it."""
         self._texts[text] = exchange.ids
 
-    async def converse(self, asked: ChatRequest) -> ChatReply:
+    async def converse(self, request: ChatRequest) -> ChatReply:
         """Return the next reply of a conversation. Raises BadRequest."""
         template = self.template
-        prompt_ids, messages, history = template.prompt(asked.messages, asked.tools, self._conversations)
-        exchange, id = await self.sample(prompt_ids, asked.max_new_tokens, asked.stop)
+        prompt_ids, messages, history = template.prompt(request.messages, request.tools, self._conversations)
+        exchange, id = await self.sample(prompt_ids, request.max_new_tokens, request.stop)
         for other in history:
             other.retold = other.retold or other not in exchange.chain
-        said, stopped_by = until(template.said(exchange.segment), asked.stop)
+        said, stopped_by = until(template.said(exchange.segment), request.stop)
         cut = exchange.segment.finish_reason == FinishReason.LENGTH
-        reply = template.reply(prompt_ids, said, asked.tools, cut=cut)
-        self._conversations.append(conversation(messages, asked.tools, reply, exchange))
-        tokens = tuple(template.text([id]) for id in exchange.segment.ids) if asked.reports_log_probs else ()
+        reply = template.reply(prompt_ids, said, request.tools, cut=cut)
+        self._conversations.append(conversation(messages, request.tools, reply, exchange))
+        tokens = tuple(template.text([id]) for id in exchange.segment.ids) if request.reports_log_probs else ()
         return ChatReply(id, reply, exchange, stopped_by, tokens)
 
     async def sample(
@@ -168,15 +160,15 @@ class Session:
             with self._part.named(name) as call, self._in_flight(call):
                 segment = await self._ctx.sample(prompt_ids, max_new_tokens=max_new_tokens, stop=stop)
         except RequestRefused as refused:
-            told = "; ".join(refused.refused.values())
-            raise BadRequest(told, code="context_length_exceeded") from None
+            message = "; ".join(refused.refused.values())
+            raise BadRequest(message, code="context_length_exceeded") from None
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # it is of the sample, and not for its agent to catch
+        except BaseException as error:  # it ends the sample, and the agent must not catch it
             self._fail(error)
             raise SessionOver from None
-        exchange = Exchange(prompt_ids, segment, parent_of(prompt_ids, self._exchanges))
-        self._exchanges.append(exchange)
+        exchange = Exchange(prompt_ids, segment, parent_of(prompt_ids, self.exchanges))
+        self.exchanges.append(exchange)
         return exchange, f"{name}{number}"
 
     @contextmanager
@@ -188,7 +180,7 @@ class Session:
         """
         self._pending[call] = self._ctx.is_recorded(call)
         waits = self._ctx.replaying and not self._pending[call]
-        timer = asyncio.get_running_loop().call_later(PATIENCE, self._look, call) if waits else None
+        timer = asyncio.get_running_loop().call_later(PATIENCE, self._check_replay, call) if waits else None
         try:
             yield
         finally:
@@ -196,10 +188,10 @@ class Session:
             if timer is not None:
                 timer.cancel()
 
-    def _look(self, call: str) -> None:
+    def _check_replay(self, call: str) -> None:
         if self._ctx.replaying and not any(self._pending.values()):
-            told = f"the agent requests call {call} instead of the recorded calls, although it got the same replies"
-            self._fail(EpisodeDiverged(told))
+            message = f"the agent requests call {call} instead of the recorded calls, although it got the same replies"
+            self._fail(EpisodeDiverged(message))
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -223,6 +215,6 @@ class Session:
 
 
 def until(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """Cut a text at the first of some strings; return it with the string that was found."""
-    found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
-    return (text, None) if found is None else (text[: found[0]], found[1])
+    """Cut a text at the first of some stop strings; return it with that string."""
+    first = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    return (text, None) if first is None else (text[: first[0]], first[1])

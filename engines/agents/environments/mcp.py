@@ -64,7 +64,7 @@ class _Bounded(httpx2.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
-        if request.method == "POST":  # what is not asked for comes in a stream that stays open
+        if request.method == "POST":  # other messages come in a stream that stays open
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             response.stream = _Counted(response.stream, self._most)
         return response
@@ -139,12 +139,12 @@ class ServerProcess:
             cwd=self._folder,
             limit=self._max_message,
         )
-        heard, read = anyio.create_memory_object_stream[Any](0)
-        write, said = anyio.create_memory_object_stream[Any](0)
-        self._streams = (heard, read, write, said)
-        self._hearing = asyncio.create_task(self._hear(process, heard))
-        self._saying = asyncio.create_task(self._say(process, said))
-        self._keeping = asyncio.create_task(self._keep_stderr(process))
+        incoming, read = anyio.create_memory_object_stream[Any](0)
+        write, outgoing = anyio.create_memory_object_stream[Any](0)
+        self._streams = (incoming, read, write, outgoing)
+        self._receiving = asyncio.create_task(self._receive(process, incoming))
+        self._sending = asyncio.create_task(self._send(process, outgoing))
+        self._reading_stderr = asyncio.create_task(self._read_stderr(process))
         return read, write
 
     async def __aexit__(self, *_: Any) -> None:
@@ -164,16 +164,16 @@ class ServerProcess:
                 end()
             await process.wait()
         finally:
-            if process.returncode is None:  # it was not waited for to the end
+            if process.returncode is None:  # the wait was cancelled
                 with suppress(ProcessLookupError):
                     process.kill()
-            for task in (self._hearing, self._saying, self._keeping):
+            for task in (self._receiving, self._sending, self._reading_stderr):
                 task.cancel()
 
     @property
     def is_over(self) -> bool:
         """Whether no more messages will arrive from the server."""
-        return self._hearing.done()
+        return self._receiving.done()
 
     async def ended(self) -> str | None:
         """Return how the process has ended; None where it still runs."""
@@ -188,19 +188,19 @@ class ServerProcess:
             return None
         with suppress(TimeoutError):
             async with asyncio.timeout(0.5):
-                await asyncio.shield(self._keeping)
+                await asyncio.shield(self._reading_stderr)
         lines = self._stderr.decode(errors="replace").strip().splitlines()
-        told = f" ({lines[-1][:_LAST_LINE]})" if lines else ""
-        return f"its process ended with exit code {self._process.returncode}{told}"
+        last_line = f" ({lines[-1][:_LAST_LINE]})" if lines else ""
+        return f"its process ended with exit code {self._process.returncode}{last_line}"
 
-    async def _hear(self, process: asyncio.subprocess.Process, heard: Any) -> None:
+    async def _receive(self, process: asyncio.subprocess.Process, incoming: Any) -> None:
         import anyio
         from mcp.shared.message import SessionMessage
         from mcp_types import jsonrpc_message_adapter
 
         assert process.stdout is not None
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-            async with heard:
+            async with incoming:
                 while True:
                     try:
                         line = await process.stdout.readline()
@@ -212,20 +212,20 @@ class ServerProcess:
                         return
                     try:
                         message: Any = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-                    except ValueError as error:  # the SDK passes over what is no message
+                    except ValueError as error:  # the SDK skips what is no message
                         message = error
-                    await heard.send(message)
+                    await incoming.send(message)
 
-    async def _say(self, process: asyncio.subprocess.Process, said: Any) -> None:
+    async def _send(self, process: asyncio.subprocess.Process, outgoing: Any) -> None:
         assert process.stdin is not None
         with suppress(OSError):
-            async with said:
-                async for message in said:
+            async with outgoing:
+                async for message in outgoing:
                     text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                     process.stdin.write(f"{text}\n".encode())
                     await process.stdin.drain()
 
-    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
+    async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while part := await process.stderr.read(65_536):
             self._stderr = (self._stderr + part)[-_STDERR:]
@@ -305,7 +305,7 @@ async def mcp(
         raise ValueError(
             "cairn.mcp: one episode cannot rebuild the state of a shared server: leave out shared or set another kind"
         )
-    asked = _Settings(
+    settings = _Settings(
         tuple(command),
         url,
         kind,
@@ -320,11 +320,11 @@ async def mcp(
     )
     if shared:
         servers = _shared.setdefault(asyncio.get_running_loop(), {})
-        if asked not in servers or servers[asked].is_over:
-            servers[asked] = _Server(asked)
-        yield await servers[asked].tools()
+        if settings not in servers or servers[settings].is_over:
+            servers[settings] = _Server(settings)
+        yield await servers[settings].tools()
         return
-    server = _Server(asked)
+    server = _Server(settings)
     try:
         yield await server.tools()
     finally:
@@ -334,15 +334,15 @@ async def mcp(
 class _Server:
     """A connection in a task of its own, so that tasks of the SDK do not belong to the episode."""
 
-    def __init__(self, asked: _Settings) -> None:
-        self._asked = asked
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
         self._process: ServerProcess | None = None
         self._over = asyncio.Event()
         self._why = "it was closed"
         """Why the server is unavailable, where it is."""
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[Mapping[str, Tool]] = loop.create_future()
-        self._task = asyncio.Task(self._keep(), loop=loop, context=contextvars.Context())
+        self._task = asyncio.Task(self._run(), loop=loop, context=contextvars.Context())
 
     @property
     def is_over(self) -> bool:
@@ -356,7 +356,7 @@ class _Server:
         self._over.set()
         await asyncio.wait({self._task})
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         try:
             from mcp.client import Client
         except ModuleNotFoundError as error:
@@ -373,46 +373,44 @@ class _Server:
             late = f"it did not start within {START:g} s" if isinstance(error, TimeoutError) else None
             ended = None if late else await self._ended()
             self._why = late or ended or _first_message(error)
-            self._fail(ToolUnavailable(f"{self._asked.description}: {self._why}"))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self._fail(ToolUnavailable(f"{self._asked.description}: {self._why}"))
+            self._fail(ToolUnavailable(f"{self._settings.description}: {self._why}"))
 
     def _fail(self, error: ToolUnavailable) -> None:
         if not self._begun.done():
             self._begun.set_exception(error)
-            self._begun.exception()  # nobody may be there to hear of it
+            self._begun.exception()  # marks it as retrieved: perhaps no episode waits for it
 
     def _transport(self) -> Any:
-        asked = self._asked
-        if asked.url is None:
-            self._process = ServerProcess(asked.command, dict(asked.env), asked.folder, asked.max_message)
+        settings = self._settings
+        if settings.url is None:
+            self._process = ServerProcess(settings.command, dict(settings.env), settings.folder, settings.max_message)
             return self._process
-
-        return bounded_streams(asked.url, dict(asked.headers), asked.max_message)
+        return bounded_streams(settings.url, dict(settings.headers), settings.max_message)
 
     async def _offered(self) -> Mapping[str, Tool]:
-        found: dict[str, Tool] = {}
+        tools: dict[str, Tool] = {}
         cursor = None
         while True:
             page = await self._client.list_tools(cursor=cursor)
             for one in page.tools:
                 tool = self._tool(one)
-                if tool.name in found:
+                if tool.name in tools:
                     raise ValueError(f"it has two tools named {tool.name}")
-                found[tool.name] = tool
+                tools[tool.name] = tool
             cursor = page.next_cursor
             if cursor is None:
-                return found
-            if len(found) > _MOST_TOOLS:
+                return tools
+            if len(tools) > _MOST_TOOLS:
                 raise ValueError(f"it has more than {_MOST_TOOLS:,} tools")
 
     def _tool(self, offered: Any) -> Tool:
-        asked, hints = self._asked, offered.annotations
+        settings, hints = self._settings, offered.annotations
         harmless = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
-        kind: Kind = "pure" if asked.trust_hints and harmless else asked.kind
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", asked.prefix + offered.name)[:64]
+        kind: Kind = "pure" if settings.trust_hints and harmless else settings.kind
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", settings.prefix + offered.name)[:64]
 
         async def call(**arguments: Any) -> str:
             return await self._call(name, offered.name, kind, arguments)
@@ -420,8 +418,8 @@ class _Server:
         return Tool(
             call,
             kind=kind,
-            timeout=asked.timeout,
-            max_output=asked.max_output,
+            timeout=settings.timeout,
+            max_output=settings.max_output,
             name=name,
             description=offered.description or "",
             parameters=offered.input_schema,
@@ -431,9 +429,9 @@ class _Server:
         from mcp.shared.exceptions import MCPError
 
         if self._task.done() or self._over.is_set():
-            raise ToolUnavailable(f"{name}: {self._asked.description}: {self._why}")
+            raise ToolUnavailable(f"{name}: {self._settings.description}: {self._why}")
         if self._process is not None and self._process.is_over:
-            raise ToolUnavailable(f"{name}: {self._asked.description}: {await self._ended()}")
+            raise ToolUnavailable(f"{name}: {self._settings.description}: {await self._ended()}")
         try:
             result = await self._client.call_tool(offered, arguments)
         # The exception type depends on where the connection broke.
@@ -445,7 +443,7 @@ class _Server:
                 await asyncio.wait({self._task}, timeout=_TO_END)
             why = ended or (self._why if self._task.done() else _first_message(error))
             lost = ToolUnavailable if kind == "pure" else ToolLost
-            raise lost(f"{name}: {self._asked.description}: {why}") from None
+            raise lost(f"{name}: {self._settings.description}: {why}") from None
         text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolFailed(f"{name}: {text}")

@@ -1,6 +1,6 @@
 """An environment behind OpenEnv's WebSocket.
 
-The client is our own: OpenEnv's takes seconds to import, and cannot be installed together with Cairn.
+Cairn has its own client: OpenEnv's takes seconds to import, and cannot be installed together with Cairn.
 
     async with cairn.openenv("http://host:8000") as env:
         begun = await ctx.call(env.reset, {"seed": 7})
@@ -163,8 +163,8 @@ class OpenEnv:
             except _Full as full:
                 self._socket = None
                 if asyncio.get_running_loop().time() + _BETWEEN_TRIES > deadline:
-                    told = f"it had no free session within {self._patience:g} s: {full}"
-                    raise await self._end(ToolUnavailable, told) from None
+                    why = f"it had no free session within {self._patience:g} s: {full}"
+                    raise await self._end(ToolUnavailable, why) from None
                 await asyncio.sleep(_BETWEEN_TRIES)
             except TimeoutError:
                 raise await self._end(ToolUnavailable, f"it cannot be reached within {_CONNECT:g} s") from None
@@ -208,20 +208,20 @@ class OpenEnv:
         if answer.type != aiohttp.WSMsgType.TEXT:
             raise await self._end(ToolLost, self._closed(answer))
         try:
-            found = from_json(answer.data)
-            kind, data = found["type"], found["data"]
+            message = from_json(answer.data)
+            kind, data = message["type"], message["data"]
         except (ValueError, TypeError, KeyError):
             raise await self._end(ToolLost, f"it sent an invalid response: {answer.data[:80]!r}") from None
         if kind != "error":
             return data
-        code, told = data.get("code"), str(data.get("message", data))[:_LONGEST_ERROR]
+        code, text = data.get("code"), str(data.get("message", data))[:_LONGEST_ERROR]
         if code == _FULL:
-            raise _Full(told)
+            raise _Full(text)
         if code not in _CALL_ERRORS:
-            raise await self._end(ToolUnavailable, f"{told} ({code})")
+            raise await self._end(ToolUnavailable, f"{text} ({code})")
         reason = Reason.ARGUMENTS if code == "VALIDATION_ERROR" else Reason.RAISED
         details = data.get("errors")
-        raise ToolFailed(told if not details else f"{told}: {json.dumps(details)[:_LONGEST_ERROR]}", reason)
+        raise ToolFailed(text if not details else f"{text}: {json.dumps(details)[:_LONGEST_ERROR]}", reason)
 
     def _closed(self, answer: Any) -> str:
         import aiohttp
@@ -233,10 +233,10 @@ class OpenEnv:
             return f"it sent {len(answer.data):,} bytes instead of text"
         return f"it closed the connection (code {self._socket.close_code})"
 
-    async def _end(self, error: type[ToolUnavailable], told: str) -> ToolUnavailable:
-        self._over = told
+    async def _end(self, error: type[ToolUnavailable], why: str) -> ToolUnavailable:
+        self._over = why
         await self._disconnect()
-        return error(f"the environment at {self.url}: {told}")
+        return error(f"the environment at {self.url}: {why}")
 
     async def _disconnect(self) -> None:
         client, self._client, self._socket = self._client, None, None

@@ -30,12 +30,12 @@ def put_on_path() -> None:
 
 def main(folder: str, arguments: list[str]) -> None:
     """Run `uv sync --script FILE` and `uv python find --script FILE`; pass all other commands to the real uv."""
-    asked = next((words for words in (["sync"], ["python", "find"]) if arguments[: len(words)] == words), None)
-    if asked is not None and "--help" in arguments:
+    command = next((words for words in (["sync"], ["python", "find"]) if arguments[: len(words)] == words), None)
+    if command is not None and "--help" in arguments:
         print("--script")
         return
-    if asked is not None and "--script" in arguments and _has_all(arguments[arguments.index("--script") + 1]):
-        if asked != ["sync"]:
+    if command is not None and "--script" in arguments and _has_all(arguments[arguments.index("--script") + 1]):
+        if command != ["sync"]:
             print(sys.executable)
         return
     path = os.pathsep.join(one for one in os.environ["PATH"].split(os.pathsep) if one != folder)
@@ -46,10 +46,10 @@ def main(folder: str, arguments: list[str]) -> None:
 
 
 def _has_all(program: str) -> bool:
-    found = _BLOCK.search(Path(program).read_text())
-    if found is None:
+    block = _BLOCK.search(Path(program).read_text())
+    if block is None:
         return True
-    lines = (line[2:] if line.startswith("# ") else line[1:] for line in found["content"].splitlines())
+    lines = (line[2:] if line.startswith("# ") else line[1:] for line in block["content"].splitlines())
     return all(map(_has, tomllib.loads("\n".join(lines)).get("dependencies", [])))
 
 

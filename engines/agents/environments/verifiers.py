@@ -81,13 +81,13 @@ async def verifiers(
         environment = vf.load_environment(environments.config)
         async with environment.serving():
             episode = await environment.run_slot(RunSlot(task), ModelContext("policy", client, sampling))
-        found = session.trajectories() if session.exchanges else []
-    return _rewarded(episode, found)
+        trajectories = session.trajectories() if session.exchanges else []
+    return _rewarded(episode, trajectories)
 
 
-def _environment_and_task(given: str, index: int) -> tuple["_Environments", Any]:
+def _environment_and_task(config: str, index: int) -> tuple["_Environments", Any]:
     with _reading:
-        environments = _environments(given)
+        environments = _environments(config)
         return environments, environments.task(index)
 
 
@@ -97,27 +97,29 @@ _reading = threading.Lock()
 class _Environments:
     """The environments and tasks of one configuration."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, text: str) -> None:
+        """Read the configuration `text`, JSON."""
+        config = json.loads(text)
         try:
             from verifiers.v1.utils.loaders import env_config_type, load_taskset, resolve_env_config
         except ModuleNotFoundError as error:
-            told = f"cairn.verifiers needs the module {error.name!r}: pip install 'cairn-rl[verifiers]'"
-            raise EpisodeFailed(told) from None
+            why = f"cairn.verifiers needs the module {error.name!r}: pip install 'cairn-rl[verifiers]'"
+            raise EpisodeFailed(why) from None
         uv.put_on_path()
-        kind = env_config_type(given.get("taskset", {}).get("id", ""), given.get("id", ""))
-        self.config = resolve_env_config({**given, **self._agents(kind, given)})
+        kind = env_config_type(config.get("taskset", {}).get("id", ""), config.get("id", ""))
+        self.config = resolve_env_config({**config, **self._agents(kind, config)})
         self._tasks = iter(load_taskset(self.config.taskset))
         self._read: list[Any] = []
 
-    def _agents(self, kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def _agents(self, kind: Any, config: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of its agents, with defaults where the configuration has none."""
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.utils.loaders import default_harness_id
 
-        own = default_harness_id(given.get("taskset", {}).get("id", "")) != _DEFAULT_HARNESS
+        own = default_harness_id(config.get("taskset", {}).get("id", "")) != _DEFAULT_HARNESS
         harness = {} if own else {"harness": {"id": _HARNESS}}
         names = [name for name, field in kind.model_fields.items() if isinstance(field.default, AgentConfig)]
-        return {name: {"runtime": _RUNTIME, **harness, **given.get(name, {})} for name in names}
+        return {name: {"runtime": _RUNTIME, **harness, **config.get(name, {})} for name in names}
 
     def task(self, index: int) -> Any:
         """Return a task of the taskset. Raises EpisodeFailed."""
@@ -127,20 +129,18 @@ class _Environments:
         return self._read[index]
 
 
-@cache
-def _environments(given: str) -> _Environments:
-    return _Environments(json.loads(given))
+_environments = cache(_Environments)
 
 
-def _rewarded(episode: Any, found: list[Trajectory]) -> list[Trajectory]:
+def _rewarded(episode: Any, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Return the trajectories of an episode, with its reward. Raises EpisodeFailed."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not end"
-        raise EpisodeFailed(f"{episode.env.id}: {told}")
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not end"
+        raise EpisodeFailed(f"{episode.env.id}: {reason}")
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if len(trained) != 1:
         raise EpisodeFailed(f"{episode.env.id} has {len(trained)} trained agents: turn `trainable` off for all but one")
-    if not found:
+    if not trajectories:
         raise EpisodeFailed(f"{episode.env.id} sent its model no request")
-    return [replace(trajectory, reward=trained[0].reward) for trajectory in found]
+    return [replace(trajectory, reward=trained[0].reward) for trajectory in trajectories]

@@ -146,8 +146,8 @@ class Context:
 
     def now(self) -> float:
         """Return the time in seconds since the epoch."""
-        asked = self._asked(next_call("n"), CallKind.NOW, "", "")
-        return float(self._recorder.value(asked, lambda: repr(time.time())))
+        record = self._new_record(next_call("n"), CallKind.NOW, "", _digest(""))
+        return float(self._recorder.value(record, lambda: repr(time.time())))
 
     def random(self) -> random.Random:
         """Return a random number generator. It is the same wherever the sample is generated; each call returns another
@@ -184,18 +184,18 @@ class Context:
     async def _recorded(self, call: str, before: np.ndarray, params: SamplingParams, stop: Sequence[str]) -> Segment:
         limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
         digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
-        asked = self._asked(call, CallKind.SAMPLE, "", digest, tokens=len(before))
-        sha256 = hashlib.sha256(before.tobytes()).hexdigest()
-        asked = replace(asked, arguments=canonical.to_json({"sha256": sha256}))  # for `cairn verify`
+        sha256 = hashlib.sha256(before.tobytes()).hexdigest()  # for `cairn verify`
+        arguments = canonical.to_json({"sha256": sha256})
+        record = self._new_record(call, CallKind.SAMPLE, "", digest, arguments, tokens=len(before))
 
-        async def sample(asked: CallRecord) -> CallRecord:
+        async def sample(record: CallRecord) -> CallRecord:
             try:
                 segment = await self._continued(call, before, params)
             except RequestRefused as refused:
-                return _ended(asked, error="; ".join(refused.refused.values()))
-            return _ended(asked, segment=segment)
+                return _with_answer(record, error="; ".join(refused.refused.values()))
+            return _with_answer(record, segment=segment)
 
-        answer = await self._recorder.answer(asked, sample)
+        answer = await self._recorder.answer(record, sample)
         if answer.segment is None:
             raise RequestRefused({self._sample.key: answer.error or ""})
         segment = replace(answer.segment, loss_mask=answer.segment.loss_mask.copy())  # not that of the record
@@ -214,38 +214,38 @@ class Context:
         if isinstance(tool, str):
             tool = _named(self.tools, tool)
         elif not isinstance(tool, Tool):
-            told = getattr(tool, "__name__", type(tool).__name__)
-            raise TypeError(f"ctx.call takes a tool, but {told} is not one: decorate it with @cairn.tool(kind=…)")
-        given = _as_json({} if arguments is None else dict(arguments))
-        asked = replace(self._asked(next_call("c"), CallKind.TOOL, tool.name, given), arguments=given)
+            name = getattr(tool, "__name__", type(tool).__name__)
+            raise TypeError(f"ctx.call takes a tool, but {name} is not one: decorate it with @cairn.tool(kind=…)")
+        json_arguments = _as_json({} if arguments is None else dict(arguments))
+        record = self._new_record(next_call("c"), CallKind.TOOL, tool.name, _digest(json_arguments), json_arguments)
         has_effects = tool.kind == "effects"
-        key = self._key(asked.call)
+        key = self._key(record.call)
 
-        async def call(asked: CallRecord) -> CallRecord:
-            uncertain = has_effects and self._recorder.is_orphan(asked)
+        async def call(record: CallRecord) -> CallRecord:
+            uncertain = has_effects and self._recorder.is_orphan(record)
             for _ in range(_MAX_LOSSES):
                 with outside_code():
-                    found = await self._reconciled(tool, asked) if uncertain else NOT_DONE
-                if found is not NOT_DONE:
-                    return _ended(asked, result=canonical.to_json(found))
+                    result = await self._reconciled(tool, record) if uncertain else NOT_DONE
+                if result is not NOT_DONE:
+                    return _with_answer(record, result=canonical.to_json(result))
                 if has_effects:
-                    await self._recorder.intend(asked)
+                    await self._recorder.intend(record)
                 try:
                     waiting.set(self._waits)
                     with outside_code():
-                        found = await tool.run(from_json(given), key)
-                    return _ended(asked, result=canonical.to_json(found))
+                        result = await tool.run(from_json(json_arguments), key)
+                    return _with_answer(record, result=canonical.to_json(result))
                 except ToolFailed as failed:
-                    return _ended(asked, error=str(failed), reason=failed.reason)
+                    return _with_answer(record, error=str(failed), reason=failed.reason)
                 except ToolLost:
                     if not has_effects:
                         raise
                     uncertain = True
             raise UncertainEffect(
-                f"the process of {asked.description} was ended {_MAX_LOSSES} times while it was at work"
+                f"the process of {record.description} was ended {_MAX_LOSSES} times while it was at work"
             )
 
-        answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
+        answer = await self._recorder.answer(record, call, repeat=tool.kind == "deterministic", durable=has_effects)
         if answer.result is None:
             raise ToolFailed(answer.error or "", Reason(answer.reason or Reason.RAISED))
         return from_json(answer.result)
@@ -275,42 +275,53 @@ class Context:
             "label": self._sample.label if label is None else label,
             "metadata": dict(self._sample.metadata if metadata is None else metadata),
         }
-        given = _as_json(words)
-        asked = replace(self._asked(next_call("j"), CallKind.JUDGE, name, given), arguments=given)
+        json_arguments = _as_json(words)
+        record = self._new_record(next_call("j"), CallKind.JUDGE, name, _digest(json_arguments), json_arguments)
 
-        async def judge(asked: CallRecord) -> CallRecord:
+        async def judge(record: CallRecord) -> CallRecord:
             taken = self._grader_arguments(name, function, words)
             try:
                 with outside_code():
-                    found = await result_of(function, *taken)
+                    result = await result_of(function, *taken)
             except Exception as error:
-                return _ended(asked, error=str(raised(name, error)))
-            reward = found.get("reward") if isinstance(found, Mapping) else found
+                return _with_answer(record, error=str(raised(name, error)))
+            reward = result.get("reward") if isinstance(result, Mapping) else result
             if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-                told = shortened(repr(found), 200)
-                told = f"{name}: the grader returned {told}; ctx.judge needs a finite number"
-                return _ended(asked, error=told)
-            return _ended(asked, result=repr(float(reward)))
+                shown = shortened(repr(result), 200)
+                problem = f"{name}: the grader returned {shown}; ctx.judge needs a finite number"
+                return _with_answer(record, error=problem)
+            return _with_answer(record, result=repr(float(reward)))
 
-        answer = await self._recorder.answer(asked, judge)
+        answer = await self._recorder.answer(record, judge)
         if answer.result is None:
             raise JudgeFailed(answer.error or "")
         return float(answer.result)
 
     def _grader_arguments(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
         """Return the positional arguments of a grader."""
-        way = REWARD.signatures_of(name, function)[0]
-        if way == ("sample",):
+        parameters = REWARD.signatures_of(name, function)[0]
+        if parameters == ("sample",):
             sample = load_callable("cairn.tasks.rewards.sample.Sample")
             return (sample(**words, prompt=self._sample.prompt, prompt_ids=tuple(self._sample.prompt_ids)),)
-        if len(way) != len(words):
-            raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge passes one response at a time")
+        if len(parameters) != len(words):
+            taken = ", ".join(parameters)
+            raise BadPlugin(f"the grader {name!r} takes {taken}: ctx.judge passes one response at a time")
         return tuple(words.values())
 
-    def _asked(self, call: str, kind: CallKind, name: str, given: str, tokens: int = 0) -> CallRecord:
-        digest = given if kind is CallKind.SAMPLE else hashlib.sha256(given.encode()).hexdigest()
-        turn, now = len(self._calls), time.time()
-        return CallRecord(*self._sample.key, call, kind, name, digest, turn=turn, given=tokens, started_at=now)
+    def _new_record(
+        self, call: str, kind: CallKind, name: str, digest: str, arguments: str | None = None, tokens: int = 0
+    ) -> CallRecord:
+        return CallRecord(
+            *self._sample.key,
+            call,
+            kind,
+            name,
+            digest,
+            turn=len(self._calls),
+            arguments=arguments,
+            given=tokens,
+            started_at=time.time(),
+        )
 
     def _key(self, call: str) -> str:
         """Return the idempotency key of a call with effects, the same in every attempt."""
@@ -336,8 +347,8 @@ class Context:
                 key=self._key(orphan.call),
             )
             try:
-                found = await result_of(tool.reconcile, intent)
-                return found if found is NOT_DONE else json_value(tool.name, found, tool.max_output)
+                result = await result_of(tool.reconcile, intent)
+                return result if result is NOT_DONE else json_value(tool.name, result, tool.max_output)
             except Exception as error:
                 raise UncertainEffect(
                     f"{orphan.description} was under way when its process was lost, and its `reconcile` cannot say "
@@ -393,19 +404,23 @@ class Context:
         return checked_sample(self._sample.key, self._prompt, self._calls, returned)
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _as_json(value: Any) -> str:
     """Return a value as JSON. Lone surrogates, which no store accepts, are escaped."""
     return storable(canonical.to_json(value))
 
 
-def _ended(asked: CallRecord, **answer: Any) -> CallRecord:
-    return replace(asked, **answer, seconds=max(0.0, time.time() - asked.started_at))
+def _with_answer(record: CallRecord, **answer: Any) -> CallRecord:
+    return replace(record, **answer, seconds=max(0.0, time.time() - record.started_at))
 
 
 async def result_of(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a plain function or a coroutine function."""
-    found = function(*arguments)
-    return await found if isawaitable(found) else found
+    result = function(*arguments)
+    return await result if isawaitable(result) else result
 
 
 def _named(tools: Mapping[str, Tool], name: str) -> Tool:

@@ -33,10 +33,10 @@ class _FromRecord(Recorder):
     """Returns recorded responses and no others."""
 
     def __init__(
-        self, recorded: Iterable[CallRecord], tasks: "Collection[asyncio.Task[Any]]", given: OnReceived
+        self, recorded: Iterable[CallRecord], tasks: "Collection[asyncio.Task[Any]]", on_received: OnReceived
     ) -> None:
         super().__init__(recorded, tasks, _no_sink, _no_sink)
-        self._given = given
+        self._on_received = on_received
         self._not_recorded: dict[str, CallRecord] = {}
         """Calls in flight that have no recorded response."""
         self._stuck = 0.0
@@ -50,23 +50,23 @@ class _FromRecord(Recorder):
 
     async def answer(
         self,
-        asked: CallRecord,
+        record: CallRecord,
         do: Callable[[CallRecord], Awaitable[CallRecord]],
         *,
-        again: bool = False,
+        repeat: bool = False,
         durable: bool = False,
     ) -> CallRecord:
         """Return the recorded response as it is, even where a normal replay repeats the call to rebuild a tool's state.
 
         A call without a record was cancelled in the original run: it waits until it is cancelled again.
         """
-        if self._known_as(asked) is None:
-            self._not_recorded[asked.call] = asked
+        if self._known_as(record) is None:
+            self._not_recorded[record.call] = record
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
-                del self._not_recorded[asked.call]
-        record = await super().answer(asked, do)
+                del self._not_recorded[record.call]
+        record = await super().answer(record, do)
         self._received(record)
         return record
 
@@ -77,7 +77,7 @@ class _FromRecord(Recorder):
         waits for a response that is not recorded. `seconds`: time since the last check.
         """
         awaited = self.awaited
-        if not (self._asked or self._not_recorded) or not self._is_quiet():
+        if not (self._requested or self._not_recorded) or not self._is_quiet():
             self._stuck = 0.0
             return
         self._stuck += seconds
@@ -85,23 +85,23 @@ class _FromRecord(Recorder):
         by_the_clock = any(not timer.cancelled() for timer in timers)
         if self._stuck < (STUCK_WITH_TIMER if by_the_clock else STUCK):
             return
-        if awaited is None or not self._asked:
-            for asked in self._not_recorded.values():
-                self._require(asked)
+        if awaited is None or not self._requested:
+            for record in self._not_recorded.values():
+                self._require(record)
             return
-        waits = ", ".join(sorted(self._asked))
+        waits = ", ".join(sorted(self._requested))
         raise EpisodeDiverged(
             f"the code waits for {waits}, but has not made {awaited.description}, recorded before that"
         )
 
-    def _require(self, asked: CallRecord) -> None:
-        if self._known_as(asked) is None:
-            orphan = "was under way when its process was lost" if self.is_orphan(asked) else "is not in the record"
-            raise NotRecorded(f"{asked.description} {orphan}: a replay makes no new calls")
+    def _require(self, record: CallRecord) -> None:
+        if self._known_as(record) is None:
+            orphan = "was under way when its process was lost" if self.is_orphan(record) else "is not in the record"
+            raise NotRecorded(f"{record.description} {orphan}: a replay makes no new calls")
 
     def _received(self, record: CallRecord) -> None:
         self._stuck = 0.0
-        self._given(record)
+        self._on_received(record)
 
 
 def replay(
@@ -112,46 +112,39 @@ def replay(
     tokenizer: Callable[[], Any],
     tools: Callable[[], Mapping[str, Tool]],
     options: EpisodeOptions,
-    given: OnReceived = lambda record: None,
+    on_received: OnReceived = lambda record: None,
 ) -> GeneratedSample:
     """Run a sample's code from `sample.recorded`, on an event loop of its own in this thread.
 
     Raises NotRecorded, EpisodeDiverged where the code makes other calls than before or ends without making all recorded
-    ones, and any error of the code. `given` is called with each record that the code has received.
+    ones, and any error of the code. `on_received` is called with each record that the code has received.
     """
-    loop = asyncio.new_event_loop()
-    loop.set_task_factory(task_factory)
-    try:
-        return loop.run_until_complete(_again(sample, generate, params, tokenizer, tools, options, given))
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    recorders: list[_FromRecord] = []
 
-
-async def _again(
-    sample: SampleRequest,
-    generate: Generate,
-    params: SamplingParams,
-    tokenizer: Callable[[], Any],
-    tools: Callable[[], Mapping[str, Tool]],
-    options: EpisodeOptions,
-    given: OnReceived,
-) -> GeneratedSample:
     async def run() -> GeneratedSample:
-        recorder = recorders[0] = _FromRecord(sample.recorded, begin_sample(sample.key), given)
+        recorder = _FromRecord(sample.recorded, begin_sample(sample.key), on_received)
+        recorders.append(recorder)
         context = Context(sample, params, _no_engine, tokenizer, recorder, tools, options)
         ended = context.checked(await generate(context, sample))
         if recorder.awaited is not None:
             raise EpisodeDiverged(f"the code ended without {recorder.awaited.description}, which is recorded")
         return ended
 
-    recorders: dict[int, _FromRecord] = {}
-    task = asyncio.create_task(run())
-    while not (await asyncio.wait([task], timeout=_TICK))[0]:
-        recorders[0].require_moving(_TICK)
-    return task.result()
+    async def watched() -> GeneratedSample:
+        task = asyncio.create_task(run())
+        while not (await asyncio.wait([task], timeout=_TICK))[0]:
+            recorders[0].require_moving(_TICK)
+        return task.result()
+
+    loop = asyncio.new_event_loop()
+    loop.set_task_factory(task_factory)
+    try:
+        return loop.run_until_complete(watched())
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 async def _no_engine(request: GenerateRequest) -> Completion:

@@ -205,8 +205,8 @@ class Recorder:
         self,
         recorded: Iterable[CallRecord],
         tasks: "Collection[asyncio.Task[Any]]",
-        say: Callable[[CallRecord], None],
-        say_durably: "Callable[[CallRecord], asyncio.Future[None]]",
+        store: Callable[[CallRecord], None],
+        store_durably: "Callable[[CallRecord], asyncio.Future[None]]",
         *,
         resampled: Collection[str] = (),
     ) -> None:
@@ -215,12 +215,12 @@ class Recorder:
         Args:
             recorded: records of earlier attempts.
             tasks: tasks of the sample.
-            say: stores a record of this attempt.
-            say_durably: stores a record; its future is done when this record and all before it are durable.
+            store: stores a record of this attempt.
+            store_durably: stores a record; its future is done when this record and all before it are durable.
             resampled: recorded calls of the policy that are made again.
         """
         self._tasks = tasks
-        self._say, self._say_durably = say, say_durably
+        self._store, self._store_durably = store, store_durably
         self._resampled = resampled
         answers = [record for record in recorded if record.order is not None]
         self._known = {record.call: record for record in answers}
@@ -229,7 +229,7 @@ class Recorder:
         self._pending = deque(in_order)
         """Recorded responses that the code has not received yet."""
         self._next = 1 + max((record.order for record in answers if record.order is not None), default=-1)
-        self._asked: dict[str, tuple[CallRecord, asyncio.Future[CallRecord]]] = {}
+        self._requested: dict[str, tuple[CallRecord, asyncio.Future[CallRecord]]] = {}
         """Recorded calls that the code waits for, with their responses."""
         self._answered: deque[_Answered] = deque()
         self._acting = 0
@@ -252,7 +252,7 @@ class Recorder:
     @property
     def awaited(self) -> CallRecord | None:
         """The recorded call that the code has to make next."""
-        return next((record for record in self._pending if record.call not in self._asked), None)
+        return next((record for record in self._pending if record.call not in self._requested), None)
 
     def has_response(self, call: str) -> bool:
         """Return whether an earlier attempt recorded the response to a call."""
@@ -268,28 +268,28 @@ class Recorder:
             raise
         if known is None:
             known = replace(record, result=make(), order=self._take_number())
-            self._say(known)
+            self._store(known)
         assert known.result is not None
         return known.result
 
     async def answer(
         self,
-        asked: CallRecord,
+        record: CallRecord,
         do: Callable[[CallRecord], Awaitable[CallRecord]],
         *,
-        again: bool = False,
+        repeat: bool = False,
         durable: bool = False,
     ) -> CallRecord:
         """Return the response to a call.
 
         Args:
             do: makes the call.
-            again: make a recorded call again, too; its response must be the same.
+            repeat: make a recorded call again, too; its response must be the same.
             durable: return a new response only when it is durable.
         """
         self._require_open()
         try:
-            return await self._answer(asked, do, again=again, durable=durable)
+            return await self._answer(record, do, repeat=repeat, durable=durable)
         except _FATAL as error:
             self.failure = self.failure or error
             raise
@@ -300,45 +300,45 @@ class Recorder:
         The response of a call with effects in flight is still recorded.
         """
         self._ended = True
-        for _, future in self._asked.values():
+        for _, future in self._requested.values():
             future.cancel()
 
     async def _answer(
-        self, asked: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], *, again: bool, durable: bool
+        self, record: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], *, repeat: bool, durable: bool
     ) -> CallRecord:
-        known = self._known_as(asked)
+        known = self._known_as(record)
         future: asyncio.Future[CallRecord] = asyncio.get_running_loop().create_future()
         if known is None:
             self._acting += durable
             try:
-                answered = await do(asked)
+                answered = await do(record)
             except BaseException:
                 self._acting -= durable
                 raise
             self._answered.append(_Answered(answered, durable, future))
         elif known.call in self._resampled:
-            made = replace(await do(asked), order=known.order)
-            self._say(made)
-            self._asked[known.call] = made, future
+            made = replace(await do(record), order=known.order)
+            self._store(made)
+            self._requested[known.call] = made, future
         else:
-            if again:
-                _require_same(known, await do(asked))
-            self._asked[known.call] = known, future
+            if repeat:
+                _require_same(known, await do(record))
+            self._requested[known.call] = known, future
         if self._ended and known is not None:
             future.cancel()
         self._arrived()
         return await future
 
-    def is_orphan(self, asked: CallRecord) -> bool:
+    def is_orphan(self, record: CallRecord) -> bool:
         """Return whether only the intent of this call is recorded."""
-        found = self._intents.get(asked.call)
-        if found is not None:
-            _require_same_call(found, asked)
-        return found is not None
+        intent = self._intents.get(record.call)
+        if intent is not None:
+            _require_same_call(intent, record)
+        return intent is not None
 
-    async def intend(self, asked: CallRecord) -> None:
+    async def intend(self, record: CallRecord) -> None:
         """Wait until the intent to make a call is durable, with all responses that the code received before."""
-        await self._say_durably(asked)
+        await self._store_durably(record)
 
     def _require_open(self) -> None:
         """Raise the error that ended the sample."""
@@ -351,10 +351,10 @@ class Recorder:
         self._next += 1
         return self._next - 1
 
-    def _known_as(self, asked: CallRecord) -> CallRecord | None:
-        known = self._known.get(asked.call)
+    def _known_as(self, record: CallRecord) -> CallRecord | None:
+        known = self._known.get(record.call)
         if known is not None:
-            _require_same_call(known, asked)
+            _require_same_call(known, record)
         return known
 
     def _arrived(self) -> None:
@@ -377,42 +377,42 @@ class Recorder:
         if self._busy:
             return
         if self._pending and not self._ended:
-            asked = self._asked.pop(self._pending[0].call, None)
-            if asked is not None:
+            requested = self._requested.pop(self._pending[0].call, None)
+            if requested is not None:
                 self._busy = True
                 self._pending.popleft()
-                self._give(asked[1], asked[0])
+                self._deliver(requested[1], requested[0])
             return
         while self._answered:
             next_ = self._answered.popleft()
             if self._ended:
                 next_.future.cancel()
-            if next_.future.done() and not next_.durable:  # it was cancelled: the code knows of no answer
+            if next_.future.done() and not next_.durable:  # it was cancelled: the code gets no response
                 continue
             self._busy = True
             self._acting -= next_.durable
             record = replace(next_.record, order=self._take_number())
             if next_.durable:
-                told = self._say_durably(record)
-                told.add_done_callback(partial(self._give_durable, next_.future, record))
+                stored = self._store_durably(record)
+                stored.add_done_callback(partial(self._deliver_durable, next_.future, record))
             else:
-                self._say(record)
-                self._give(next_.future, record)
+                self._store(record)
+                self._deliver(next_.future, record)
             return
 
-    def _give_durable(
-        self, future: "asyncio.Future[CallRecord]", record: CallRecord, told: "asyncio.Future[None]"
+    def _deliver_durable(
+        self, future: "asyncio.Future[CallRecord]", record: CallRecord, stored: "asyncio.Future[None]"
     ) -> None:
-        if told.cancelled():  # it will never become durable, so the code must not go on with it
+        if stored.cancelled():  # it will never become durable, so the code must not receive it
             future.cancel()
-        self._give(future, record)
+        self._deliver(future, record)
 
-    def _give(self, future: "asyncio.Future[CallRecord]", record: CallRecord) -> None:
+    def _deliver(self, future: "asyncio.Future[CallRecord]", record: CallRecord) -> None:
         if not future.done():
             future.set_result(record)
         if self._side_by_side:
             self._wait_until_idle(_ROUNDS, 0)
-        else:  # whatever comes next, the code asks for when it has done with this one
+        else:  # the code makes its next call after it has processed this response
             self._busy = False
             if self._answered:
                 asyncio.get_running_loop().call_soon(self._deliver_next)
@@ -430,7 +430,7 @@ class Recorder:
         """Return whether each task waits for a future that is not done."""
         for task in list(self._tasks):
             if not task.done():
-                waits_for = task._fut_waiter  # type: ignore[attr-defined]  # asyncio tells it nowhere else
+                waits_for = task._fut_waiter  # type: ignore[attr-defined]  # asyncio has no public attribute
                 if waits_for is None or waits_for.done():
                     return False
         return True
@@ -449,10 +449,10 @@ def _forget(record: CallRecord) -> Any:
     pass
 
 
-def _require_same_call(known: CallRecord, asked: CallRecord) -> None:
-    if (known.kind, known.name, known.arguments_digest) != (asked.kind, asked.name, asked.arguments_digest):
+def _require_same_call(known: CallRecord, record: CallRecord) -> None:
+    if (known.kind, known.name, known.arguments_digest) != (record.kind, record.name, record.arguments_digest):
         raise EpisodeDiverged(
-            f"the code makes {_of_policy(asked)} where {_of_policy(known)} is recorded: it may depend only on results "
+            f"the code makes {_of_policy(record)} where {_of_policy(known)} is recorded: it may depend only on results "
             "of its context"
         )
 
@@ -474,6 +474,6 @@ def _of_policy(record: CallRecord) -> str:
 
 
 def _short(record: CallRecord) -> str:
-    told = record.result if record.error is None else f"the error {record.error}"
-    assert told is not None
-    return told if len(told) <= 200 else f"{told[:200]}…"
+    text = record.result if record.error is None else f"the error {record.error}"
+    assert text is not None
+    return text if len(text) <= 200 else f"{text[:200]}…"

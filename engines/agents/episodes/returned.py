@@ -77,8 +77,8 @@ def checked_sample(
             roles.append(checked_role(one.role))
     if not parts or len(parts) < len(trajectories):
         other = next((type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)), None)
-        told = "an empty list" if other is None else f"a list with {other}" if several else other
-        raise BadTrajectory(f"generate returned {told} for a sample; return a cairn.Trajectory, or a list of them")
+        kind = "an empty list" if other is None else f"a list with {other}" if several else other
+        raise BadTrajectory(f"generate returned {kind} for a sample; return a cairn.Trajectory, or a list of them")
     segments = [segment for part in parts for segment in part]
     if several:
         _check_trained_once(segments)
@@ -131,8 +131,8 @@ def _checked(segment: object, before: np.ndarray, calls: Mapping[str, Continuati
     if np.ndim(segment.ids) != 1:
         raise BadTrajectory(f"has ids of {np.ndim(segment.ids)} dimensions; they have to be one list")
     if mask.shape != (len(segment),):
-        told = f"has a loss_mask of {len(mask) if mask.ndim else 'one value'} for {len(segment)} tokens"
-        raise BadTrajectory(f"{told}; it needs one value per token")
+        problem = f"has a loss_mask of {len(mask) if mask.ndim else 'one value'} for {len(segment)} tokens"
+        raise BadTrajectory(f"{problem}; it needs one value per token")
     if not ((mask == 0) | (mask == 1)).all():
         raise BadTrajectory("has a loss_mask with other values than 0 and 1")
     if segment.call is None:

@@ -108,7 +108,7 @@ class Runner:
         self._options = options
         self._tasks: dict[SampleKey, asyncio.Task[None]] = {}
         self._answers: dict[RequestId, asyncio.Future[Completion]] = {}
-        self._asking: Counter[RequestId] = Counter()
+        self._in_flight: Counter[RequestId] = Counter()
         self._recorders: dict[SampleKey, Recorder] = {}
         self._recorded: list[CallRecord] = []
         self._due = False
@@ -125,7 +125,7 @@ class Runner:
         self._stir = asyncio.Event()
         self.waits = Waits()
         """Waiting times of samples whose tools have to wait."""
-        self.asked: list[GenerateRequest] = []
+        self.requests: list[GenerateRequest] = []
         """Requests to the engine, for its holder to take and to `answer`."""
         self.ended: list[GeneratedSample] = []
         """Samples that have ended, for the engine's holder to take."""
@@ -150,12 +150,12 @@ class Runner:
     @property
     def is_busy(self) -> bool:
         """Whether a sample is doing something else than waiting for the engine."""
-        return self._failure is None and len(self._tasks) > len(self._asking)
+        return self._failure is None and len(self._tasks) > len(self._in_flight)
 
     def answer(self, id: RequestId, answer: Completion | RequestRefused) -> None:
         """Deliver the engine's response to a request."""
         future = self._answers.pop(id)
-        self._no_longer_asks(id)
+        self._request_ended(id)
         if future.done():
             return  # its sample has ended without it
         if isinstance(answer, RequestRefused):
@@ -182,8 +182,8 @@ class Runner:
     def acknowledge(self, number: int) -> None:
         """Mark the records with this number, and all before them, as durable.
 
-        `NEVER`: nothing becomes durable any more. All samples are given back, and no effect that waits for durability
-        is made.
+        `NEVER`: nothing becomes durable any more. All samples are aborted, and no effect that waits for durability is
+        made.
         """
         if number == NEVER:
             self._log_is_lost = True
@@ -205,18 +205,13 @@ class Runner:
         self._aborted = True
         for key, task in self._tasks.items():
             acting = key in self._recorders and self._recorders[key].acting
-            if key not in self._asking and not acting:
+            if key not in self._in_flight and not acting:
                 task.cancel()
-
-    @property
-    def aborted(self) -> bool:
-        """Whether samples are aborted."""
-        return self._aborted
 
     @property
     def working(self) -> list[SampleKey]:
         """Samples that are not waiting for the engine."""
-        return [key for key in self._tasks if key not in self._asking]
+        return [key for key in self._tasks if key not in self._in_flight]
 
     @property
     def unfinished(self) -> list[SampleKey]:
@@ -267,7 +262,7 @@ class Runner:
         del self._tasks[ended.key]
         if (recorder := self._recorders.pop(ended.key, None)) is not None:
             recorder.end()
-        self._asking.pop(ended.key, None)
+        self._in_flight.pop(ended.key, None)
         self.ended.append(ended)
         self._stir.set()
 
@@ -275,8 +270,8 @@ class Runner:
         if self._aborted:
             raise SampleAborted
         future = self._answers[request.request_id] = self._loop.create_future()
-        self._asking[request.request_id[:2]] += 1
-        self.asked.append(request)
+        self._in_flight[request.request_id[:2]] += 1
+        self.requests.append(request)
         self._stir.set()
         return await future
 
@@ -299,11 +294,11 @@ class Runner:
         self._stir.set()
         return future
 
-    def _no_longer_asks(self, id: RequestId) -> None:
-        if self._asking[id[:2]] > 1:
-            self._asking[id[:2]] -= 1
+    def _request_ended(self, id: RequestId) -> None:
+        if self._in_flight[id[:2]] > 1:
+            self._in_flight[id[:2]] -= 1
         else:
-            del self._asking[id[:2]]
+            del self._in_flight[id[:2]]
 
 
 async def outcome(
@@ -338,7 +333,7 @@ def error_message(error: BaseException) -> str:
     if isinstance(error, RequestRefused):
         return "; ".join(error.refused.values())
     try:
-        said = str(error)
+        text = str(error)
     except Exception:
-        said = "its message cannot be read"
-    return shortened(f"generate: {type(error).__name__}: {said}", _LONGEST_ERROR)
+        text = "its message cannot be read"
+    return shortened(f"generate: {type(error).__name__}: {text}", _LONGEST_ERROR)

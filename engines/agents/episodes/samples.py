@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from cairn.configs.kinds import GENERATE
-from cairn.engines.agents.episodes.beside import InProcessGeneration
+from cairn.engines.agents.episodes.in_process import InProcessGeneration
 from cairn.engines.agents.episodes.user_code import GenerateFunction, ProcessLost, SampleHung, UserCode
 from cairn.engines.types.errors import EngineDied
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest, add_records
@@ -32,7 +32,7 @@ class SampleEngine:
         self._open = open
         self._abort = abort
         self._user_code: UserCode | None = None
-        self._beside: InProcessGeneration | None = None
+        self._in_process: InProcessGeneration | None = None
         self._aborted = False
 
     def generate(
@@ -49,7 +49,7 @@ class SampleEngine:
             yield from self._with_user_code(samples, params, function)
             return
         with closing(self._open()) as stream:
-            self._beside = running = InProcessGeneration(stream, params, GENERATE.load(function.name))
+            self._in_process = running = InProcessGeneration(stream, params, GENERATE.load(function.name))
             yield from running.generate(samples)
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
@@ -58,7 +58,7 @@ class SampleEngine:
         Returns False where that is impossible: none is running, it is ending or aborted, or samples run in a process of
         user code.
         """
-        running = self._beside
+        running = self._in_process
         return running is not None and running.join(samples)
 
     def acknowledge(self, number: int) -> None:
@@ -90,14 +90,14 @@ class SampleEngine:
         while True:
             try:
                 with closing(self._open()) as stream:
-                    for told in self._process(function).generate(stream, list(left.values()), params):
+                    for event in self._process(function).generate(stream, list(left.values()), params):
                         losses = 0
-                        if isinstance(told, Recorded):
-                            add_records(left, told.records)
+                        if isinstance(event, Recorded):
+                            add_records(left, event.records)
                         else:
-                            for sample in told:
+                            for sample in event:
                                 del left[sample.key]
-                        yield told
+                        yield event
                 return
             except SampleHung as hung:
                 if (hanging := left.pop(hung.key, None)) is not None:  # it has not failed already

@@ -7,7 +7,7 @@ each with all that is new since the last one:
 | from | message | content |
 |---|---|---|
 | engine | `samples` | the samples to generate: a call begins |
-| process | `asked` | requests for the engine, which join its running batch |
+| process | `requests` | requests for the engine, which join its running batch |
 | engine | `answered` | completions and refusals, by the requests' ids |
 | process | `recorded` | records of samples' calls, to be made durable |
 | engine | `acknowledged` | number up to which records are durable |
@@ -28,8 +28,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cairn.engines.agents.episodes.beside import OpenRequests
 from cairn.engines.agents.episodes.context import EpisodeOptions
+from cairn.engines.agents.episodes.in_process import OpenRequests
 from cairn.engines.agents.episodes.watchdog import Heartbeat, Watch, blocked_message
 from cairn.engines.processes.child import Child
 from cairn.engines.types.errors import GenerationFailed
@@ -67,8 +67,8 @@ class GenerateFunction:
 class SampleHung(Exception):
     """A sample's code took too long and blocked the others."""
 
-    def __init__(self, key: SampleKey, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, key: SampleKey, message: str) -> None:
+        super().__init__(message)
         self.key = key
 
 
@@ -101,10 +101,10 @@ class UserCode:
         exited by itself, and ProcessLost.
         """
         self._idle = False
-        asking = OpenRequests(stream)
+        requests = OpenRequests(stream)
         events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         threads = [
-            threading.Thread(target=target, args=(asking, events), name=name, daemon=True)
+            threading.Thread(target=target, args=(requests, events), name=name, daemon=True)
             for target, name in ((self._receive, "user-code"), (self._send_responses, "user-code-answers"))
         ]
         self._send("samples", (samples, self._function, params))
@@ -113,12 +113,12 @@ class UserCode:
                 thread.start()
             with self._watch(events):
                 while (event := events.get())[0] != "done":
-                    yield self._ended(*event)
+                    yield self._result(*event)
             self._idle = event[1]
         finally:
             if not self._idle:
                 self.kill()
-            asking.end()
+            requests.end()
             stream.close()
             for thread in threads:
                 thread.join()
@@ -140,17 +140,17 @@ class UserCode:
     def __del__(self) -> None:
         self.kill()
 
-    def _ended(self, kind: str, content: Any) -> list[GeneratedSample] | Recorded:
+    def _result(self, kind: str, content: Any) -> list[GeneratedSample] | Recorded:
         if kind in ("ended", "recorded"):
             came: list[GeneratedSample] | Recorded = content
             return came
         if kind == "failed":
             raise content
         if kind == "hung":
-            key, told = content
-            raise GenerationFailed(told) if key is None else SampleHung(key, told)
-        by_us, ended = self._killed, self._child.wait()
-        if ended.from_outside and not by_us:
+            key, message = content
+            raise GenerationFailed(message) if key is None else SampleHung(key, message)
+        killed, ended = self._killed, self._child.wait()
+        if ended.from_outside and not killed:
             raise ProcessLost(f"the process of {self._function.name} was ended from outside ({ended.signal})")
         raise GenerationFailed(
             f"the process of {self._function.name} ended with exit code {ended.code} while it generated: "
@@ -158,7 +158,7 @@ class UserCode:
         )
 
     def _send(self, kind: str, content: Any) -> None:
-        with self._sending, suppress(OSError):  # where the process is gone, whoever hears it says so
+        with self._sending, suppress(OSError):  # where the process is gone, `_receive` reports it
             self._child.connection.send((kind, content))
 
     def _watch(self, events: "queue.SimpleQueue[tuple[str, Any]]") -> Watch:
@@ -170,26 +170,26 @@ class UserCode:
 
         return Watch(self._heartbeat, self._child.pid, seconds, hung)
 
-    def _receive(self, asking: OpenRequests, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
+    def _receive(self, requests: OpenRequests, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
         """Receive the process's messages until the call ends; runs in a thread. Requests join the stream at once."""
         kind = ""
         try:
             while kind not in ("done", "failed", "hung"):
                 kind, content = self._child.connection.recv()
-                if kind != "asked":
+                if kind != "requests":
                     events.put((kind, content))
-                elif refusals := asking.submit(content):
+                elif refusals := requests.submit(content):
                     self._send("answered", refusals)
         except (EOFError, OSError):
             events.put(("gone", None))
         except BaseException as error:
             events.put(("failed", error))
 
-    def _send_responses(self, asking: OpenRequests, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
+    def _send_responses(self, requests: OpenRequests, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
         """Send the engine's responses to the process; runs in a thread."""
         try:
-            while asking.wait():
-                if answers := asking.answers():
+            while requests.wait():
+                if answers := requests.answers():
                     self._send("answered", answers)
         except BaseException as error:
             events.put(("failed", error))

@@ -149,7 +149,7 @@ class TurnLoop(asyncio.SelectorEventLoop):
         self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
     ) -> "asyncio.Future[Result]":
         """Run a function like the base class; in a thread, the heartbeat shows its sample while it runs."""
-        if executor is not None and not isinstance(executor, ThreadPoolExecutor):  # processes keep no lock of this one
+        if executor is not None and not isinstance(executor, ThreadPoolExecutor):  # processes hold no lock of this one
             return super().run_in_executor(executor, func, *args)
         turn = self._heartbeat.of_a_thread()
 
@@ -270,7 +270,7 @@ class Watchdog:
         self._tick = min(TICK, seconds / 4, (in_all or seconds) / 4)
 
     def __enter__(self) -> "Watchdog":
-        self._look()
+        self._check()
         self._beat()
         self._thread.start()
         return self
@@ -286,18 +286,17 @@ class Watchdog:
         """Restart the timeout of a sample that received a response."""
         self._since[key] = self._now(key)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Check the timeouts, on the loop."""
         self._turned = now = time.monotonic()
         for key in self._runner.working:
             if self._now(key) - self._since[key] > self._seconds:
-                told = f"it took longer than {self._seconds:g} s outside the engine"
-                self._runner.give_up(key, f"generate: GenerateTimeout: {told}")
+                late = f"it took longer than {self._seconds:g} s outside the engine"
+                self._runner.give_up(key, f"generate: GenerateTimeout: {late}")
         if self._in_all is not None and now - self._began > self._in_all:  # all of them have begun with it
             for key in self._runner.unfinished:
-                told = f"it took longer than {self._in_all:g} s in all"
-                self._runner.give_up(key, f"generate: EpisodeTimeout: {told}")
-        self._next = self._loop.call_later(self._tick, self._look)
+                self._runner.give_up(key, f"generate: EpisodeTimeout: it took longer than {self._in_all:g} s in all")
+        self._next = self._loop.call_later(self._tick, self._check)
 
     def _now(self, key: SampleKey) -> float:
         """Return the time of a sample's clock, which stops while the sample waits for resources that others hold."""
@@ -318,5 +317,5 @@ class Watchdog:
 
 def blocked_message(seconds: float) -> str:
     """Return the error of a sample that blocked all others."""
-    told = f"it blocked all other samples for longer than {seconds:g} s: await slow calls in it"
-    return f"generate: LoopBlocked: {told}"
+    blocked = f"it blocked all other samples for longer than {seconds:g} s"
+    return f"generate: LoopBlocked: {blocked}: await slow calls in it"

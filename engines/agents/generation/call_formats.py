@@ -62,7 +62,7 @@ class TemplateFormat:
         ended = len(ids) and int(ids[-1]) in self._special
         text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         thinking = self._prompt.rstrip().endswith("<think>")
-        return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).asked)
+        return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).calls)
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """Return the tokens of the results and the begin of the next reply. Raises BadTemplate."""
@@ -76,7 +76,7 @@ class TemplateFormat:
             if rendered.count(_MARK) != 1:
                 raise BadTemplate(_template_error("it does not write out what was said"))
             before = len(rendered.partition(_MARK)[0] + _MARK)
-        except BadTemplate:  # as that of gpt-oss, which writes results only behind the calls that they are of
+        except BadTemplate:  # such as gpt-oss's, which writes results only after their calls
             messages[1] = {"role": "assistant", "content": "", "tool_calls": [_as_message(c) for c in self.calls(ids)]}
             rendered, before = self._rendered(messages, False), len(self._rendered(messages[:2], False))
         begins = self._rendered(messages, True)
@@ -114,14 +114,14 @@ class TagFormat:
         if not self._tools:
             return []
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return [self._call(name, inner.strip()) for name, inner in self._found(text)]
+        return [self._call(name, inner.strip()) for name, inner in self._tagged(text)]
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """Return the tokens of the results."""
         text = "".join(f"\n<result>\n{result}\n</result>\n" for _, result in results)
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _found(self, text: str) -> Iterator[tuple[str, str]]:
+    def _tagged(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield each tool's name and the text between its tags."""
         last = {name: text.rfind(f"</{name}>") for name in self._tools}
         position = 0
@@ -204,11 +204,11 @@ def _written(tokenizer: Any) -> Iterator[tuple[str, str]]:
     for id, arguments in product(_IDS, (_CALL.arguments, '{"a": 2}')):
         call = {"id": id, "type": "function", "function": {"name": _CALL.name, "arguments": arguments}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        how = {"tools": [_TOOL.schema], "tokenize": False}
+        options = {"tools": [_TOOL.schema], "tokenize": False}
         try:
             prompt, whole = (
-                tokenizer.apply_chat_template(messages, add_generation_prompt=asks, **how)
-                for messages, asks in (([_QUESTION], True), ([_QUESTION, answer], False))
+                tokenizer.apply_chat_template(messages, add_generation_prompt=begins, **options)
+                for messages, begins in (([_QUESTION], True), ([_QUESTION, answer], False))
             )
         except Exception:  # a template raises what it likes
             continue

@@ -53,11 +53,11 @@ async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
             return Trajectory(segments)
         if turn == options.max_turns:
             break
-        given = form.results(answer.ids, await _results(ctx, calls))
-        if most is not None and len(ids) + len(given) >= most:
+        result_ids = form.results(answer.ids, await _results(ctx, calls))
+        if most is not None and len(ids) + len(result_ids) >= most:
             break
-        segments.append(Segment.given(given))
-        ids += given
+        segments.append(Segment.given(result_ids))
+        ids += result_ids
     return Trajectory(segments, truncated=True)
 
 
@@ -72,7 +72,7 @@ async def _results(ctx: Context, calls: Sequence[ToolCall]) -> list[tuple[str, s
     texts: list[str]
     made = calls[:MOST_CALLS]
     if len(made) == 1 or any(call.name in ctx.tools and ctx.tools[call.name].kind == "deterministic" for call in made):
-        texts = [await _result(ctx, call) for call in made]  # what has a state is asked in order
+        texts = [await _result(ctx, call) for call in made]  # calls of a tool with a state run in order
     else:
         texts = await asyncio.gather(*(_result(ctx, call) for call in made))
     texts += [f"not called: an answer may ask for {MOST_CALLS} calls at most"] * (len(calls) - len(made))

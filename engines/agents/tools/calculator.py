@@ -33,7 +33,7 @@ async def calculator(expression: str) -> str:
         raise ValueError(f"an expression has {_LONGEST} characters at most")
     reader = simpleeval.SimpleEval(operators=_operators(), functions=_functions(), names={"pi": math.pi, "e": math.e})
     reader.nodes = {node: evaluate for node, evaluate in reader.nodes.items() if node in _nodes()}
-    return _told(reader.eval(expression.translate(_SPELLINGS).strip()))
+    return _text(reader.eval(expression.translate(_SPELLINGS).strip()))
 
 
 def tool(options: ToolOptions) -> Tool:
@@ -73,13 +73,13 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 
 def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_numbers(*given: Any) -> Any:
-        for value in given:
+    def of_numbers(*values: Any) -> Any:
+        for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError("only numbers are computed with")
             if isinstance(value, int) and value.bit_length() > _MOST_BITS:
                 raise OverflowError("the number is too large")
-        return function(*given)
+        return function(*values)
 
     return of_numbers
 
@@ -102,7 +102,7 @@ def _round(number: Any, digits: Any = 0) -> Any:
     return round(number, digits) if digits else round(number)
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("the expression has no number as its value")
     if isinstance(value, float):

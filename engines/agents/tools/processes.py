@@ -157,7 +157,7 @@ _network = threading.Event()
 _TICK = 0.25
 
 
-waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("held", default=nullcontext)
+waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("waiting", default=nullcontext)
 """Context manager that is entered while a call waits for a process."""
 
 
@@ -200,16 +200,16 @@ class _Call:
     def __init__(self, tool: Callee, path: str, message: bytes, episode: str) -> None:
         self.tool, self.path, self.message, self.episode = tool, path, message, episode
         self.pace = Pace.QUICK
-        self.given_up = threading.Event()
+        self.abandoned = threading.Event()
         self.begun: Future[None] = Future()
-        """Done when a process has started the call, or the call was given up."""
+        """Done when a process has started the call, or the call was abandoned."""
         self.answer: Future[Any] = Future()
         for future in (self.begun, self.answer):
             future.set_running_or_notify_cancel()
 
     def make(self, process: "_Process", pace: SetPace) -> Callable[[], None]:
         """Make the call in the process. Return a function that delivers the result. `pace` receives the call's pace."""
-        if self.given_up.is_set():
+        if self.abandoned.is_set():
             return self._begin
         try:
             return partial(self.answer.set_result, self._made(process, pace))
@@ -223,7 +223,7 @@ class _Call:
             try:
                 child = process.ready(self.tool, self.path, pace)
                 self._begin()
-                return process.call(child, self.tool, self.message, self.given_up, pace)
+                return process.call(child, self.tool, self.message, self.abandoned, pace)
             except ToolLost:
                 if self.tool.kind != "pure":
                     raise
@@ -262,16 +262,16 @@ class ToolProcesses:
             "memory": tool.memory or MEMORY,
             "max_output": tool.max_output,
         }
-        asked = _Call(tool, path, json.dumps(message).encode(), key.rpartition("/")[0])
+        call = _Call(tool, path, json.dumps(message).encode(), key.rpartition("/")[0])
         with self._lock:
-            self._waiting.add(tool.name, asked.episode, asked)
+            self._waiting.add(tool.name, call.episode, call)
             self._dispatch()
         try:
             with waiting.get()():
-                await asyncio.wrap_future(asked.begun)
-            return await asyncio.wrap_future(asked.answer)
+                await asyncio.wrap_future(call.begun)
+            return await asyncio.wrap_future(call.answer)
         finally:
-            asked.given_up.set()
+            call.abandoned.set()
 
     def done(self, slot: "_Slot") -> None:
         """Mark a slot as free for another call."""
@@ -297,15 +297,15 @@ class ToolProcesses:
     def _dispatch(self) -> None:
         """Assign waiting calls to free processes, or to new ones where these are allowed."""
         while self._has_room():
-            asked = self._waiting.take(self._may)
-            if asked is None:
+            call = self._waiting.take(self._may)
+            if call is None:
                 return
             slot = self._idle.pop() if self._idle else _Slot(self)
-            self._at_work[slot] = asked
-            slot.given.put(asked)
+            self._at_work[slot] = call
+            slot.calls.put(call)
 
     def _has_room(self) -> bool:
-        paces = Counter(asked.pace for asked in self._at_work.values())
+        paces = Counter(call.pace for call in self._at_work.values())
         quick, there = paces[Pace.QUICK], len(self._at_work)
         if quick >= self._count or quick + paces[Pace.COMPUTES] >= self._most_computing:
             return False
@@ -315,9 +315,9 @@ class ToolProcesses:
 
     def _may(self, tool: str, episode: str) -> bool:
         at_work = self._at_work.values()
-        of_tool = [asked.pace for asked in at_work if asked.tool.name == tool]
+        of_tool = [call.pace for call in at_work if call.tool.name == tool]
         return (
-            sum(asked.episode == episode for asked in at_work) < self._count
+            sum(call.episode == episode for call in at_work) < self._count
             and len(of_tool) < max(self._count, self._most - self._count)
             and len(of_tool) - of_tool.count(Pace.WAITS) < self._most_computing - 1
         )
@@ -327,7 +327,7 @@ class _Slot:
     """A process, and the thread that starts and reads it: the kernel kills the process when that thread ends."""
 
     def __init__(self, pool: ToolProcesses) -> None:
-        self.given: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._pool = pool
         self._process = _Process()
         threading.Thread(target=self._run, name="tool-process", daemon=True).start()
@@ -335,16 +335,16 @@ class _Slot:
     def _run(self) -> None:
         while True:
             try:
-                asked = self.given.get(timeout=IDLE)
+                call = self.calls.get(timeout=IDLE)
             except queue.Empty:
                 if self._pool.release(self):
                     self._process.kill()
                     return
                 continue
-            tell = asked.make(self._process, partial(self._pool.pace, self))
-            self._pool.done(self)  # before: the next call of who is told finds it free
-            tell()
-            del asked, tell  # what it answered may be large
+            deliver = call.make(self._process, partial(self._pool.pace, self))
+            self._pool.done(self)  # before delivery, so that the caller's next call finds a free slot
+            deliver()
+            del call, deliver  # the result may be large
 
 
 def allow_network(granted: bool) -> None:
@@ -370,7 +370,7 @@ class _Process:
         child: Child,
         tool: Callee,
         message: bytes,
-        given_up: threading.Event,
+        abandoned: threading.Event,
         pace: SetPace,
     ) -> Any:
         """Return the result of a call in the process of `ready`. `pace` receives the call's pace.
@@ -379,7 +379,7 @@ class _Process:
         """
         try:
             child.connection.send_bytes(message)
-            if not self._wait(child, tool.timeout, given_up, pace):
+            if not self._wait(child, tool.timeout, abandoned, pace):
                 self.kill()
                 raise tool.late()
             answer = from_json(child.connection.recv_bytes(_longest(tool.max_output)))
@@ -404,9 +404,11 @@ class _Process:
         Raises ToolUnavailable.
         """
         if self._child is not None and self._child.has_ended:
-            self.kill()  # it was ended while it had nothing to do
+            self.kill()  # it ended while it was idle
         for _ in range(LOST):
-            child = self._child or self._launch()
+            if self._child is None:
+                self._child = Child("cairn.engines.agents.tools.worker", [_network.is_set()], adopts_orphans=True)
+            child = self._child
             if self._loaded == path:
                 return child
             connection = child.connection
@@ -425,11 +427,7 @@ class _Process:
             self.kill()
         raise ToolUnavailable(f"{tool.name}: its process ended, or did not start, while it loaded {path}, {LOST} times")
 
-    def _launch(self) -> Child:
-        self._child = Child("cairn.engines.agents.tools.worker", [_network.is_set()], adopts_orphans=True)
-        return self._child
-
-    def _wait(self, child: Child, seconds: float, given_up: threading.Event, pace: SetPace) -> bool:
+    def _wait(self, child: Child, seconds: float, abandoned: threading.Event, pace: SetPace) -> bool:
         """Return whether a message arrives in time."""
         began, look = time.monotonic(), SLOW
         end = began + seconds
@@ -440,10 +438,10 @@ class _Process:
             if time.monotonic() - began >= look:
                 computes = _computes(child.pid)
                 pace(Pace.WAITS if not computes else Pace.COMPUTES if look >= SLOW_COMPUTING else Pace.QUICK)
-                look *= 2  # to look costs something
+                look *= 2  # a check costs time
             if child.is_gone:
                 raise EOFError
-            if given_up.is_set() or time.monotonic() >= end:
+            if abandoned.is_set() or time.monotonic() >= end:
                 return False
         return True
 

@@ -9,7 +9,7 @@
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -32,22 +32,15 @@ class Programs:
         self._options = options
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
-    async def run(self, program: bytes) -> Ran:
-        """Run a Python program. Raises ToolFailed and ToolUnavailable."""
-        return await self._run(None, program)
-
-    async def execute(self, command: Sequence[str], stdin: bytes) -> Ran:
-        """Run a command. Raises ToolFailed and ToolUnavailable."""
-        return await self._run(command, stdin)
-
-    async def _run(self, command: Sequence[str] | None, given: bytes) -> Ran:
+    async def run(self, execute: Callable[[Sandbox], Awaitable[Ran]]) -> Ran:
+        """Run a program in a sandbox by `execute`. Raises ToolFailed and ToolUnavailable."""
         loop = asyncio.get_running_loop()
         if loop not in self._turns:
             self._turns[loop] = asyncio.Semaphore(self._options.num_workers)
         async with self._turns[loop]:
             try:
                 sandbox = await asyncio.to_thread(_sandbox, _confined(self._name, self._options))
-                ran = await (sandbox.run(given, b"") if command is None else sandbox.execute(command, given))
+                ran = await execute(sandbox)
             except (BadPlugin, SandboxFailed) as error:
                 raise ToolUnavailable(str(error)) from error
             except OSError as error:
@@ -88,12 +81,12 @@ def _confined(name: str, options: SandboxedTool) -> Confined:
 def report(output: bytes, errors: bytes, code: int, length: int) -> str:
     """Return the report of a program for the model: its output, and how it ended where it failed.
 
-    At most `longest(length)` characters.
+    At most `max_report_length(length)` characters.
     """
     parts = [shortened(output.decode(errors="replace").rstrip("\n"), length)]
     if code:
         text = errors.decode(errors="replace").rstrip("\n")
-        if len(text) > length:  # what went wrong stands at its end
+        if len(text) > length:  # the error is at its end
             text = f"[{len(text) - length:,} characters left out]\n{text[-length:]}"
         parts += [text, f"exit code {code}"]
     return "\n".join(part for part in parts if part)

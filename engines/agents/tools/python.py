@@ -19,7 +19,8 @@ class Python:
         Args:
             code: the program; it has to print what is to be seen
         """
-        ran = await self._programs.run(code.encode(errors="surrogatepass"))
+        program = code.encode(errors="surrogatepass")
+        ran = await self._programs.run(lambda sandbox: sandbox.run(program, b""))
         if ran.flooded:
             raise ToolFailed(f"python: it printed more than {self._options.file_size:,} bytes", Reason.SIZE)
         return report(ran.output, ran.errors, ran.code, self._options.max_output)

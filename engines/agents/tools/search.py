@@ -42,8 +42,8 @@ class Search:
         known = [[word for word in words[0] if word in index.vocab_dict]]
         if not known[0]:
             return "nothing found"
-        found, scores = index.retrieve(known, k=min(self._options.k, len(passages)), show_progress=False, n_threads=0)
-        best = [int(row) for row, score in zip(found[0], scores[0], strict=True) if score > 0]
+        rows, scores = index.retrieve(known, k=min(self._options.k, len(passages)), show_progress=False, n_threads=0)
+        best = [int(row) for row, score in zip(rows[0], scores[0], strict=True) if score > 0]
         return "\n\n".join(f"[{place}] {passages[row].as_py()}" for place, row in enumerate(best, 1)) or "nothing found"
 
     def prepare(self) -> None:

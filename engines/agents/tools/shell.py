@@ -45,8 +45,9 @@ class Shell:
         """
         if "\0" in command:
             raise ToolFailed("shell: a command holds no null characters", Reason.ARGUMENTS)
-        words = ["/bin/sh", "-c", _SCRIPT, "shell", "begun" if self._archive else "fresh"]
-        ran = await self._programs.execute([*words, command], self._archive)
+        archive = self._archive
+        words = ["/bin/sh", "-c", _SCRIPT, "shell", "begun" if archive else "fresh", command]
+        ran = await self._programs.run(lambda sandbox: sandbox.execute(words, archive))
         if ran.flooded or ran.code == 2:
             raise ToolFailed(
                 f"shell: it printed or left more than {self._options.file_size:,} bytes; the directory is as it was",

@@ -92,33 +92,33 @@ class Parameters:
         if not isinstance(arguments, Mapping):
             raise ValueError(f"its arguments have to be an object, and not {type(arguments).__name__}")
         try:
-            found: dict[str, Any] = self._adapter.validator.validate_python(ArgsKwargs((), dict(arguments)))
+            converted: dict[str, Any] = self._adapter.validator.validate_python(ArgsKwargs((), dict(arguments)))
         except ValidationError as error:
-            raise ValueError(self._told(error)) from None
-        return found
+            raise ValueError(self._error_text(error)) from None
+        return converted
 
-    def _told(self, error: Any) -> str:
+    def _error_text(self, error: Any) -> str:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        told = []
+        problems = []
         for one in errors[:_MOST_ERRORS]:
             place = ".".join(map(str, one["loc"]))[:100]
             if one["type"].startswith("missing") and len(one["loc"]) == 1:
-                told.append(f"{place} is missing")
+                problems.append(f"{place} is missing")
             elif one["type"] == "unexpected_keyword_argument":
-                told.append(f"there is no argument {place}")
+                problems.append(f"there is no argument {place}")
             else:
-                told.append(f"{place}: {one['msg'][:200]}")
+                problems.append(f"{place}: {one['msg'][:200]}")
         if len(errors) > _MOST_ERRORS:
-            told.append(f"and {len(errors) - _MOST_ERRORS} more")
-        return f"{'; '.join(told)} (it takes {', '.join(self.schema['properties']) or 'nothing'})"
+            problems.append(f"and {len(errors) - _MOST_ERRORS} more")
+        return f"{'; '.join(problems)} (it takes {', '.join(self.schema['properties']) or 'nothing'})"
 
     @cached_property
     def _docstring(self) -> tuple[str, dict[str, str]]:
         import docstring_parser
 
-        found = docstring_parser.parse(inspect.getdoc(self._function) or "")
-        parts = [part for part in (found.short_description, found.long_description) if part]
-        return "\n".join(parts), {one.arg_name: one.description for one in found.params if one.description}
+        docstring = docstring_parser.parse(inspect.getdoc(self._function) or "")
+        parts = [part for part in (docstring.short_description, docstring.long_description) if part]
+        return "\n".join(parts), {one.arg_name: one.description for one in docstring.params if one.description}
 
     @cached_property
     def _adapter(self) -> Any:
@@ -138,10 +138,12 @@ class Parameters:
         def function(**arguments: Any) -> dict[str, Any]:
             return arguments
 
-        given: Any = function
-        given.__signature__ = self._signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-        given.__annotations__ = {one.name: one.annotation for one in parameters}
-        return TypeAdapter(given)
+        adapted: Any = function
+        adapted.__signature__ = self._signature.replace(
+            parameters=parameters, return_annotation=inspect.Signature.empty
+        )
+        adapted.__annotations__ = {one.name: one.annotation for one in parameters}
+        return TypeAdapter(adapted)
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,9 +271,9 @@ class Tool:
         self._parameters = Parameters(function)
 
     def _check(self) -> None:
-        found = deferred(self.function)
-        if found not in (None, "a coroutine"):
-            raise TypeError(f"tool {self.name}: it is {found} function; return one result instead")
+        kind = deferred(self.function)
+        if kind not in (None, "a coroutine"):
+            raise TypeError(f"tool {self.name}: it is {kind} function; return one result instead")
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"tool {self.name!r}: a tool's name is 1 to 64 letters, digits, _ and -: give it a `name`")
         if self.kind not in get_args(Kind):
@@ -350,9 +352,9 @@ class Tool:
 
     def call(self, arguments: Mapping[str, Any], key: str) -> Any:
         """Call a plain function in this thread; return its result as a JSON value. Raises ToolFailed."""
-        given = self._arguments(arguments, key)
+        checked = self._arguments(arguments, key)
         try:
-            return json_value(self.name, self.function(**given), self.max_output)
+            return json_value(self.name, self.function(**checked), self.max_output)
         except (ToolFailed, ToolUnavailable):
             raise
         except BaseException as error:
@@ -422,12 +424,12 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 def raised(tool: str, error: BaseException) -> ToolFailed:
     """Return the failure of a call of `tool` that raised an error."""
     try:
-        said = str(error)
+        message = str(error)
     except Exception:
-        said = ""
-    told = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        message = ""
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     reason = Reason.MEMORY if isinstance(error, MemoryError) else Reason.RAISED
-    return ToolFailed(f"{tool}: {shortened(told, _LONGEST_ERROR)}", reason)
+    return ToolFailed(f"{tool}: {shortened(text, _LONGEST_ERROR)}", reason)
 
 
 def tool(
@@ -458,11 +460,11 @@ def tool(
 
 def load_tools(names: Sequence[str], options: "ToolOptions") -> dict[str, Tool]:
     """Load tools; return them in order, by the names that models use. Raises BadPlugin."""
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for name in names:
         loaded: Any = TOOL.load(name)
         tool: Tool = loaded if isinstance(loaded, Tool) else loaded(options)
-        if tool.name in found:
+        if tool.name in tools:
             raise BadPlugin(f"rollout.tools has two tools named {tool.name!r}: set another `name` for one")
-        found[tool.name] = tool
-    return found
+        tools[tool.name] = tool
+    return tools

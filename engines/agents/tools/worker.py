@@ -31,15 +31,15 @@ def main(connection_fd: int, parent: int, network: bool) -> None:
     connection, own = Connection(connection_fd), os.getpid()
     try:
         while True:
-            asked = json.loads(connection.recv_bytes())
-            if "path" in asked:
-                answer = _load(asked["path"]) if unsafe is None else {"loaded": False, "why": unsafe}
+            request = json.loads(connection.recv_bytes())
+            if "path" in request:
+                answer = _load(request["path"]) if unsafe is None else {"loaded": False, "why": unsafe}
             else:
-                answer = _call(asked)
-            if os.getpid() != own:  # the tool has forked, and this is the other one
+                answer = _call(request)
+            if os.getpid() != own:  # the tool has forked, and this is the child
                 os._exit(0)
             connection.send_bytes(json.dumps(answer).encode())
-    except (EOFError, ConnectionError):  # nobody has a use for it
+    except (EOFError, ConnectionError):  # the parent is gone
         os._exit(0)
 
 
@@ -78,15 +78,15 @@ def _load(path: str) -> dict[str, Any]:
 
 @cache
 def _tool(path: str) -> Tool:
-    found = load_callable(path)
-    return found if isinstance(found, Tool) else Tool(found, kind="pure")
+    loaded = load_callable(path)
+    return loaded if isinstance(loaded, Tool) else Tool(loaded, kind="pure")
 
 
-def _call(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _call(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        with _memory(asked["memory"]):
-            tool = _loaded[0].renamed(asked["name"], asked["max_output"])
-            return {"result": tool.call(asked["arguments"], asked["key"]), "spoilt": _has_children()}
+        with _memory(request["memory"]):
+            tool = _loaded[0].renamed(request["name"], request["max_output"])
+            return {"result": tool.call(request["arguments"], request["key"]), "spoilt": _has_children()}
     except ToolFailed as failed:
         spoilt = failed.reason is Reason.MEMORY or _has_children()
         return {"failed": str(failed), "reason": failed.reason, "spoilt": spoilt}

@@ -10,11 +10,10 @@ engine leaves the router before its weights change. When it returns, engines of 
 are served themselves.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -44,12 +43,12 @@ PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in ran
 NEW_TOKENS = 12
 
 
-def verify_checksum(asked: Call[str], publication: Publication) -> None:
-    """Compare the checksum that an engine was asked for with that of the publication. Raises WeightsDiffer."""
-    found = asked.result()
-    if found != publication.digest:
+def verify_checksum(call: Call[str], publication: Publication) -> None:
+    """Compare the checksum that a call returns with that of the publication. Raises WeightsDiffer."""
+    checksum = call.result()
+    if checksum != publication.digest:
         raise WeightsDiffer(
-            f"{asked.engine.name} holds weights with checksum {found}, and weight version {publication.version} "
+            f"{call.engine.name} holds weights with checksum {checksum}, and weight version {publication.version} "
             f"was published with {publication.digest}: it must be published again"
         )
 
@@ -102,8 +101,8 @@ class WeightExchange:
         self._training = training
         self._turns = turns
         self._transport = transport
-        self._laid: dict[int, tuple[Publication, Any]] = {}
-        """Publications by version, in the order of publication, each with what its transport's `lay` returned."""
+        self._stored: dict[int, tuple[Publication, Any]] = {}
+        """Publications by version, in the order of publication, each with what its transport's `store` returned."""
         self._lock = threading.Lock()
         self._routing = threading.Lock()
 
@@ -121,29 +120,29 @@ class WeightExchange:
         self._turns.for_training()
         publication = Publication(version, self._training.checksum_at(version, self._config.rollout.dtype))
         with self._lock:
-            earlier, laid = self._laid.pop(version, (None, None))
+            earlier, stored = self._stored.pop(version, (None, None))
         if earlier != publication:
             try:
-                laid = self._transport.lay(version)
+                stored = self._transport.store(version)
             except (EngineError, NoSpace):
                 with self._lock:
-                    kept = set(self._laid)
-                with contextlib.suppress(EngineError):
-                    self._transport.keep(kept)  # a part of it is of no use, and takes room
+                    retained = set(self._stored)
+                with suppress(EngineError):
+                    self._transport.keep(retained)  # a part of a publication is useless and takes room
                 raise
         with self._lock:
-            self._laid[version] = (publication, laid)
-            for old in list(self._laid)[:-keep]:
-                del self._laid[old]
-            kept = set(self._laid)
-        self._transport.keep(kept)
+            self._stored[version] = (publication, stored)
+            for old in list(self._stored)[:-keep]:
+                del self._stored[old]
+            retained = set(self._stored)
+        self._transport.keep(retained)
         return publication
 
     def published(self) -> set[int]:
         """Return the weight versions that an engine can be updated to now."""
         with self._lock:
-            laid = set(self._laid)
-        return {version for version in laid if self._transport.holds(version)}
+            versions = set(self._stored)
+        return {version for version in versions if self._transport.holds(version)}
 
     def serve(self, engine: RolloutHandle, version: int) -> None:
         """Have a rollout engine serve a published version. A dead engine is restarted; the engine gets all its memory,
@@ -159,23 +158,23 @@ class WeightExchange:
             WeightsDiffer: the engine did not receive what was published; it serves nothing.
             EngineError: an engine died, hung or refused.
         """
-        asked = time.monotonic()
+        called_at = time.monotonic()
         with engine.serving:
-            looked, found = engine.last_check
-            if found == version and looked > asked:
+            checked_at, served_version = engine.last_check
+            if served_version == version and checked_at > called_at:
                 return
             engine.last_check = (0.0, None)
-            looked = time.monotonic()
+            checked_at = time.monotonic()
             if self._membership.ensure_alive(engine)["weight_version"] != version:
-                self._bring(engine, version)
+                self._update_idle(engine, version)
             self._turns.for_rollout(engine)
             self._route(engine, version)
-            engine.last_check = (looked, version)
+            engine.last_check = (checked_at, version)
 
     def updates_in_flight(self) -> bool:
         """Return whether the result of `update` can be checked as configured. Engines that report no checksum must
         generate to be compared."""
-        return not self._config.fleet.check_weight_update_equal or all(one.tells_checksum for one in self._rollout)
+        return not self._config.fleet.check_weight_update_equal or all(one.reports_checksum for one in self._rollout)
 
     def update(self, engine: RolloutHandle, version: int) -> float:
         """Update a rollout engine that serves another version to a published one, between two decoding steps. Samples
@@ -186,28 +185,28 @@ class WeightExchange:
         to another version.
         """
         with engine.serving:
-            publication, laid = self._find(version)
+            publication, stored = self._find(version)
             engine.last_check = (0.0, None)
             began = time.monotonic()
             engine.call(UPDATING, RolloutEngine.begin_weight_update, version, in_flight=True).result()
             with self._sending(version):
-                self._transport.send(version, laid, engine)
+                self._transport.send(version, stored, engine)
             if (checksum := _checksum_of(engine)) is not None:
                 with self._dropped_where_wrong(version):
                     verify_checksum(checksum, publication)
             engine.call(UPDATING, RolloutEngine.end_weight_update).result()
-            engine.heard()
+            engine.extend_deadline()
             return time.monotonic() - began
 
     def close(self) -> None:
         """Remove all publications."""
         with self._lock:
-            self._laid.clear()
+            self._stored.clear()
         self._transport.close()
 
-    def _bring(self, engine: RolloutHandle, version: int) -> None:
+    def _update_idle(self, engine: RolloutHandle, version: int) -> None:
         """Update an idle engine. The engine executes its calls in order, so that nothing here waits between them."""
-        publication, laid = self._find(version)
+        publication, stored = self._find(version)
         with self._routing:
             engine.leave_router()
         self._turns.for_update(engine)
@@ -217,9 +216,9 @@ class WeightExchange:
                     begun = engine.call(UPDATING, RolloutEngine.begin_weight_update, version)
                     try:
                         with self._sending(version):
-                            self._transport.send(version, laid, engine)
+                            self._transport.send(version, stored, engine)
                     finally:
-                        begun.result()  # where that failed, it is why the rest did
+                        begun.result()  # if this failed, it explains the other failures
                     ended = engine.call(UPDATING, RolloutEngine.end_weight_update)
                     checksum = _checksum_of(engine)
                     served = engine.call(UPDATING, RolloutEngine.get_weight_version)
@@ -230,10 +229,10 @@ class WeightExchange:
                 if checksum is None and self._config.fleet.check_weight_update_equal:
                     verify_log_probs(self._training, engine, self._config)
         except WeightsDiffer:
-            engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()  # so it serves nothing
+            engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()  # the engine serves nothing
             raise
-        if (found := served.result()) != version:
-            raise EngineError(f"{engine.name} reports weight version {found} after an update to {version}")
+        if (reported := served.result()) != version:
+            raise EngineError(f"{engine.name} reports weight version {reported} after an update to {version}")
 
     @contextmanager
     def _sending(self, version: int) -> Iterator[None]:
@@ -260,18 +259,18 @@ class WeightExchange:
 
     def _drop(self, version: int) -> None:
         with self._lock:
-            self._laid.pop(version, None)
+            self._stored.pop(version, None)
 
     def _find(self, version: int) -> tuple[Publication, Any]:
         with self._lock:
-            found = self._laid.get(version)
-        if found is None:
+            entry = self._stored.get(version)
+        if entry is None:
             raise self._gone(version)
-        return found
+        return entry
 
     def _gone(self, version: int) -> PublicationGone:
         with self._lock:
-            others = ", ".join(map(str, sorted(self._laid.keys() - {version}))) or "none"
+            others = ", ".join(map(str, sorted(self._stored.keys() - {version}))) or "none"
         return PublicationGone(
             f"weight version {version} is not published any more (published: {others}): bring the trainer to it and "
             "publish it again"
@@ -293,7 +292,7 @@ class WeightExchange:
 
 
 def _checksum_of(engine: RolloutHandle) -> Call[str] | None:
-    return engine.call(UPDATING, RolloutEngine.weights_checksum) if engine.tells_checksum else None
+    return engine.call(UPDATING, RolloutEngine.weights_checksum) if engine.reports_checksum else None
 
 
 def _serves(engine: RolloutHandle, version: int) -> bool:

@@ -8,12 +8,12 @@
 | `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at it |
 """
 
-import contextlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import ray
@@ -35,63 +35,42 @@ from cairn.engines.weights.layout import Layout, Meeting, Receiver
 # fails.
 
 
-def broadcast_live(
-    source: TrainingHandle, target: RolloutHandle, version: int, bucket_bytes: int, timeout: float
-) -> None:
-    """Broadcast the weights of `version` to a target that has begun an update, each bucket within `timeout` seconds.
-
-    Raises:
-        WrongVersion: the source is not at `version`.
-        EngineError: an engine died, hung or refused.
-    """
-    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
-    backend = _backend(source, receiver)
-    with closing(source.broadcast_weights(version, bucket_bytes, backend, target.name)) as buckets:
-        _send(buckets, source, target, receiver, backend, timeout, None)
-
-
-def broadcast_copies(source: TrainingHandle, target: RolloutHandle, copies: Sequence[Any], timeout: float) -> None:
-    """Broadcast buckets of the object store to a target that has begun an update, while the trainer continues its work.
-    Raises EngineError."""
-    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
-    backend = _backend(source, receiver)
-    with closing(source.broadcast_copies(copies, backend, target.name)) as buckets:
-        _send(buckets, source, target, receiver, backend, timeout, SENDING)
-
-
-def _backend(source: TrainingHandle, receiver: Receiver) -> str:
-    return "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
-
-
-def _send(
-    buckets: Iterable[tuple[Layout, Call[None]]],
+def _broadcast(
     source: TrainingHandle,
     target: RolloutHandle,
-    receiver: Receiver,
-    backend: str,
     timeout: float,
-    lane: str | None,
+    group: str | None,
+    open_buckets: Callable[[str, str], Generator[tuple[Layout, Call[None]]]],
 ) -> None:
-    # `lane` is the concurrency group of the trainer's calls. After a failure both leave the process group before the
-    # buckets are closed. Otherwise the trainer could not end its export.
-    with _leaving_on_failure(source, target, timeout, lane):
+    """Broadcast buckets to a target that has begun an update, each within `timeout` seconds. Raises EngineError, and
+    what `open_buckets` raises.
+
+    Args:
+        group: concurrency group of the trainer's calls.
+        open_buckets: returns the buckets for a backend and the target's name.
+    """
+    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
+    backend = "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
+    # After a failure both leave the process group before the buckets are closed. Otherwise the trainer could not end
+    # its export.
+    with closing(open_buckets(backend, target.name)) as buckets, _leaving_on_failure(source, target, timeout, group):
         whole = (receiver.group, 1 + receiver.ranks)
-        if source.call(lane, WeightSource.group, target.name).result() != whole:
-            _meet(source, target, receiver, backend, timeout, lane)
+        if source.call(group, WeightSource.group, target.name).result() != whole:
+            _meet(source, target, receiver, backend, timeout, group)
         for layout, sending in buckets:
             _both([target.call(UPDATING, DirectReceiver.receive_weights, layout), sending], timeout)
 
 
 @contextmanager
 def _leaving_on_failure(
-    source: TrainingHandle, target: RolloutHandle, timeout: float, lane: str | None
+    source: TrainingHandle, target: RolloutHandle, timeout: float, group: str | None
 ) -> Iterator[None]:
     """Have both engines leave the group if the body fails. If one of them died, raise its death, even if the other one
     failed first."""
     try:
         yield
     except BaseException as failure:
-        _leave(source, target, timeout, lane)
+        _leave(source, target, timeout, group)
         if isinstance(failure, EngineError) and not isinstance(failure, EngineDied):
             for engine in (source, target):
                 try:
@@ -99,22 +78,22 @@ def _leaving_on_failure(
                 except EngineDied as died:
                     raise died from failure
                 except EngineError:
-                    continue  # what it lacks is a consequence; the failure itself says more
+                    continue  # its error is a consequence of the failure
         raise
 
 
 def _meet(
-    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, lane: str | None
+    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, group: str | None
 ) -> None:
     name = f"cairn-{uuid4().hex}"
-    host, port = source.call(lane, WeightSource.open_group, target.name, name, timeout).result()
+    host, port = source.call(group, WeightSource.open_group, target.name, name, timeout).result()
     size = 1 + receiver.ranks
-    joining = source.call(lane, WeightSource.join_group, target.name, size, backend)
+    joining = source.call(group, WeightSource.join_group, target.name, size, backend)
     meeting = Meeting(name, host, port, backend, size, rank=1)
     _both([joining, target.call(UPDATING, DirectReceiver.join_group, meeting)], timeout)
 
 
-def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: str | None) -> None:
+def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, group: str | None) -> None:
     """Have both engines leave the group, each as soon as its current call has ended. An engine that does not leave is
     detected and replaced later, as any hung engine is."""
     deadline = Deadline(timeout)
@@ -122,7 +101,7 @@ def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: 
         source.call(CONTROL, WeightSource.release_group, target.name).result(deadline)
     calls: list[Call[None]] = []
     with suppress(EngineError):
-        calls.append(source.call(lane, WeightSource.leave_group, target.name))
+        calls.append(source.call(group, WeightSource.leave_group, target.name))
     with suppress(EngineError):
         calls.append(target.call(UPDATING, DirectReceiver.leave_group))
     for call in calls:
@@ -142,18 +121,20 @@ def _both(calls: Sequence[Call[None]], timeout: float) -> None:
                 left.remove(call)
 
 
-class Transport(Protocol):
-    """A way to store weights for engines and to send them."""
+class Transport:
+    """A way to store weights for engines and to send them. By default nothing is stored that has to be removed."""
 
-    def lay(self, version: int) -> Any:
+    def store(self, version: int) -> Any:
         """Store the trainer's weights; return what `send` needs. Raises WrongVersion if the trainer is at another
         version."""
 
-    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
         """Send all weights of a version to a target that has begun an update. Raises EngineError."""
+        raise NotImplementedError
 
     def holds(self, version: int) -> bool:
         """Return whether a version that was stored, and not removed, can be fetched now."""
+        return True
 
     def keep(self, versions: Collection[int]) -> None:
         """Remove all that is stored of other versions."""
@@ -185,34 +166,25 @@ def transport_of(
             return Buckets(source, fleet.update_weight_buffer_size)
 
 
-class Buckets:
-    """Transport in Ray's object store, from which every engine reads."""
+class Buckets(Transport):
+    """Transport in Ray's object store, from which every engine reads. Ray frees buckets without a reference."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
         self._source, self._bucket_bytes = source, bucket_bytes
 
-    def lay(self, version: int) -> Any:
+    def store(self, version: int) -> Any:
         with closing(self._source.export_weights(version, self._bucket_bytes)) as buckets:
             return list(buckets)
 
-    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
         """Send all buckets. The next bucket travels to the engine's machine while the last one is loaded."""
         calls: list[Call[None]] = []
-        for bucket in laid:
+        for bucket in stored:
             calls.append(target.call(UPDATING, RolloutEngine.update_weights, bucket))
             if len(calls) > 1:
                 calls.pop(0).result()
         for call in calls:
             call.result()
-
-    def holds(self, version: int) -> bool:
-        return True
-
-    def keep(self, versions: Collection[int]) -> None:
-        pass  # Ray frees what nobody refers to
-
-    def close(self) -> None:
-        pass
 
 
 class CopiedBroadcasts(Buckets):
@@ -222,15 +194,16 @@ class CopiedBroadcasts(Buckets):
     def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
         super().__init__(source, bucket_bytes)
         self._timeout = timeout
-        self._giving = threading.Lock()
+        self._sending = threading.Lock()
 
-    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        with self._giving:
-            self._source.ensure_alive()  # what was published outlives it, and is given out by its process
-            broadcast_copies(self._source, target, laid, self._timeout)
+    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
+        with self._sending:
+            self._source.ensure_alive()  # a publication outlives the trainer's process, which sends it
+            buckets = partial(self._source.broadcast_copies, stored)
+            _broadcast(self._source, target, self._timeout, SENDING, buckets)
 
 
-class Folders:
+class Folders(Transport):
     """Transport as model folders, on a disk that the machines of the fleet share."""
 
     def __init__(self, source: TrainingHandle, fleet: FleetConfig, load_timeout: float) -> None:
@@ -240,17 +213,14 @@ class Folders:
         self._keep_files = fleet.update_weight_disk_keep_files
         self._load_timeout = load_timeout
 
-    def lay(self, version: int) -> Path:
+    def store(self, version: int) -> Path:
         folder = self._parent / _folder_name(version)
         self._source.export_hf(version, folder)
         return folder
 
-    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        call = target.call(UPDATING, RolloutEngine.update_weights_from_disk, laid)
+    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
+        call = target.call(UPDATING, RolloutEngine.update_weights_from_disk, stored)
         call.result(Deadline(self._load_timeout))
-
-    def holds(self, version: int) -> bool:
-        return True
 
     def keep(self, versions: Collection[int]) -> None:
         """Remove all other folders, those of killed drivers included."""
@@ -259,31 +229,22 @@ class Folders:
             self._source.ask(WeightSource.keep_folders, self._parent, names)
 
     def close(self) -> None:
-        with contextlib.suppress(EngineError, Superseded):
+        with suppress(EngineError, Superseded):
             self.keep(())
 
 
-class _FromTrainer:
+class _FromTrainer(Transport):
     """Transport in which the trainer sends its own weights, to one engine at a time."""
 
     def __init__(self, source: TrainingHandle) -> None:
         self._source = source
-        self._giving = threading.Lock()
-
-    def lay(self, version: int) -> None:
-        pass
+        self._sending = threading.Lock()
 
     def holds(self, version: int) -> bool:
         try:
             return self._source.position().weight_version == version
         except EngineError:
             return False
-
-    def keep(self, versions: Collection[int]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Broadcasts(_FromTrainer):
@@ -293,9 +254,10 @@ class Broadcasts(_FromTrainer):
         super().__init__(source)
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
 
-    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        with self._giving:
-            broadcast_live(self._source, target, version, self._bucket_bytes, self._timeout)
+    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
+        with self._sending:
+            buckets = partial(self._source.broadcast_weights, version, self._bucket_bytes)
+            _broadcast(self._source, target, self._timeout, None, buckets)
 
 
 class Handles(_FromTrainer):
@@ -306,8 +268,8 @@ class Handles(_FromTrainer):
         super().__init__(source)
         self._bucket_bytes = bucket_bytes
 
-    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
-        with self._giving, closing(self._source.share_weights(version, self._bucket_bytes)) as buckets:
+    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
+        with self._sending, closing(self._source.share_weights(version, self._bucket_bytes)) as buckets:
             for shared in buckets:
                 names = shared[0][0]
                 handles = [shared[rank][1] for rank in target.ranks]

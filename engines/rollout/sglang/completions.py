@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.models.routing import ExpertLayers, compact
 from cairn.engines.rollout.sglang.installation import Installation
+from cairn.engines.rollout.sglang.launch_plan import server_options
 from cairn.engines.types.errors import EngineError, GenerationFailed
 from cairn.engines.types.types import Completion, FinishReason, RequestId, SamplingSupport
 
@@ -31,7 +32,7 @@ def support_problems(config: RolloutConfig) -> Iterator[str]:
         return
     cut = f"rollout.rollout_top_p is {config.rollout_top_p:g} and rollout.rollout_top_k is {config.rollout_top_k}"
     otherwise = "or set rollout.engine to transformers, or draw from the whole vocabulary (top_p 1, top_k -1)"
-    servers = [{**config.sglang, **group.overrides} for group in config.server_groups] or [config.sglang]
+    servers = server_options(config)
     limit = min(options.get(LIMIT) or _LIMIT_BY_DEFAULT for options in servers)
     if not 0 < config.rollout_top_k <= limit:
         yield (
@@ -89,7 +90,7 @@ OPTION = "enable_return_routed_experts"
 
 def routes_problems(config: RolloutConfig) -> Iterator[str]:
     """Yield sentences on why servers would not report them, from the configuration alone."""
-    servers = [{**config.sglang, **group.overrides} for group in config.server_groups] or [config.sglang]
+    servers = server_options(config)
     if not config.external_urls and not all(options.get(OPTION) for options in servers):
         yield (
             "algorithm.use_rollout_routing_replay is true, but SGLang does not report the experts of a token by "
@@ -182,18 +183,18 @@ def completion(
         at_fault = finish.get("status_code") not in (None, 503)
         raise (GenerationFailed if at_fault else EngineError)(f"a generation ended with {finish}")
     matched = finish.get("matched")
-    if isinstance(matched, str) and matched not in stop:  # SGLang's words where it drew a token that there is not
+    if isinstance(matched, str) and matched not in stop:  # SGLang's message for a token outside the vocabulary
         raise GenerationFailed(f"a generation ended with {matched!r}: the weights give no finite logits")
     ids = np.asarray(content["output_ids"], np.int32)
-    kept = None
+    support = None
     if with_support:
-        log_probs, kept = drawn_from(meta)
+        log_probs, support = drawn_from(meta)
     else:
         log_probs = np.asarray([entry[0] for entry in meta.get("output_token_logprobs") or []], np.float32)
-    if reason == FinishReason.ABORT:  # the last tokens may still have been on their way
+    if reason == FinishReason.ABORT:  # ids or log-probs of the last tokens may be missing
         length = min(len(ids), len(log_probs))
         ids, log_probs = ids[:length], log_probs[:length]
-        kept = kept and kept.at(np.arange(length))
+        support = support and support.at(np.arange(length))
     if len(ids) != len(log_probs) or not np.isfinite(log_probs).all():
         raise GenerationFailed(f"{len(ids)} tokens came with {np.isfinite(log_probs).sum()} finite log-probs")
     return Completion(
@@ -204,7 +205,7 @@ def completion(
         finish_reason=reason,
         seconds=seconds,
         cached_tokens=meta.get("cached_tokens", 0),
-        kept=kept,
+        kept=support,
         routed_experts=routes(meta, len(ids)) if routes is not None and len(ids) else None,
     )
 

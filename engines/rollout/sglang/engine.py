@@ -19,7 +19,7 @@ from cairn.engines.rollout.sglang.completions import Routes
 from cairn.engines.rollout.sglang.generation import Generation, Loads, Route
 from cairn.engines.rollout.sglang.launch import FurtherRank, launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.rollout.sglang.server import Control, Watch
+from cairn.engines.rollout.sglang.server import LOADS, Control, Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
 from cairn.engines.types.errors import EngineDied, EngineError, RequestRefused
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
@@ -123,7 +123,7 @@ class SGLangEngine(ServerWeights):
         fp8 = Fp8Weights.of(model_path)
         names = parameter_names(model_path) | (fp8.scales if fp8 else frozenset())
         control = Control(self.server.url, call_timeout)
-        super().__init__(control, names, config.timeout, ours=plan.external_url is None)
+        super().__init__(control, names, config.timeout, has_weights=plan.external_url is None)
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -155,7 +155,7 @@ class SGLangEngine(ServerWeights):
         with self._lock:
             self._streams.add(generation)
             if self._paused:
-                generation.rest()
+                generation.pause()
         return ServerStream(generation, self._check)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Stream:
@@ -179,7 +179,7 @@ class SGLangEngine(ServerWeights):
                 with self._lock:
                     self._paused = True
                 for generation in self._open_streams():
-                    generation.rest()
+                    generation.pause()
             super().begin_weight_update(version, in_flight)
 
     def retracted(self) -> list[Completion]:
@@ -191,7 +191,7 @@ class SGLangEngine(ServerWeights):
         with self._lock:
             self._paused = False
         for generation in self._open_streams():
-            generation.go_on()
+            generation.resume()
 
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
@@ -214,14 +214,14 @@ class SGLangEngine(ServerWeights):
         return {"running_requests_max": self._loads.running, "queued_requests_max": self._loads.queued}
 
     def health(self) -> dict[str, Any]:
-        """Return the server's state. Keys: model, worker, url, log, server_pid, weight_version, released (memory given
-        away), and loads: what the server runs and queues.
+        """Return the server's state. Keys: model, worker, url, log, server_pid, weight_version, released
+        (memory), and loads: what the server runs and queues.
 
         Raises EngineDied where the server is gone or was found to hang.
         """
         if self._hung is not None or not self.server.alive():
             raise EngineDied(f"{self._hung or 'the SGLang server is gone'}; {self.server.last_words()}")
-        loads = self._control.call("/v1/loads")
+        loads = self._control.call(LOADS)
         return {
             "model": self._model_path,
             "worker": asdict(self.worker),

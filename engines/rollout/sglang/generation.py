@@ -8,11 +8,11 @@
 
 Retracted samples are aborted at the servers and return with what they have. They are requested again from there when
 generation resumes. Callers that wait for them notice nothing. A server can also retract by itself
-(`/pause_generation`), and computes the same. But then nobody knows what a sample has until it ends, and a driver that
-is killed loses it.
+(`/pause_generation`), and computes the same. But then a sample's tokens are unknown until it ends, and a driver that is
+killed loses them.
 
 An abort goes to every server that may have a request, by the request's own id. The server drops ids that it does not
-hold (`TokenizerManager.abort_request`), so a prefix of many ids would not reach its scheduler. The scheduler aborts all
+have (`TokenizerManager.abort_request`), so a prefix of many ids would not reach its scheduler. The scheduler aborts all
 requests whose ids begin with the given id, so no id may be a prefix of another.
 """
 
@@ -32,6 +32,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from cairn.engines.rollout.admission import Occupancy
 from cairn.engines.rollout.sglang.completions import Routes, completion
+from cairn.engines.rollout.sglang.server import LOADS
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId
 
@@ -54,7 +55,7 @@ class Loads:
         """Poll the server until cancelled. A server that does not respond is not judged here."""
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
-                async with http.get(f"{self._server}/v1/loads", timeout=_TIMEOUT) as reply:
+                async with http.get(f"{self._server}{LOADS}", timeout=_TIMEOUT) as reply:
                     ranks = (await reply.json())["loads"] if reply.status == 200 else []
                 self.running = max(self.running, sum(rank["num_running_reqs"] for rank in ranks))
                 self.queued = max(self.queued, sum(rank["num_waiting_reqs"] for rank in ranks))
@@ -91,7 +92,7 @@ ATTEMPTS = 3
 """Attempts at a sample behind a router."""
 ABORT_TIMEOUT = 30.0
 """Seconds within which an aborted generation must have returned everything."""
-_ABORT_AGAIN = 0.5
+_ABORT_INTERVAL = 0.5
 _SOON = 0.002
 _CONNECT_TIMEOUT = 10.0
 _AT_FAULT = (400, 413, 422)
@@ -162,38 +163,38 @@ class Generation:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list["Future[Completion]"]:
         """Request a sample for each. A future ends with its completion or with an error, in the thread."""
-        asked = [(request, Future[Completion]()) for request in requests]
-        self._occupancy.enter(len(asked))
+        pending = [(request, Future[Completion]()) for request in requests]
+        self._occupancy.enter(len(pending))
         with self._lock:
             aborted = self._aborted
-            if asked and not aborted:
+            if pending and not aborted:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, daemon=True, name="sglang-client")
                     self._thread.start()
-                self._call(self._begin, asked)
+                self._call(self._begin, pending)
         if aborted:
-            self._occupancy.leave(len(asked))
-            for request, future in asked:
+            self._occupancy.leave(len(pending))
+            for request, future in pending:
                 future.set_result(Completion.empty(request.request_id, FinishReason.ABORT))
-        return [future for _, future in asked]
+        return [future for _, future in pending]
 
-    def rest(self) -> None:
-        """Retract all samples, and send servers no requests until `go_on`. Returns when no server runs any of them.
+    def pause(self) -> None:
+        """Retract all samples, and send servers no requests until `resume`. Returns when no server runs any of them.
         Raises EngineTimeout."""
         with self._lock:
             if self._aborted:
-                return  # nothing goes on
+                return  # nothing will resume
             if self._thread is None:
                 self._may_request.clear()
                 return
             try:
-                resting = asyncio.run_coroutine_threadsafe(self._rest(), self._loop.result())
+                pausing = asyncio.run_coroutine_threadsafe(self._pause(), self._loop.result())
             except RuntimeError:  # its loop is closed
                 return
         with suppress(CancelledError):  # it ended meanwhile
-            resting.result()
+            pausing.result()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Request what is left of the paused samples."""
         with self._lock:
             if self._thread is None:
@@ -247,8 +248,8 @@ class Generation:
                 task.cancel()
             await asyncio.gather(self._abort_running(), *left, return_exceptions=True)
 
-    def _begin(self, asked: Sequence[tuple[GenerateRequest, "Future[Completion]"]]) -> None:
-        for request, future in asked:
+    def _begin(self, pending: Sequence[tuple[GenerateRequest, "Future[Completion]"]]) -> None:
+        for request, future in pending:
             task = asyncio.create_task(self._answer(request, future))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -263,7 +264,7 @@ class Generation:
             result = EngineTimeout(f"generation did not end within {self._timeout:g} s")
         except EngineDied as error:
             result = self._explained(error)
-        except Exception as error:  # it belongs to whoever waits for the sample
+        except Exception as error:  # the caller that waits for the sample receives it
             result = error
         finally:
             self._parts.pop(request.request_id, None)
@@ -315,7 +316,7 @@ class Generation:
                     content = await self._ask(rid, request)
         except _ServerFailed as failed:
             raise failed.error from failed
-        params, given = request.sampling_params, len(request.input_ids)
+        params, input_length = request.sampling_params, len(request.input_ids)
         routes = self._routes if params.return_routed_experts else None
         return completion(
             request.request_id,
@@ -323,8 +324,8 @@ class Generation:
             time.perf_counter() - began,
             may_abort=self._aborted or not self._may_request.is_set(),
             stop=params.stop,
-            with_support=params.cuts_vocabulary and params.return_kept,
-            routes=None if routes is None else lambda meta, length: routes.read(meta, given + length - 1),
+            with_support=params.cuts_vocabulary and params.return_sampling_support,
+            routes=None if routes is None else lambda meta, length: routes.read(meta, input_length + length - 1),
         )
 
     async def _ask(self, rid: str, request: GenerateRequest) -> dict[str, Any]:
@@ -354,7 +355,7 @@ class Generation:
             },
             **({"extra_key": f"from {request.position}"} if request.position else {}),
             "return_logprob": True,
-            "return_sampling_mask": params.cuts_vocabulary and params.return_kept,
+            "return_sampling_mask": params.cuts_vocabulary and params.return_sampling_support,
             **({"return_routed_experts": True} if params.return_routed_experts else {}),
         }
         url, headers = f"{self._route.url}/generate", self._route.headers(request.request_id)
@@ -385,29 +386,29 @@ class Generation:
             return False
         return True
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         self._may_request.clear()
         deadline = time.monotonic() + ABORT_TIMEOUT
-        again = 0.0
+        next_abort = 0.0
         while self._running:
             if time.monotonic() > deadline:
                 raise EngineTimeout(f"{len(self._running)} samples were not retracted within {ABORT_TIMEOUT:g} s")
-            if time.monotonic() > again:  # some may only have been on their way
+            if time.monotonic() > next_abort:  # some may only have been on their way
                 await self._abort_running()
-                again = time.monotonic() + _ABORT_AGAIN
+                next_abort = time.monotonic() + _ABORT_INTERVAL
             await asyncio.sleep(_SOON)
 
     def _begin_to_abort(self) -> None:
-        self._may_request.set()  # those that rest come back as they are
-        self._aborting = asyncio.create_task(self._abort_until_given_back())
+        self._may_request.set()  # paused samples return as they are
+        self._aborting = asyncio.create_task(self._abort_until_returned())
 
-    async def _abort_until_given_back(self) -> None:
+    async def _abort_until_returned(self) -> None:
         """Abort at the servers until all samples have returned. Nothing more is requested here."""
         deadline = time.monotonic() + ABORT_TIMEOUT
         while self._tasks and time.monotonic() < deadline:
             await self._abort_running()
             if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_ABORT_AGAIN)  # some may only have been on their way
+                await asyncio.wait(self._tasks, timeout=_ABORT_INTERVAL)  # some may only have been on their way
         if self._tasks:
             self._late = f"{len(self._tasks)} samples were not returned {ABORT_TIMEOUT:g} s after the abort"
         self._over.set()

@@ -12,7 +12,6 @@ these are gone, and are therefore left to end by themselves. The guard removes w
 kinds of shared memory that SGLang makes.
 """
 
-import contextlib
 import ctypes
 import itertools
 import os
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 TRACKER = b"multiprocessing.resource_tracker"
 """Text in the command line of a resource tracker."""
@@ -55,7 +55,7 @@ def guard(owner: int, before: int, command: list[str]) -> int:
 
     def die_with_the_guard() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != own:  # it was gone before the kernel knew
+        if os.getppid() != own:  # the guard ended before this call
             os._exit(1)
 
     segments: set[str] = set()
@@ -64,7 +64,7 @@ def guard(owner: int, before: int, command: list[str]) -> int:
             for turn in itertools.count():
                 if server.poll() is not None or os.getppid() != before:
                     break
-                if turn % LOOK_EVERY == 0:  # what only a process had mapped that is killed cannot be seen any more
+                if turn % LOOK_EVERY == 0:  # mappings of a killed process cannot be read any more
                     segments = _segments_of(_others())
                 if select.select([owner], [], [], 0.5)[0]:
                     break
@@ -78,16 +78,16 @@ def end_the_others(segments: set[str]) -> None:
     has mapped."""
     give_up = time.monotonic() + PATIENCE
     while (others := list(_others())) and time.monotonic() < give_up:
-        segments |= _segments_of(others)  # before the first is killed, which some of the others do not survive
+        segments |= _segments_of(others)  # before the first is killed, since some of the others end with it
         for pid in others:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT if TRACKER in _read(pid, "cmdline") else signal.SIGKILL)
         time.sleep(0.02)
     for pid in others:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for path in segments:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.unlink(path)
 
 
@@ -95,7 +95,7 @@ def _others() -> Iterator[int]:
     """Yield the group's living processes, except this one and its parent."""
     own, group = (os.getpid(), os.getppid()), os.getpgid(0)
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             if pid not in own and os.getpgid(pid) == group and _read(pid, "cmdline"):
                 yield pid
 
@@ -109,7 +109,7 @@ def _segments_of(pids: Iterable[int]) -> set[str]:
 
 def _read(pid: int, file: str) -> bytes:
     """Return a file of /proc; nothing for a process that has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:
+    with suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:
         return opened.read()
     return b""
 

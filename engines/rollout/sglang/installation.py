@@ -174,8 +174,7 @@ class Installation:
 
     def versions(self, packages: Iterable[str]) -> dict[str, str]:
         """Return the versions of those packages that the interpreter has, and its own version."""
-        found: dict[str, str] = json.loads(_run_python(self.python, _FIND_VERSIONS.format(tuple(packages))))
-        return found
+        return json.loads(_run_python(self.python, _FIND_VERSIONS.format(tuple(packages))))
 
     @cached_property
     def options(self) -> Mapping[str, str]:

@@ -76,7 +76,7 @@ ROUTER_PERMITTED = frozenset(ROUTER.split())
 
 
 def _problems(config: RunConfig) -> Iterable[str]:
-    from cairn.engines.rollout.sglang.problems import problems  # asks models and installations, which few need
+    from cairn.engines.rollout.sglang.problems import problems  # reads models and installations, which takes long
 
     return problems(config)
 

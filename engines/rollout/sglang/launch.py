@@ -32,10 +32,10 @@ def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:
         return None
     file = Path(path) / "config.json"
     try:
-        found = _names_code(from_json(file.read_text()))
+        names_code = _names_code(from_json(file.read_text()))
     except (OSError, ValueError) as error:
         raise BadModel(f"{file} cannot be read: {error}") from error
-    if not found:
+    if not names_code:
         return None
     return (
         f"{file} names its own code (auto_map), which SGLang may run: remove auto_map, or set "
@@ -82,14 +82,16 @@ def launch(
     if plan.external_url is not None:
         external = ExternalServer(plan.external_url)
         external.wait_ready(start_timeout)
-        if why := takes_no_weights(external.options()):
+        reported = external.options()
+        if why := takes_no_weights(reported):
             raise EngineError(f"the server at {external.url} of rollout.external_urls has {why}")
-        if config.rollout_stop and external.options().get("skip_tokenizer_init"):
+        if config.rollout_stop and reported.get("skip_tokenizer_init"):
             raise EngineError(
                 f"the server at {external.url} of rollout.external_urls has no tokenizer (skip_tokenizer_init), which "
                 "rollout.rollout_stop needs: start it with one, or leave the strings out"
             )
-        return Launched(external, Worker(external.url), external.is_deterministic(), external.environment())
+        deterministic = bool(reported.get("enable_deterministic_inference"))
+        return Launched(external, Worker(external.url), deterministic, external.environment())
     if (problem := code_problem(model_path, plan.options)) is not None:
         raise EngineError(problem)
     installation = Installation.find()
@@ -109,7 +111,7 @@ def launch(
         **(CPU_OPTIONS if device == "cpu" else {}),
         **plan.options,
     }
-    if plan.nnodes == 1 and options.get("dp_size", 1) == 1:  # SGLang's own choice may be taken when it comes to it
+    if plan.nnodes == 1 and options.get("dp_size", 1) == 1:  # SGLang's own choice may be taken by the time it binds
         options.setdefault("nccl_port", free_port())
     if plan.nnodes > 1:
         options |= {"nnodes": plan.nnodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}

@@ -39,14 +39,19 @@ class Worker:
     """Port of a prefill server where decode servers fetch keys and values."""
 
 
-def launch_plan(config: RolloutConfig, gives_memory_away: bool = False) -> LaunchPlan:
-    """Return what a configuration without `plan_problems` launches. With `gives_memory_away`, servers on GPUs can
+def server_options(config: RolloutConfig) -> list[dict[str, Any]]:
+    """Return the configured options of the servers of each group."""
+    return [{**config.sglang, **group.overrides} for group in config.server_groups] or [dict(config.sglang)]
+
+
+def launch_plan(config: RolloutConfig, releases_memory: bool = False) -> LaunchPlan:
+    """Return what a configuration without `plan_problems` launches. With `releases_memory`, servers on GPUs can
     release their memory."""
     config = view(config, READER, "rollout")
     engines = [ServerPlan(external_url=url) for url in config.external_urls]
     if not engines:
         for group in _groups(config):
-            engines += [_server(config, group, gives_memory_away)] * group.count(config.num_gpus_per_engine)
+            engines += [_server(config, group, releases_memory)] * group.count(config.num_gpus_per_engine)
     router = config.router
     if router is not None and any(engine.worker_type != "regular" for engine in engines):
         router = {**router, "pd_disaggregation": True}
@@ -99,10 +104,10 @@ def _num_gpus(config: RolloutConfig, group: ServerGroup) -> float:
     return config.num_gpus_per_engine if group.num_gpus_per_engine is None else group.num_gpus_per_engine
 
 
-def _server(config: RolloutConfig, group: ServerGroup, gives_memory_away: bool) -> ServerPlan:
+def _server(config: RolloutConfig, group: ServerGroup, releases_memory: bool) -> ServerPlan:
     options = {**config.sglang, **group.overrides}
     num_gpus = _num_gpus(config, group)
-    if gives_memory_away and num_gpus:
+    if releases_memory and num_gpus:
         options.setdefault("enable_memory_saver", True)
     nnodes = 1
     if num_gpus > 1:

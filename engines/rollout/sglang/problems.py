@@ -10,7 +10,7 @@ from cairn.engines.models.quantized import BlockFp8, quantization_of
 from cairn.engines.rollout.sglang.completions import routes_problems, support_problems, version_problems
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
 from cairn.engines.rollout.sglang.launch import code_problem
-from cairn.engines.rollout.sglang.launch_plan import plan_problems, without_gpu
+from cairn.engines.rollout.sglang.launch_plan import plan_problems, server_options, without_gpu
 from cairn.engines.types.errors import BadModel
 
 # Models that SGLang's servers do not serve without a GPU, and why: determined by `python -m tests.sglang_architectures`
@@ -38,10 +38,10 @@ def quantized_problems(config: RunConfig) -> Iterator[str]:
     """Yield sentences on servers that read quantised weights from `model.path`, and receive new weights in the same
     format (`cairn.engines.weights.fp8`)."""
     rollout, fleet, path = config.rollout, config.fleet, config.model.path
-    servers = [{**rollout.sglang, **group.overrides} for group in rollout.server_groups] or [rollout.sglang]
+    servers = server_options(rollout)
     try:
         scheme = quantization_of(Path(path))
-    except (BadModel, OSError, ValueError):  # told of by _model_problems
+    except (BadModel, OSError, ValueError):  # reported where folders are checked
         return
     if any(options.get("quantization") for options in servers):
         yield (
@@ -109,11 +109,9 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _draft_problems(config: RunConfig) -> Iterator[str]:
-    """Yield sentences on layers that draft tokens, which nobody trains and no update sends."""
-    rollout = config.rollout
-    servers = [{**rollout.sglang, **group.overrides} for group in rollout.server_groups] or [rollout.sglang]
+    """Yield sentences on layers that draft tokens, which are neither trained nor sent in updates."""
     backups = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
-    drafting = [options for options in servers if options.get("speculative_algorithm")]
+    drafting = [options for options in server_options(config.rollout) if options.get("speculative_algorithm")]
     if config.fleet.offloads_rollout and any(not any(options.get(name) for name in backups) for options in drafting):
         yield (
             "fleet.colocate and offload_rollout release the memory of servers, and no update restores the layers that "
@@ -125,7 +123,7 @@ def _served_otherwise(path: str) -> Iterator[str]:
     """Yield sentences on what SGLang, without an error, computes differently from what the model's config.json says."""
     try:
         model = check_model_folder(path)
-    except BadModel:  # told of by _model_problems
+    except BadModel:  # reported where folders are checked
         return
     if sees_images(model):
         yield (
@@ -144,7 +142,7 @@ def _unserved(path: str) -> Iterator[str]:
     """Yield sentences on what servers without a GPU do not serve."""
     try:
         model_type = check_model_folder(path).model_type
-    except BadModel:  # told of by _model_problems
+    except BadModel:  # reported where folders are checked
         return
     if model_type in UNSERVED:
         yield (
@@ -156,7 +154,7 @@ def _unserved(path: str) -> Iterator[str]:
 def _code_of_the_model(rollout: RolloutConfig, path: str) -> Iterator[str]:
     try:
         problem = code_problem(path, rollout.sglang, *(group.overrides for group in rollout.server_groups))
-    except BadModel:  # told of by _model_problems
+    except BadModel:  # reported where folders are checked
         return
     if problem is not None:
         yield f"model.path: {problem}"

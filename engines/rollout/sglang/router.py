@@ -97,8 +97,8 @@ class Router:
 
     def workers(self, *, healthy: bool = False) -> dict[str, str]:
         """Return the id of every server that the router has, or of those that are healthy, by the server's URL."""
-        found = self._call("GET", "/workers")["workers"]
-        return {worker["url"]: worker["id"] for worker in found if worker["is_healthy"] or not healthy}
+        workers = self._call("GET", "/workers")["workers"]
+        return {worker["url"]: worker["id"] for worker in workers if worker["is_healthy"] or not healthy}
 
     def health(self) -> dict[str, Any]:
         """Return the router's state. Keys: url, log, server_pid, workers. Raises EngineDied, also where the router was

@@ -25,8 +25,12 @@ from cairn.storage.records import Environment
 
 
 POLICY = {"selector": "target"}
-"""Argument of a weight update: update the model that is served, and not layers that draft for it, which nobody trains.
-By default a server opens and loads both."""
+"""Argument of a weight update: update the model that is served, and not layers that draft for it, which are not
+trained. By default a server opens and loads both."""
+
+
+LOADS = "/v1/loads"
+"""Path of the numbers of requests that a server runs and queues."""
 
 
 class Control:
@@ -291,10 +295,6 @@ class ExternalServer:
                         "of rollout.external_urls"
                     )
                 time.sleep(_POLL)
-
-    def is_deterministic(self) -> bool:
-        """Return whether the server was started with deterministic inference. Raises EngineDied and EngineTimeout."""
-        return bool(self.options().get("enable_deterministic_inference"))
 
     def environment(self) -> Environment:
         """Return what the server computes on, as far as it reports: the type of its device and SGLang's version, by its

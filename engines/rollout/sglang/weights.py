@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cairn.engines.rollout.sglang.server import POLICY, Control
+from cairn.engines.rollout.sglang.server import LOADS, POLICY, Control
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 from cairn.engines.weights.buckets import share
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
@@ -29,22 +29,22 @@ class ServerWeights:
         control: calls to the server.
         names: names of all tensors that an update must send; tied ones count once.
         load_timeout: seconds that loading a model folder may take.
-        ours: whether the server was started with the run's initial weights. The weights of other servers are unknown
-            until an update has ended, whatever version they report.
+        has_weights: whether the server was started with the run's initial weights. The weights of other servers are
+            unknown until an update has ended, whatever version they report.
     """
 
-    def __init__(self, control: Control, names: frozenset[str], load_timeout: float, *, ours: bool) -> None:
+    def __init__(self, control: Control, names: frozenset[str], load_timeout: float, *, has_weights: bool) -> None:
         self._control = control
         self._names = names
         self._load_timeout = load_timeout
         self._missing: set[str] = set()
         self._updating: int | None = None
-        self._serves = ours
+        self._serves = has_weights
         """Whether requests are taken: with whole weights, and during an update in flight, for which they wait. Requests
         read it meanwhile, so an update in flight never sets it to False."""
         self._session = False
         """Whether the server accepts new weights at the moment."""
-        self._whole = ours
+        self._whole = has_weights
         self._from_folder = False
         """Whether the weights of this update came as a model folder."""
         self._released: set[MemoryTag] = set()
@@ -55,8 +55,8 @@ class ServerWeights:
         its weights are lost or not those of the run."""
         if not self._whole:
             return None
-        found = self._control.call("/get_model_info")["weight_version"]
-        return int(found) if found.isdecimal() else None  # a server that others started may call its weights anything
+        version = self._control.call("/get_model_info")["weight_version"]
+        return int(version) if version.isdecimal() else None  # a server that others started may report any name
 
     def require_ready(self) -> None:
         """Raise EngineError within an update that is not in flight, without memory, and without weights of this run."""
@@ -205,13 +205,10 @@ class ServerWeights:
 
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + IDLE_TIMEOUT
-        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in self._server_loads()):
+        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in self._control.call(LOADS)["loads"]):
             if time.monotonic() > deadline:
                 raise EngineTimeout(f"{self._control.url} did not end its requests within {IDLE_TIMEOUT:g} s")
             time.sleep(0.01)
-
-    def _server_loads(self) -> list[dict[str, int]]:
-        return self._control.call("/v1/loads")["loads"]
 
     @contextmanager
     def _replacing(self, names: Collection[str]) -> Iterator[None]:

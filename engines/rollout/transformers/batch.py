@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.engines.models.tokenizers import read_tokenizer
+from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.types.errors import BadModel, GenerationFailed
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingSupport
 
@@ -125,7 +125,7 @@ class StopStrings:
         strings = request.sampling_params.stop
         if not strings:
             return None
-        _ = self._tokenizer  # what it lacks concerns this request, and not those that are decoded with it
+        _ = self._tokenizer  # an error concerns this request alone
         watch = StopWatch(self, strings)
         drawn = len(request.input_ids) - request.position
         for token in request.input_ids[drawn:][-watch.reach :]:
@@ -146,13 +146,9 @@ class StopStrings:
     @cached_property
     def _tokenizer(self) -> Any:
         try:
-            tokenizer = read_tokenizer(self._folder)
-        # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
-        except Exception as error:
-            raise BadModel(f"{self._folder} has no tokenizer that can be loaded, for stop strings: {error}") from error
-        if not tokenizer("0")["input_ids"]:  # the library makes one up where there is none
-            raise BadModel(f"{self._folder} has no tokenizer, which stop strings need: put the model's own there")
-        return tokenizer
+            return load_tokenizer(self._folder)
+        except BadModel as error:
+            raise BadModel(f"{error}. Stop strings need it") from error
 
 
 class StopWatch:
@@ -166,7 +162,7 @@ class StopWatch:
         space. The first token may also begin in the middle of a character, which some tokenizers drop with all the
         bytes after it."""
         self._last: deque[int] = deque(maxlen=self.reach)
-        self.found = False
+        self.completed = False
         """Whether the last token has completed a string."""
 
     def extend(self, token: int) -> None:
@@ -180,10 +176,10 @@ class StopWatch:
         tokens = [*self._last]
         for start in range(_CHARACTER):
             text = self._vocabulary.text(tokens[start:])
-            self.found = any(string in text for string in self._strings)
-            if self.found or not text.startswith(_PART):
+            self.completed = any(string in text for string in self._strings)
+            if self.completed or not text.startswith(_PART):
                 break
-        return self.found
+        return self.completed
 
 
 @dataclass(eq=False)
@@ -202,8 +198,8 @@ class Sample:
     """Number to add to the index of a token after the images to get its position: an image takes more indices than
     positions."""
     began: float = 0.0
-    """Time at which the sample was admitted, by `time.perf_counter`."""
-    kept: list[np.ndarray] = field(default_factory=list)
+    """Time at which the sample joined the batch, by `time.perf_counter`."""
+    support: list[np.ndarray] = field(default_factory=list)
     """Sampling support of each generated token, where requested."""
     part: Completion | None = None
     """The sample's completion so far when it was last retracted. `tokens` ends with its tokens."""
@@ -225,12 +221,12 @@ def samples_of(
     samples = []
     for request in requests:
         key = (id(request.input_ids), *map(id, request.images))
-        found = seen.get(key)
-        if found is None:
+        shared = seen.get(key)
+        if shared is None:
             tokens = np.asarray(request.input_ids, np.int64)
             images = repr([image.key for image in request.images]).encode() if request.images else b""
-            found = seen[key] = tokens, tokens.tobytes() + images
-        tokens, start = found
+            shared = seen[key] = tokens, tokens.tobytes() + images
+        tokens, start = shared
         samples.append(Sample(request, tokens, start, watch(request)))
     return samples
 
@@ -290,7 +286,7 @@ class Batch:
         if num_rows > rows:
             self._grow(max(num_rows, 2 * rows))
 
-    def admit(self, samples: Sequence[Sample]) -> list[int]:
+    def add(self, samples: Sequence[Sample]) -> list[int]:
         """Add samples whose tokens, except the last one, are in the KV cache. Returns their rows."""
         rows = slice(len(self), len(self) + len(samples))
         params = [sample.request.sampling_params for sample in samples]
@@ -372,9 +368,9 @@ class Batch:
                 f"The weights of version {weight_version} give logits that are not finite (request "
                 f"{'/'.join(map(str, id))}): the policy has diverged; go back to an earlier checkpoint."
             )
-        found = ended.watch is not None and ended.watch.found
-        asked = ended.request.sampling_params.return_routed_experts
-        stopped = found or self._stops[self._stop_sets[row], self.tokens[row]]
+        completed = ended.watch is not None and ended.watch.completed
+        wants_routes = ended.request.sampling_params.return_routed_experts
+        stopped = completed or self._stops[self._stop_sets[row], self.tokens[row]]
         return ended, Completion(
             request_id=id,
             response_ids=self._responses[row, : self._generated[row]].copy(),
@@ -382,8 +378,8 @@ class Batch:
             weight_versions=np.full(len(log_probs), weight_version, np.int32),
             finish_reason=FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH,
             seconds=now - ended.began,
-            kept=SamplingSupport.of(ended.kept) if ended.kept else None,
-            routed_experts=np.concatenate(ended.routes) if asked and ended.routes else None,
+            kept=SamplingSupport.of(ended.support) if ended.support else None,
+            routed_experts=np.concatenate(ended.routes) if wants_routes and ended.routes else None,
         )
 
     def remove(self, rows: np.ndarray) -> tuple[list[int], list[int]]:
@@ -412,10 +408,10 @@ class Batch:
     def _record_support(self, rows: torch.Tensor, part: torch.Tensor) -> None:
         """Record the sampling support `part` [R, V] of `rows` [R], for the samples that request it."""
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
-        for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+        for row, support in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
             sample = self.samples[row]
-            if sample.request.sampling_params.return_kept:
-                sample.kept.append(kept)
+            if sample.request.sampling_params.return_sampling_support:
+                sample.support.append(support)
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
         """Return the row of `_stops` for samples that these tokens end too."""

@@ -96,8 +96,8 @@ def _samples_are_invariant(decoder: Decoder) -> bool:
         requests[::-1],
     ]
     joining = (groups, groups[::-1], [requests[place::7] for place in range(7)])
-    found = [_run(decoder, company) for company in companies] + [_run(decoder, *parts) for parts in joining]
-    return all(_same(sample, expected[id]) for samples in found for id, sample in samples.items())
+    results = [_run(decoder, company) for company in companies] + [_run(decoder, *parts) for parts in joining]
+    return all(_same(sample, expected[id]) for samples in results for id, sample in samples.items())
 
 
 def _group(
@@ -114,7 +114,7 @@ def _group(
 
 def _with_image(request: GenerateRequest, rows: int, columns: int, decoder: Decoder) -> GenerateRequest:
     """Return the request with an image of `rows` × `columns` places before its last token, under another id."""
-    from cairn.engines.models.vision import trial_image  # what few models need
+    from cairn.engines.models.vision import trial_image  # few models need it
 
     image, token = trial_image(decoder.model, rows, columns, seed=rows), decoder.model.config.image_token_id
     text = [(id + 1) % decoder.vocab_size if id == token else id for id in request.input_ids]
@@ -144,8 +144,8 @@ def _full_log_probs(decoder: Decoder, request: GenerateRequest, completion: Comp
     response = torch.from_numpy(completion.response_ids).long()
     ids = np.concatenate([np.asarray(request.input_ids, np.int64), completion.response_ids])
     input_ids = torch.from_numpy(ids)[None].to(decoder.device)
-    with _seeing(decoder, ids, request) as beside:
-        logits = decoder.model(input_ids=input_ids, use_cache=False, **beside).logits
+    with _seeing(decoder, ids, request) as image_arguments:
+        logits = decoder.model(input_ids=input_ids, use_cache=False, **image_arguments).logits
     logits = logits[0, -len(response) - 1 : -1].float().cpu()
     return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()
 

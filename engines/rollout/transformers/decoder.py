@@ -249,16 +249,16 @@ class Decoder:
             seen: what the model reads besides the tokens.
         """
         prompts = prompt_cache(self._kinds)
-        image_arguments: AbstractContextManager[dict[str, Any]] = (
-            nullcontext({}) if seen is None else seen.given(self.model)
+        prepared: AbstractContextManager[dict[str, Any]] = (
+            nullcontext({}) if seen is None else seen.applied_to(self.model)
         )
-        with torch.inference_mode(), image_arguments as beside:
+        with torch.inference_mode(), prepared as image_arguments:
             self.model(
                 input_ids=input_ids.to(self.device),
                 past_key_values=prompts,
                 use_cache=True,
                 logits_to_keep=1,
-                **beside,
+                **image_arguments,
             )
         routes = self.routes.take()
         return prompts, routes.view(*input_ids.shape, *routes.shape[1:]) if self.routes.layers else routes
@@ -268,7 +268,7 @@ class Decoder:
         """Function that returns what is wrong with a request's images, if anything."""
         if not self.sees_images:
             return sees_no_images
-        from cairn.engines.models.vision import image_problem  # what few models need
+        from cairn.engines.models.vision import image_problem  # few models need it
 
         def problem(request: GenerateRequest) -> str | None:
             if not request.images:

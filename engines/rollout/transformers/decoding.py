@@ -37,15 +37,15 @@ def segments_of(positions: np.ndarray) -> np.ndarray:
     """Return the segments [K, 2] of rows with their last tokens at `positions` [B]. Each segment has the row after its
     last one, and the number of positions to attend to, which decreases."""
     needed = np.maximum.accumulate(positions[::-1])[::-1] + 1
-    rows, begin, found = len(needed), 0, []
+    rows, begin, segments = len(needed), 0, []
     while begin < rows:
         length = round_up(int(needed[begin]))
         end = int(np.count_nonzero(2 * needed > needed[begin]))
         if end < rows and (rows - end) * (length - round_up(int(needed[end]))) < WORTH:
             end = rows
-        found.append((end, length))
+        segments.append((end, length))
         begin = end
-    return np.array(found, np.int64)
+    return np.array(segments, np.int64)
 
 
 def whole(rows: int, length: int) -> np.ndarray:
@@ -125,31 +125,31 @@ class Decoding:
     def step(self, weight_version: int) -> Ended:
         """Begin waiting samples, as far as there is room, and generate one token for each running sample. Returns what
         ended."""
-        self._admit()
+        self._start_waiting()
         self.running_max = max(self.running_max, self.running)
         self.queued_max = max(self.queued_max, self.queued)
         return self._end(self._advance(), weight_version)
 
     @torch.inference_mode()
-    def _admit(self) -> None:
+    def _start_waiting(self) -> None:
         """Start the first waiting samples that fit. Samples that continue equal tokens share their keys and values."""
         decoder, batch = self._decoder, self._batch
-        admitted = [self._waiting.popleft() for _ in range(min(len(self._waiting), decoder.max_rows - len(batch)))]
-        if not admitted:
+        starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), decoder.max_rows - len(batch)))]
+        if not starting:
             return
         running = batch.starts()
-        rows = decoder.num_rows(len(batch) + len(admitted))
-        batch.reserve(rows, admitted)
+        rows = decoder.num_rows(len(batch) + len(starting))
+        batch.reserve(rows, starting)
         decoder.cache.reserve(rows, 1)
         by_start: dict[bytes, list[Sample]] = defaultdict(list)
-        for sample in admitted:
+        for sample in starting:
             by_start[sample.start].append(sample)
         by_length: dict[tuple[int, bytes], list[list[Sample]]] = defaultdict(list)
         for start, group in by_start.items():
             if decoder.cache.retains_prefixes and (sibling := running.get(start)) is not None:
                 for sample in group:
                     sample.shift = batch.samples[sibling].shift
-                slots = batch.admit(group)
+                slots = batch.add(group)
                 if len(group[0].tokens) > 1:  # else nothing was prefilled
                     batch.record_input_routes(slots, batch.samples[sibling].routes[:1])
                 decoder.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
@@ -173,7 +173,7 @@ class Decoding:
                 sample.shift = int(seen.next_positions) - len(first.tokens) + 1
         sources, slots = [], []
         for i, group in enumerate(groups):
-            slots += self._batch.admit(group)
+            slots += self._batch.add(group)
             sources += [i] * len(group)
         cache = self._decoder.cache
         if not length:
@@ -232,7 +232,7 @@ class Decoding:
         ended = batch.results(rows, weight_version, aborted=aborted)
         failed = [row for row, (_, result) in zip(rows.tolist(), ended, strict=True) if isinstance(result, Exception)]
         if failed:
-            cache.clear(self._put(failed))  # what a slot holds behind its length must stay finite
+            cache.clear(self._put(failed))  # values after a slot's length must stay finite
         sources, targets = batch.remove(rows)
         if sources:
             cache.move(self._put(sources), self._put(targets), min(length, cache.capacity))

@@ -34,13 +34,13 @@ class WeightUpdate:
 
     def __init__(self, model: PreTrainedModel, version: int) -> None:
         self.version = version
-        held = saved_tensors(model)
-        parts = published_parts(model, held.items())
-        self._targets = {part.name: part.of(tensor) for name, tensor in held.items() for part in parts[name]}
+        tensors = saved_tensors(model)
+        parts = published_parts(model, tensors.items())
+        self._targets = {part.name: part.of(tensor) for name, tensor in tensors.items() for part in parts[name]}
         self._missing = {*self._targets}
         names_of = {}
         """Names of the weights that a tensor of the model is made of, by the tensor's address."""
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             names_of[tensor.data_ptr()] = {part.name for part in parts[name]}
         self._made_of = {name: {name} for name in self._targets}
         for name, tensor in model.state_dict().items():
@@ -127,7 +127,7 @@ class TransformersEngine:
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
         if in_flight:
-            self._loop.rest()
+            self._loop.pause()
         with nullcontext() if in_flight else self._occupancy.alone("update weights"):
             self._update = WeightUpdate(self._model, version)
             self._serves = version if in_flight else None
@@ -150,7 +150,7 @@ class TransformersEngine:
         update = self._updating()
         update.end()
         self._serves, self._update = update.version, None
-        self._loop.go_on(update.version)
+        self._loop.resume(update.version)
 
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
@@ -184,7 +184,7 @@ class TransformersEngine:
 
     def health(self) -> dict[str, Any]:
         """Return the engine's state. Keys: model, model_type, dtype, device, num_threads, context_length,
-        weight_version, released (memory given away), running_requests (samples being decoded now), tokens_generated,
+        weight_version, released (memory), running_requests (samples being decoded now), tokens_generated,
         seconds (spent generating), batch_invariant (None before `check_batch_invariance`)."""
         return {
             "model": str(self._model_path),

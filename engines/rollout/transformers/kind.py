@@ -4,8 +4,8 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import EngineKind, EnginePlan, LaunchPlan
 
 
-def _plan(config: RolloutConfig, gives_memory_away: bool) -> LaunchPlan:
+def _plan(config: RolloutConfig, releases_memory: bool) -> LaunchPlan:
     return LaunchPlan((EnginePlan(num_gpus=config.num_gpus_per_engine),) * config.num_engines)
 
 
-KIND = EngineKind(engine="cairn.engines.rollout.transformers.engine:make", plan=_plan, tells_checksum=True)
+KIND = EngineKind(engine="cairn.engines.rollout.transformers.engine:make", plan=_plan, reports_checksum=True)

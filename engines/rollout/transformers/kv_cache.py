@@ -227,12 +227,12 @@ class KVCache:
 
     def insert(self, prompts: Cache, sources: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy the prompt `sources[i]` of a prefilled batch into the slot `slots[i]`, from position 0."""
-        kept = [
+        cached = [
             states
             for layer, prefilled in zip(self.layers, prompts.layers, strict=True)
             for states in layer.kind.read(prefilled)
         ]
-        for (store, grows), states in zip(self._stores(), kept, strict=True):
+        for (store, grows), states in zip(self._stores(), cached, strict=True):
             part = store[:, :, : states.shape[2]] if grows else store
             part.index_copy_(0, slots, states.index_select(0, sources))
 
@@ -320,11 +320,11 @@ def _attend(
     grouped: bool,
 ) -> torch.Tensor:
     """Return `F.scaled_dot_product_attention`, with each segment over as many positions as it needs."""
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     begin = 0
     for i in range(segments.shape[0]):
         end, length = int(segments[i, 0]), int(segments[i, 1])
-        found.append(
+        outputs.append(
             F.scaled_dot_product_attention(
                 query[begin:end],
                 key[begin:end, :, :length],
@@ -335,7 +335,7 @@ def _attend(
             )
         )
         begin = end
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
 def slot_attention(

@@ -1,8 +1,8 @@
 """Decoding for several streams at a time, in the threads that wait for samples.
 
 There is no thread of its own. Of the threads that wait for a sample, one decodes for all, until one of its own samples
-has ended; then the next thread does. If nobody waits, nothing is decoded, so that an engine is never ahead of a single
-reader.
+has ended; then the next thread does. If no thread waits, nothing is decoded, so that an engine is never ahead of a
+single reader.
 
 Between two steps all samples may be retracted. They are paused while weights are replaced. Then they resume as requests
 for their rest, after a fresh prefill.
@@ -50,7 +50,7 @@ class DecodeLoop:
         self.decoding = Decoding(decoder, end_ids)
         """The current decoding, or the last one that had samples."""
         self._changed = threading.Condition()
-        self._askers: weakref.WeakSet[_StreamState] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[_StreamState] = weakref.WeakSet()
         self._unfinished: dict[Sample, _StreamState] = {}
         """Samples that have not ended, and their clients."""
         self._joining: list[Sample] = []
@@ -67,12 +67,12 @@ class DecodeLoop:
 
     def open(self) -> "LoopStream":
         """Open a stream for one client."""
-        asker = _StreamState()
+        stream = _StreamState()
         with self._changed:
-            self._askers.add(asker)
-        return LoopStream(self, asker)
+            self._streams.add(stream)
+        return LoopStream(self, stream)
 
-    def submit(self, asker: "_StreamState", requests: Sequence[GenerateRequest]) -> None:
+    def submit(self, stream: "_StreamState", requests: Sequence[GenerateRequest]) -> None:
         """Submit requests; see `Stream.submit`."""
         decoder = self._decoder
         validate_requests(requests, decoder.context_length, decoder.vocab_size, decoder.image_problem)
@@ -80,45 +80,45 @@ class DecodeLoop:
         self._occupancy.enter(len(samples))
         try:
             with self._changed:
-                version = self._version()  # under the lock: `go_on` after an update has the last word
+                version = self._version()  # under the lock, so that `resume` after an update overrides it
                 if not self._unfinished and samples:
                     self._weights, self.decoding = version, Decoding(self._decoder, self._end_ids)
-                self._unfinished |= dict.fromkeys(samples, asker)
+                self._unfinished |= dict.fromkeys(samples, stream)
                 self._joining += samples
-                self._aborting |= asker.aborted
-                asker.left += len(samples)
+                self._aborting |= stream.aborted
+                stream.left += len(samples)
                 self._changed.notify_all()
         except EngineError:
             self._occupancy.leave(len(samples))
             raise
 
-    def wait(self, asker: "_StreamState") -> list[Result]:
+    def wait(self, stream: "_StreamState") -> list[Result]:
         """Return the client's results since the last call; wait for at least one. Returns nothing where no request is
         left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._decodes is None or asker.ended or not asker.left)
-            if asker.ended or not asker.left:
-                return asker.take()
+            self._changed.wait_for(lambda: self._decodes is None or stream.ended or not stream.left)
+            if stream.ended or not stream.left:
+                return stream.take()
             self._decodes = threading.current_thread()
         try:
-            while asker.left and not asker.ended:  # none are left where who closes the stream took what ended
+            while stream.left and not stream.ended:  # none are left if `close` has taken the results
                 self._step()
         finally:
             with self._changed:
                 self._decodes = None
                 self._changed.notify_all()
-        return asker.take()
+        return stream.take()
 
-    def abort(self, asker: "_StreamState | None" = None) -> None:
+    def abort(self, stream: "_StreamState | None" = None) -> None:
         """Abort all requests of one client, later ones included, or those of all clients."""
         with self._changed:
-            for one in [asker] if asker is not None else self._askers:
+            for one in [stream] if stream is not None else self._streams:
                 one.aborted = True
             self._aborting = True
             self._changed.notify_all()
 
-    def rest(self) -> None:
-        """Retract all samples, and decode nothing until `go_on`. Returns when no step is running any more: after at
+    def pause(self) -> None:
+        """Retract all samples, and decode nothing until `resume`. Returns when no step is running any more: after at
         most one step, however it ends."""
         with self._changed:
             self._paused = True
@@ -126,14 +126,14 @@ class DecodeLoop:
             decoded = {sample for sample in self._unfinished if sample not in self._joining}
             ended = [one for one in self.decoding.leave(decoded, self._weights) if one[0] in decoded]
             failed = [(sample, result) for sample, result in ended if isinstance(result, Exception)]
-            self._give(failed)
+            self._deliver(failed)
             parts = {sample: result for sample, result in ended if isinstance(result, Completion)}
             self.tokens += sum(len(part.response_ids) for part in parts.values())
             retracted = {sample: self._retracted(sample, part) for sample, part in parts.items()}
-            self._unfinished = {retracted.get(sample, sample): asker for sample, asker in self._unfinished.items()}
+            self._unfinished = {retracted.get(sample, sample): stream for sample, stream in self._unfinished.items()}
             self._joining = [*retracted.values(), *self._joining]
 
-    def go_on(self, version: int) -> None:
+    def resume(self, version: int) -> None:
         """Resume decoding, with weights of another version."""
         with self._changed:
             self._weights, self._paused = version, False
@@ -147,9 +147,9 @@ class DecodeLoop:
             ]
 
     def _retracted(self, sample: Sample, part: Completion) -> Sample:
-        (again,) = samples_of([sample.request.after(part)], self._stop_strings.watch)
-        again.part = part if sample.part is None else sample.part.then(part)
-        return again
+        (resumed,) = samples_of([sample.request.after(part)], self._stop_strings.watch)
+        resumed.part = part if sample.part is None else sample.part.then(part)
+        return resumed
 
     @property
     def decodes_here(self) -> bool:
@@ -162,7 +162,7 @@ class DecodeLoop:
             self._changed.wait_for(lambda: not self._paused or self._aborting)
             paused = self._paused
             joining, self._joining = self._joining, []
-            leaving = {one for one, asker in self._unfinished.items() if asker.aborted} if self._aborting else set()
+            leaving = {one for one, stream in self._unfinished.items() if stream.aborted} if self._aborting else set()
             self._aborting, self._stepping = False, True
         began = time.perf_counter()
         ended: list[tuple[Sample, Result]] = []
@@ -173,38 +173,38 @@ class DecodeLoop:
             if not paused and (self.decoding.running or self.decoding.queued):
                 ended += self.decoding.step(self._weights)
         except Exception as error:
-            self._break_off(error)
+            self._fail_step(error)
         except BaseException:
-            self._break_off(EngineError("The step in which it was generated was interrupted."))
+            self._fail_step(EngineError("The step in which it was generated was interrupted."))
             raise
         else:
             self.tokens += sum(len(result.response_ids) for _, result in ended if isinstance(result, Completion))
             self.seconds += time.perf_counter() - began
-            self._give(ended)
+            self._deliver(ended)
         finally:
             with self._changed:
                 self._stepping = False
                 self._changed.notify_all()
 
-    def _break_off(self, error: Exception) -> None:
+    def _fail_step(self, error: Exception) -> None:
         """Discard the remains of a failed step, and fail the samples that were in it."""
         self._decoder.forget()
         self.decoding = Decoding(self._decoder, self._end_ids)
         with self._changed:
             new = set(self._joining)
-            self._give([(sample, error) for sample in self._unfinished if sample not in new])
+            self._deliver([(sample, error) for sample in self._unfinished if sample not in new])
 
-    def _give(self, ended: Sequence[tuple[Sample, Result]]) -> None:
+    def _deliver(self, ended: Sequence[tuple[Sample, Result]]) -> None:
         """Give each stream its own results."""
         if not ended:
             return
         with self._changed:
             for sample, result in ended:
-                asker = self._unfinished.pop(sample)
-                asker.left -= 1
+                stream = self._unfinished.pop(sample)
+                stream.left -= 1
                 if sample.part is not None and isinstance(result, Completion):
                     result = sample.part.then(result)
-                asker.ended.append(result)
+                stream.ended.append(result)
             self._occupancy.leave(len(ended))
             self._changed.notify_all()
 
@@ -220,7 +220,7 @@ class _StreamState:
         """Results that were not taken yet."""
 
     def take(self) -> list[Result]:
-        """Return these results, and forget them."""
+        """Return these results, and clear them."""
         ended, self.ended = self.ended, []
         return ended
 
@@ -228,19 +228,19 @@ class _StreamState:
 class LoopStream:
     """A `Stream` of a `DecodeLoop`. A stream without references closes itself."""
 
-    def __init__(self, loop: DecodeLoop, asker: _StreamState) -> None:
+    def __init__(self, loop: DecodeLoop, stream: _StreamState) -> None:
         self._loop = loop
-        self._asker = asker
+        self._state = stream
         self._error: Exception | None = None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._loop.submit(self._asker, requests)
+        self._loop.submit(self._state, requests)
 
     def __iter__(self) -> "LoopStream":
         return self
 
     def __next__(self) -> list[Completion]:
-        results = [] if self._error is not None else self._loop.wait(self._asker)
+        results = [] if self._error is not None else self._loop.wait(self._state)
         completions = [result for result in results if isinstance(result, Completion)]
         self._error = self._error or next((result for result in results if isinstance(result, Exception)), None)
         if completions:
@@ -252,13 +252,13 @@ class LoopStream:
         raise StopIteration
 
     def abort(self) -> None:
-        self._loop.abort(self._asker)
+        self._loop.abort(self._state)
 
     def close(self) -> None:
-        if self._asker.left:
+        if self._state.left:
             self.abort()
-        while self._asker.left and not self._loop.decodes_here:  # there it is garbage, which the next step ends
-            self._loop.wait(self._asker)
+        while self._state.left and not self._loop.decodes_here:  # in that thread the next step ends the stream
+            self._loop.wait(self._state)
 
     def __del__(self) -> None:
         self.close()

@@ -74,7 +74,7 @@ def test_messages_of_gpt_oss_are_told_apart_by_channel_and_recipient(text: str) 
     assert read(f"{thought}<|channel|>final<|message|>12", GPT_OSS, TOOLS) == Reply("12", (), "well")
     assert read(f"{thought}<|channel|>final", GPT_OSS, TOOLS) == Reply("<|channel|>final", (), "well")
     broken = text.replace("}", "")
-    assert [call.name for call in read(broken, GPT_OSS, TOOLS).asked] == ["search"]
+    assert [call.name for call in read(broken, GPT_OSS, TOOLS).calls] == ["search"]
     assert read(broken, GPT_OSS, TOOLS).tool_calls == ()
     if "<|call|>" not in text:
         assert read(text, GPT_OSS, TOOLS, cut=True) == Reply(text)
@@ -92,9 +92,9 @@ def test_several_calls_of_deepseek_are_read_in_order() -> None:
     text = f"Look.\n\n<｜tool▁calls▁begin｜>{one}\n{one}<｜tool▁calls▁end｜>"
     assert read(text, DEEPSEEK, TOOLS) == Reply("Look.", (SEARCH, SEARCH))
     broken = read(text.replace('"k": 3', '"k"', 1), DEEPSEEK, TOOLS)
-    assert [call.unreadable is None for call in broken.asked] == [False, True]
+    assert [call.unreadable is None for call in broken.calls] == [False, True]
     assert read("Look.", DEEPSEEK, TOOLS) == Reply("Look.")
-    assert read(text[:-40], DEEPSEEK, TOOLS, cut=True).asked == (SEARCH,)
+    assert read(text[:-40], DEEPSEEK, TOOLS, cut=True).calls == (SEARCH,)
 
 
 def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
@@ -102,7 +102,7 @@ def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
     found = read(text, HERMES, TOOLS)
     assert found.content == "<tool_call>{broken</tool_call>"
     assert found.tool_calls == (SEARCH, SEARCH)
-    assert [call.unreadable is None for call in found.asked] == [True, False, True]
+    assert [call.unreadable is None for call in found.calls] == [True, False, True]
     assert read("[1, 2", "[TOOL_CALLS]", TOOLS) == Reply("[1, 2")
 
 
@@ -144,7 +144,7 @@ def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
 def test_what_cannot_be_read_has_a_reason_and_is_told(template: str, text: str, name: str, why: str) -> None:
     found = read(text, template, TOOLS)
     assert (found.content, found.tool_calls) == (text, ())
-    (call,) = found.asked
+    (call,) = found.calls
     assert call.name == name
     assert call.unreadable is not None
     assert call.unreadable.startswith(why)
@@ -159,7 +159,7 @@ def test_blocks_are_read_whatever_the_template_says_of_calls(template: str) -> N
 
 def test_arguments_that_are_written_as_text_are_read() -> None:
     text = json.dumps({"name": "search", "arguments": json.dumps({"query": "12", "k": 3})})
-    assert read(f"<tool_call>{text}</tool_call>", HERMES, TOOLS).asked == (SEARCH,)
+    assert read(f"<tool_call>{text}</tool_call>", HERMES, TOOLS).calls == (SEARCH,)
 
 
 def test_a_call_without_its_end_is_one_unless_the_reply_was_cut_off() -> None:
@@ -173,10 +173,10 @@ def test_a_call_without_its_end_is_one_unless_the_reply_was_cut_off() -> None:
 def test_calls_within_thoughts_are_none(template: str) -> None:
     call = f"<tool_call>{AS_JSON}</tool_call>"
     other = call.replace("12", "no")
-    assert read(f"<think>{other}</think>{call}", template, TOOLS).asked == (SEARCH,)
-    assert read(f"<think>{other}", template, TOOLS).asked == ()
-    assert read(other, template, TOOLS, thinking=True).asked == ()
-    assert read(f"{other}</think>{call}", template, TOOLS, thinking=True).asked == (SEARCH,)
+    assert read(f"<think>{other}</think>{call}", template, TOOLS).calls == (SEARCH,)
+    assert read(f"<think>{other}", template, TOOLS).calls == ()
+    assert read(other, template, TOOLS, thinking=True).calls == ()
+    assert read(f"{other}</think>{call}", template, TOOLS, thinking=True).calls == (SEARCH,)
 
 
 def test_a_tokenizer_that_says_how_replies_are_read_is_asked() -> None:
@@ -195,11 +195,11 @@ def test_a_tokenizer_that_says_how_replies_are_read_is_asked() -> None:
     }
     text = f"HM well SO CALL {AS_JSON} END"
     assert read_reply(text, tokenizer, TOOLS) == Reply("", (SEARCH,), "well")
-    assert read_reply(text, tokenizer).asked == ()
+    assert read_reply(text, tokenizer).calls == ()
     assert read_reply("none", tokenizer, TOOLS) == Reply("none")
     broken = read_reply("CALL {1 END", tokenizer, TOOLS)
     assert broken.content == "CALL {1 END"
-    assert (broken.asked[0].unreadable or "").startswith("the answer cannot be read")
+    assert (broken.calls[0].unreadable or "").startswith("the answer cannot be read")
 
 
 @cases(

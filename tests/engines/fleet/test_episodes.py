@@ -119,7 +119,7 @@ def test_a_worker_that_dies_costs_its_own_unfinished_samples_and_nobody_elses(
     expected = all_bits(all_of(alone.generate(asked(8, turns, file=os.devnull), PARAMS, users("notes"))))
     dying, other = workers_of(engine)
     pid, told = dying.health()["pid"], list[str]()
-    dying.tell = told.append
+    dying.report = told.append
     stream = engine.generate_samples(samples, PARAMS, users("notes"))
     dealt = {worker: {sample.key for sample in samples[i::WORKERS]} for i, worker in enumerate((dying, other))}
     parts = [next(stream)]

@@ -226,7 +226,7 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
         list(stream)
     assert isinstance(fleet.health()["rollout:0"], EngineDied)
     told: list[str] = []
-    engine.tell = told.append
+    engine.report = told.append
     engine.ensure_alive()
     (sentence,) = told
     assert sentence.startswith("Engine rollout:0 is restarted: cairn:fleet:rollout:0.health(): ")
@@ -386,9 +386,9 @@ def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
     fleet.weights.publish(older, keep=2)
     version = train_once(fleet)
     fleet.weights.publish(version, keep=2)
-    _, laid = fleet.weights._find(older)
+    _, stored = fleet.weights._find(older)
     publication, _ = fleet.weights._find(version)
-    fleet.weights._laid[version] = (publication, laid)
+    fleet.weights._stored[version] = (publication, stored)
     with pytest.raises(WeightsDiffer, match=f"rollout:0 holds weights .* version {version} was published with"):
         fleet.weights.serve(fleet.rollout[0], version)
     assert versions(fleet)[0] is None

@@ -112,7 +112,7 @@ class Members(RuleBasedStateMachine):
     def looks(self) -> None:
         """Once, until whoever joins has joined. What leaves at a look joins at a later one."""
         before, made = set(self.members), {engine: engine.made for engine in self.engines}
-        self.membership._look()
+        self.membership._check()
         for thread in list(self.membership._joining.values()):
             thread.join()
         for engine in self.engines:

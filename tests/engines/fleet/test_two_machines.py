@@ -29,7 +29,7 @@ ASKED = [one for index in range(4) for one in group(index, [5 + index, 6, 7], (1
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def on_two_machines(config: RolloutConfig, gives_memory_away: bool) -> LaunchPlan:
+def on_two_machines(config: RolloutConfig, releases_memory: bool) -> LaunchPlan:
     """What is planned where an engine has as many GPUs as two machines."""
     return LaunchPlan((ServerPlan(nnodes=2, options={**config.sglang, "tp_size": 2}),), None)
 

@@ -99,7 +99,7 @@ def random_requests(seed: int, count: int) -> list[GenerateRequest]:
             top_p=float(draw.choice([0.8, 1, 1])),
             top_k=int(draw.choice([5, -1, -1])),
             stop_token_ids=tuple(draw.integers(VOCAB_SIZE, size=int(draw.choice([0, 4]))).tolist()),
-            return_kept=True,
+            return_sampling_support=True,
         )
     ]
 

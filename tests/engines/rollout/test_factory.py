@@ -21,7 +21,7 @@ from cairn.engines.rollout.plan import EngineKind, EnginePlan, LaunchPlan
 
 KIND = EngineKind(
     engine="cairn.engines.rollout.mine.engine:make",
-    plan=lambda config, gives_memory_away: LaunchPlan((EnginePlan(),) * config.num_engines),
+    plan=lambda config, releases_memory: LaunchPlan((EnginePlan(),) * config.num_engines),
     problems=lambda config: ["mine has no routers"] if config.rollout.router else [],
 )
 """

@@ -102,7 +102,7 @@ def sampled(folder: Path) -> TrainBatch:
     """What the rollout engine samples by top-p and top-k, with what it reports."""
     engine = TransformersEngine(str(folder), rollout_config())
     draw = np.random.default_rng(0)
-    params = SamplingParams(24, temperature=0.8, return_kept=True, **CUT)
+    params = SamplingParams(24, temperature=0.8, return_sampling_support=True, **CUT)
     prompts = [draw.integers(VOCABULARY, size=5 + i).tolist() for i in range(4)]
     requests = [one for i, prompt in enumerate(prompts) for one in group(i, prompt, (1, 2, 3), params)]
     done = [c for part in engine.generate(requests) for c in part]

@@ -53,12 +53,12 @@ def lose(fleet: Fleet) -> None:
     lost = ray.get(holder.put.remote())
     ray.kill(holder)
     wait_for(lambda: not ray.wait(lost, timeout=0)[0], 30)
-    fleet.weights._laid[1] = (fleet.weights._find(1)[0], lost)
+    fleet.weights._stored[1] = (fleet.weights._find(1)[0], lost)
 
 
 def exchange(fleet: Fleet) -> None:
     """Other weights lie where version 1 was published."""
-    fleet.weights._laid[1] = (fleet.weights._find(1)[0], fleet.weights._laid[0][1])
+    fleet.weights._stored[1] = (fleet.weights._find(1)[0], fleet.weights._stored[0][1])
 
 
 @pytest.mark.proof

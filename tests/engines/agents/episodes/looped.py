@@ -4,10 +4,17 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cairn.engines.agents.episodes.beside import OpenRequests
+from cairn.engines.agents.episodes.in_process import InProcessGeneration, OpenRequests
 from cairn.engines.agents.episodes.runner import Generate, Runner
 from cairn.engines.types.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types.types import SamplingParams, Stream
+
+
+def stepped(
+    stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams, function: Generate
+) -> Iterator[list[GeneratedSample]]:
+    """Generate samples without an event loop, as for a built-in function."""
+    return InProcessGeneration(stream, params, function).generate(samples)
 
 
 def looped(
@@ -23,12 +30,12 @@ def looped(
 
     def settle() -> list[GeneratedSample]:
         """Let samples go on until all of them wait for the engine."""
-        while runner.is_busy or runner.asked:
+        while runner.is_busy or runner.requests:
             while runner.is_busy:
                 loop.call_soon(loop.stop)
                 loop.run_forever()
-            asked, runner.asked = runner.asked, []
-            for id, answer in asking.submit(asked):
+            requests, runner.requests = runner.requests, []
+            for id, answer in asking.submit(requests):
                 runner.answer(id, answer)
         runner.recorded()
         ended, runner.ended = runner.ended, []

@@ -49,7 +49,7 @@ def played(
         with Watchdog(loop, runner, samples, timeout, None, lambda hung: None) as watchdog:
             while runner.left or runner.ended:
                 await runner.changed()
-                requests, runner.asked = runner.asked, []
+                requests, runner.requests = runner.requests, []
                 for request in requests:
                     watchdog.restart(request.request_id[:2])
                     runner.answer(request.request_id, _said(request))

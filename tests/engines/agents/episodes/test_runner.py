@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import cairn
-from cairn.engines.agents.episodes.beside import beside
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.agents.generation.single_turn import generate as single_turn
 from cairn.engines.rollout.transformers.engine import TransformersEngine
@@ -22,7 +21,7 @@ from cairn.engines.types.trajectories import (
     call_seed,
 )
 from cairn.engines.types.types import FinishReason, GenerateRequest, SamplingParams
-from tests.engines.agents.episodes.looped import looped
+from tests.engines.agents.episodes.looped import looped, stepped
 from tests.engines.rollout.models import CONTEXT_LENGTH, configs, rollout_config, save_model
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -50,8 +49,8 @@ def generated(
     return sorted(found, key=lambda sample: sample.key)
 
 
-both_ways = pytest.mark.parametrize("way", [looped, beside])
-"""On an event loop, as user code runs, and stepped beside the engine, as ours does."""
+both_ways = pytest.mark.parametrize("way", [looped, stepped])
+"""On an event loop, as user code runs, and stepped in the engine's process, as built-in functions run."""
 
 
 async def two_turns(ctx: Context, sample: SampleRequest) -> Trajectory:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from cairn.engines.agents.episodes.beside import beside
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction, UserCode
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import GenerateRequest, SamplingParams, Stream
 from tests.engines.agents.episodes import agents
+from tests.engines.agents.episodes.looped import stepped
 from tests.engines.rollout.models import rollout_config
 from tests.waiting import wait_for
 
@@ -39,7 +39,7 @@ def as_ours(
     engine: SampleEngine, open: Callable[[], Stream], samples: Sequence[SampleRequest]
 ) -> Iterator[list[GeneratedSample]]:
     with closing(open()) as stream:
-        yield from beside(stream, samples, PARAMS, agents.turns)
+        yield from stepped(stream, samples, PARAMS, agents.turns)
 
 
 def as_users(

@@ -99,8 +99,8 @@ def played(
         runner.begin([SampleRequest(0, 0, ids, 1, prompt=prompt)])
         while runner.left:
             await runner.changed()
-            asked, runner.asked = runner.asked, []
-            for request in asked:
+            requests, runner.requests = runner.requests, []
+            for request in requests:
                 if len(request.input_ids) >= context:
                     refusal = RequestRefused({request.request_id: "the context is full"})
                     runner.answer(request.request_id, refusal)

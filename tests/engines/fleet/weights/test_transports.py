@@ -95,17 +95,17 @@ def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_wor
     version = train_once(fleet)
     options = by("distributed", tmp_path, update_weight_buffer_size=100_000)
     transport = transport_of(options, training, load_timeout=60, maps_gpu_memory=False, lag=1)
-    laid = transport.lay(version)
+    stored = transport.store(version)
     training.save(str(tmp_path), "older")
     train_once(fleet)
     training.call(None, WeightSource.open_group, "nobody", "waits", 120.0).result()
     work = training.call(None, WeightSource.join_group, "nobody", 2, "gloo")  # ends when it is released
     with engine.alone():
         engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
-        transport.send(version, laid, engine)
+        transport.send(version, stored, engine)
         engine.call(UPDATING, RolloutEngine.end_weight_update).result()
     assert versions(fleet) == [version]
-    assert not ray.wait([work], timeout=0)[0], "the trainer ended its work for it"
+    assert not ray.wait([work.ref], timeout=0)[0], "the trainer ended its work for it"
     training.ask(WeightSource.release_group, "nobody")
     with pytest.raises(EngineError, match="did not connect"):
         work.result()
@@ -179,7 +179,7 @@ def test_a_trainer_that_dies_between_buckets_leaves_no_engine_that_serves_a_mixt
         with pytest.raises(EngineDied):
             send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
         assert time.monotonic() - began < 60
-    # Buckets are laid before an engine is given any; what is broadcast comes from the trainer itself.
+    # Buckets are stored before an engine is given any; what is broadcast comes from the trainer itself.
     assert versions(fleet) == before if transport == "tensor" else serves_nothing(fleet)
     fleet.training.ensure_alive()
     assert sync(fleet) == [0]

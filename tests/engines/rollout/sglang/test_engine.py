@@ -59,7 +59,7 @@ def test_every_sample_comes_with_the_log_probs_of_its_tokens(
 def test_a_sample_by_top_p_and_top_k_comes_with_what_its_tokens_were_drawn_from(
     engine: SGLangEngine, model: PreTrainedModel, cut: dict[str, Any]
 ) -> None:
-    asked = requests(6, temperature=0.8, return_kept=True, **cut)
+    asked = requests(6, temperature=0.8, return_sampling_support=True, **cut)
     done = generate(engine, asked)
     sizes = []
     for completion in done:
@@ -78,7 +78,7 @@ def test_a_sample_by_top_p_and_top_k_comes_with_what_its_tokens_were_drawn_from(
 
 def test_what_a_sample_was_drawn_from_is_refused_beyond_what_the_server_reports(engine: SGLangEngine) -> None:
     with pytest.raises(RequestRefused, match="return_sampling_mask requires"):
-        generate(engine, requests(1, 1, top_p=0.8, return_kept=True))
+        generate(engine, requests(1, 1, top_p=0.8, return_sampling_support=True))
 
 
 def test_stop_tokens_end_a_response_and_are_its_last_token(engine: SGLangEngine) -> None:
@@ -152,7 +152,7 @@ def test_a_weight_that_the_model_does_not_have_is_refused(engine: SGLangEngine) 
 
 def test_an_aborted_generation_gives_all_as_far_as_it_came(engine: SGLangEngine) -> None:
     with once_decoding(engine.health, engine.abort):
-        done = generate(engine, requests(16, max_new_tokens=400, top_k=40, return_kept=True))
+        done = generate(engine, requests(16, max_new_tokens=400, top_k=40, return_sampling_support=True))
     assert len(done) == 64
     assert FinishReason.ABORT in {c.finish_reason for c in done}
     begun = [c for c in done if len(c.response_ids)]

@@ -213,9 +213,9 @@ def test_a_sample_that_meets_new_weights_has_its_time_anew(engine: SGLangEngine,
     end = time.monotonic() + 4
     while time.monotonic() < end:
         wait_for(lambda: running(engine.health()) or all(future.done() for future in futures))
-        asked.rest()
+        asked.pause()
         time.sleep(0.9)  # a rest counts, so that no server is so fast that samples end before their time
-        asked.go_on()
+        asked.resume()
     assert not all(future.done() for future in futures)
     asked.abort()
     for future in futures:

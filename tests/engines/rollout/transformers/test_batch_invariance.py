@@ -136,9 +136,9 @@ def test_the_check_notices_samples_that_depend_on_when_they_joined(
     qwen3: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unsteady(Batch):
-        def admit(self, samples: Sequence[Sample]) -> list[int]:
+        def add(self, samples: Sequence[Sample]) -> list[int]:
             late = self._generated[: len(self)].any()
-            rows = super().admit(samples)
+            rows = super().add(samples)
             self._seeds[rows] += np.uint64(late)
             return rows
 

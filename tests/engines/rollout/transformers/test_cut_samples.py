@@ -85,7 +85,7 @@ def test_a_sample_that_is_cut_again_and_again_is_the_same(engine: SampleEngine, 
 
 
 def test_a_part_has_what_its_tokens_were_drawn_from_and_as_many_as_it_was_cut_at(engine: SampleEngine) -> None:
-    generate = generating(engine, SamplingParams(LENGTH, top_k=5, return_kept=True))
+    generate = generating(engine, SamplingParams(LENGTH, top_k=5, return_sampling_support=True))
     parts = all_of(in_rounds(generate, asked(2), cut_tokens=5, enough=0, ended={}))
     assert all(not sample.trajectory.segments for sample in parts.values()), "enough before a round"
     for sample in all_of(in_rounds(generate, asked(2), cut_tokens=5, enough=1, ended={7: 2})).values():

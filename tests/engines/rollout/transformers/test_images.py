@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engines.agents.episodes.beside import beside
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.models.vision import image_processor
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.errors import RequestRefused
 from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from tests.engines.agents.episodes.looped import stepped
 from tests.engines.rollout.models import collect, configs, rollout_config, same, save_model
 from tests.vision import asked, dots, noise, seen
 
@@ -103,7 +103,7 @@ def test_a_later_turn_sees_the_images_of_the_prompt(
         between = Segment.given([40, 41])
         return Trajectory([first, between, await ctx.sample([*sample.prompt_ids, *first.ids, *between.ids])])
 
-    ((one,),) = [ended for ended in beside(engine.open(), [asked], SamplingParams(5), twice) if ended]
+    ((one,),) = [ended for ended in stepped(engine.open(), [asked], SamplingParams(5), twice) if ended]
     first, between, second = one.trajectory.segments
     before = replace(request, input_ids=[*request.input_ids, *first.ids.tolist(), *between.ids.tolist()])
     sample = Completion.empty((0,), FinishReason.STOP)

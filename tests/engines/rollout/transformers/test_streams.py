@@ -198,14 +198,14 @@ def test_a_generation_that_nobody_listens_to_ends(qwen3: TransformersEngine) -> 
 
 def test_who_decodes_for_a_stream_that_somebody_else_closes_ends_with_it(qwen3: TransformersEngine) -> None:
     stream, loop = submitted(qwen3, request(0, [60], max_new_tokens=LONG)), qwen3._loop
-    give, closing = loop._give, ThreadPoolExecutor(1)
+    deliver, closing = loop._deliver, ThreadPoolExecutor(1)
 
-    def given(ended: Any) -> None:
-        give(ended)
+    def delivered(ended: Any) -> None:
+        deliver(ended)
         if ended:  # by the time that the decoding thread looks, the closing one has taken it
             closed.result(60)
 
-    loop._give = given  # type: ignore[method-assign]
+    loop._deliver = delivered  # type: ignore[method-assign]
     closed: Future[None] = Future()
     steps = iter(range(LONG))
 

@@ -7,7 +7,7 @@ engine's time.
 
 import threading
 from collections.abc import Coroutine, Generator, Iterator, Sequence
-from contextvars import Context as Place
+from contextvars import Context as Variables
 from types import coroutine
 from typing import Any
 
@@ -31,7 +31,7 @@ class OpenRequests:
         self._stream = stream
         self._open: set[RequestId] = set()
         """Requests without a response."""
-        self._asked = 0
+        self._submissions = 0
         """Number of calls of `submit`."""
         self._changed = threading.Condition()
         self._over = False
@@ -49,7 +49,7 @@ class OpenRequests:
                 requests = [request for request in requests if request.request_id not in refused.refused]
                 self._stream.submit(requests)
             self._open.update(request.request_id for request in requests)
-            self._asked += 1
+            self._submissions += 1
             self._changed.notify_all()
         return refusals
 
@@ -59,7 +59,7 @@ class OpenRequests:
         Raises the errors of streams, and EngineError where the stream has ended without a response to each request.
         """
         while True:
-            asked, ended = self._asked, False
+            submissions, ended = self._submissions, False
             try:
                 answers: Answers = [(completion.request_id, completion) for completion in next(self._stream)]
             except RequestRefused as refused:
@@ -70,7 +70,7 @@ class OpenRequests:
                 self._open.difference_update(id for id, _ in answers)
                 if answers or not self._open:
                     return answers
-                if ended and asked == self._asked:
+                if ended and submissions == self._submissions:
                     lost = ", ".join("/".join(map(str, id)) for id in sorted(self._open))
                     raise EngineError(f"the engine returned fewer samples than requested: requests {lost} have none")
 
@@ -101,10 +101,10 @@ class InProcessGeneration:
     def __init__(self, stream: Stream, params: SamplingParams, function: Generate) -> None:
         self._params = params
         self._function = function
-        self._asking = OpenRequests(stream)
-        self._waiting: dict[RequestId, tuple[Place, Code]] = {}
+        self._requests = OpenRequests(stream)
+        self._waiting: dict[RequestId, tuple[Variables, Code]] = {}
         """Samples that wait for a response, each with the context that it runs in."""
-        self._asked: list[GenerateRequest] = []
+        self._to_submit: list[GenerateRequest] = []
         """Requests that are not submitted yet."""
         self._ended: list[GeneratedSample] = []
         self._turn = threading.Lock()
@@ -123,11 +123,11 @@ class InProcessGeneration:
             while not self._over:
                 if ended:
                     yield ended
-                answers = self._asking.answers() if self._waiting else ()
+                answers = self._requests.answers() if self._waiting else ()
                 with self._turn:
                     for id, answer in answers:
                         self._answer(id, answer)
-                    self._ask_engine()
+                    self._submit()
                     ended = self._take()
         finally:
             with self._turn:
@@ -148,24 +148,24 @@ class InProcessGeneration:
             recorder = Unrecorded()
             context = Context(sample, self._params, self._ask, _no_tokenizer, recorder)
             code = outcome(self._function, context, sample, recorder, lambda: self._aborted)
-            self._step(context_of(sample.key), code, None)
-        self._ask_engine()
+            self._run_until_request(context_of(sample.key), code, None)
+        self._submit()
 
     def _answer(self, id: RequestId, answer: Completion | RequestRefused) -> None:
-        place, code = self._waiting.pop(id)
+        context, code = self._waiting.pop(id)
         self._aborted |= isinstance(answer, Completion) and answer.finish_reason == FinishReason.ABORT
-        self._step(place, code, answer)
+        self._run_until_request(context, code, answer)
 
-    def _step(self, place: Place, code: Code, answer: Completion | RequestRefused | None) -> None:
+    def _run_until_request(self, context: Variables, code: Code, answer: Completion | RequestRefused | None) -> None:
         """Run a sample's code until its next request or its end."""
         step: Any = code.throw if isinstance(answer, RequestRefused) else code.send
         try:
-            request = place.run(step, answer)
+            request = context.run(step, answer)
         except StopIteration as end:
             self._ended.append(end.value)
         else:
-            self._waiting[request.request_id] = place, code
-            self._asked.append(request)
+            self._waiting[request.request_id] = context, code
+            self._to_submit.append(request)
 
     @coroutine
     def _ask(self, request: GenerateRequest) -> Generator[GenerateRequest, Completion, Completion]:
@@ -173,10 +173,10 @@ class InProcessGeneration:
             raise SampleAborted
         return (yield request)
 
-    def _ask_engine(self) -> None:
-        while self._asked:
-            asked, self._asked = self._asked, []
-            for id, refused in self._asking.submit(asked):
+    def _submit(self) -> None:
+        while self._to_submit:
+            requests, self._to_submit = self._to_submit, []
+            for id, refused in self._requests.submit(requests):
                 self._answer(id, refused)
 
     def _take(self) -> list[GeneratedSample]:
@@ -186,12 +186,5 @@ class InProcessGeneration:
         return ended
 
 
-def beside(
-    stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams, function: Generate
-) -> Iterator[list[GeneratedSample]]:
-    """Generate samples, where none will join."""
-    return InProcessGeneration(stream, params, function).generate(samples)
-
-
 def _no_tokenizer() -> None:
-    raise NotImplementedError("a function of ours works on tokens")
+    raise NotImplementedError("a built-in function works on tokens")
