@@ -53,14 +53,9 @@ class EvaluationKey(Record):
     """All other settings by name: numbers, strings, digests."""
 
     @property
-    def settings_digest(self) -> str:
-        """Digest of all settings."""
-        return canonical.digest(self.settings)
-
-    @property
     def folder(self) -> str:
         """Store path of the folder of the result."""
-        return layout.evaluation(self.weights, self.tokenizer, self.benchmark, self.settings_digest)
+        return layout.evaluation(self.weights, self.tokenizer, self.benchmark, canonical.digest(self.settings))
 
     @property
     def digest(self) -> str:
@@ -216,9 +211,9 @@ def try_claim(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHel
         return found
     try:
         lease = Lease.acquire(store, _owned(key))
-    except LeaseHeld as held:
-        return held
-    found = find(store, key)  # it may have come between look and claim
+    except LeaseHeld as refusal:
+        return refusal
+    found = find(store, key)  # another process may have created it before the claim
     if found is not None:
         lease.release(Outcome.COMPLETED)
         return found
@@ -247,7 +242,7 @@ def read_samples(store: Store, result: Evaluation) -> pa.Table:
 
 def folders(store: Store) -> Iterator[str]:
     """Yield the store paths of the folders of all evaluations, with a result or without."""
-    for entry in store.list(layout.evals()):
+    for entry in store.list(layout.EVALS):
         if (model := layout.parse_evaluated(entry)) is None:
             continue
         try:

@@ -67,7 +67,6 @@ def read_manifest(store: Store, run: str) -> Manifest:
                 f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` resumes it"
             )
         require_readable(fields)
-        del fields["digest"]
         manifest = Manifest.model_validate(fields)
         if manifest.run != run:
             raise ValueError(f"it belongs to run {manifest.run!r}")
@@ -99,7 +98,7 @@ def list_runs(store: Store) -> list[str]:
             warn_skipped(name, error)
             return False
 
-    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) is not None]
+    names = [name for entry in store.list(layout.RUNS) if (name := layout.parse_run(entry)) is not None]
     with ThreadPoolExecutor(_REQUESTS) as pool:
         exist = pool.map(exists, names)
         return [name for name, there in zip(names, exist, strict=True) if there]

@@ -105,18 +105,19 @@ def input_differences(recorded: Mapping[str, str], current: Mapping[str, str]) -
     ]
 
 
-def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
-    """Return (dotted field, first value, second value) of each field in which two JSON values differ.
+def differences(recorded: Any, current: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Return (dotted field, recorded value, current value) of each field in which two JSON values differ.
 
     A value is None if its side lacks the field.
     """
-    if isinstance(recorded, dict) and isinstance(given, dict):
-        names = sorted({*recorded, *given})
+    if isinstance(recorded, dict) and isinstance(current, dict):
         prefix = f"{field}." if field and not field.endswith(" ") else field
         return [
-            found for name in names for found in differences(recorded.get(name), given.get(name), f"{prefix}{name}")
+            difference
+            for name in sorted({*recorded, *current})
+            for difference in differences(recorded.get(name), current.get(name), f"{prefix}{name}")
         ]
-    return [] if recorded == given else [(field, recorded, given)]
+    return [] if recorded == current else [(field, recorded, current)]
 
 
 class RunTerms:

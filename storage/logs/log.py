@@ -15,7 +15,7 @@ import pyarrow as pa
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.paced import PacedWriter
-from cairn.storage.logs.parts import Part, found_metadata, part_bytes, recover
+from cairn.storage.logs.parts import Part, part_bytes, recover
 from cairn.storage.store.errors import StoreError
 from cairn.storage.store.store import Store
 
@@ -79,7 +79,7 @@ class Log(PacedWriter):
         if self._groups is not None:
             self._open_parts.forget({LOG_IS_OPEN})
             with suppress(StoreError):
-                self._attempt.store.remove_empty_folders(self._attempt.beside)
+                self._attempt.store.remove_empty_folders(self._attempt.attempts)
 
     def _part_name(self, number: int) -> str:
         """Return the name of a part within the attempt's folder, without digest and ending."""
@@ -88,7 +88,7 @@ class Log(PacedWriter):
     def _attempts(self) -> list[str]:
         """Return the names of all other attempts at the same work."""
         attempt = self._attempt
-        names = map(layout.parse_attempt, attempt.store.list(attempt.beside))
+        names = map(layout.parse_attempt, attempt.store.list(attempt.attempts))
         return [
             name
             for name in names
@@ -100,12 +100,11 @@ class Log(PacedWriter):
 
         The next part of this log names what was found.
         """
-        recovered = recover(self._attempt.store, parts, self._schema, self._accepted)
-        found = found_metadata(recovered, self._attempt.name)
-        if found is not None and self._groups != frozenset():
-            self._write_part(self._schema.empty_table(), found)
+        recovered, metadata = recover(self._attempt, parts, self._schema, self._accepted)
+        if metadata is not None and self._groups != frozenset():
+            self._write_part(self._schema.empty_table(), metadata)
         tables = []
-        for part, table in recovered.tables:
+        for part, table in recovered:
             groups = set() if table is None else set(table["group_id"].to_pylist())
             if table is not None and self._groups is not None:
                 groups &= self._groups
@@ -116,11 +115,12 @@ class Log(PacedWriter):
         self._open_parts.remove_used_up()
         return tables
 
-    def _write_rows(self, number: int, items: list[Any]) -> None:
+    def _write_rows(self, items: list[Any]) -> pa.Table:
         table = self._encode(items)
         self._write_part(table)
         if self._groups is None:
             self._written.append(table)
+        return table
 
     def _write_part(
         self,

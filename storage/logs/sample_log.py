@@ -67,7 +67,7 @@ class SampleLog(Log):
         Call it once, before anything is appended, and before the calls of the samples are read: the calls of a finished
         sample were made before it ended.
         """
-        store, folder = self._attempt.store, self._attempt.beside
+        store, folder = self._attempt.store, self._attempt.attempts
         parts = [part for name in self._attempts() for part in _parts(store, folder, name)]
         tables = [self._schema.empty_table(), *(table for _, table in self._recovered(parts))]
         rows = pa.concat_tables(tables)
@@ -112,12 +112,12 @@ def waiting_groups(store: Store, run: str, iteration: int, committed: Collection
 
     A finished group has `size` samples.
     """
-    found = {
+    samples = {
         (shard, group, sample)
         for shard, table in _waiting(store, run, iteration, committed)
         for group, sample in _samples(table)
     }
-    finished = Counter((shard, group) for shard, group, _ in found)
+    finished = Counter((shard, group) for shard, group, _ in samples)
     return sum(count >= size for count in finished.values())
 
 
@@ -150,8 +150,8 @@ def prompts_in_stream(store: Store, run: str) -> set[int]:
 
 def stream_parts(store: Store, run: str) -> dict[str, int]:
     """Return store paths and sizes in bytes of the parts of all logs of a run's drivers, including those of calls."""
-    found = store.find(layout.stream(run))
-    return {path: size for path, size in found.items() if path.endswith(".arrow")}
+    sizes = store.find(layout.stream(run))
+    return {path: size for path, size in sizes.items() if path.endswith(".arrow")}
 
 
 def groups_of_part(store: Store, path: str) -> set[int]:

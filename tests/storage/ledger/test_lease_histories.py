@@ -177,12 +177,12 @@ class Leases(RuleBasedStateMachine):
     @rule(driver=drivers)
     def checks(self, driver: Driver) -> None:
         """One of a deleted run learns of it when it looks, and may not have looked for long."""
-        assert driver.set_lease() == (driver in self.history[-1:] and driver.outcome is None)
+        assert driver.owns() == (driver in self.history[-1:] and driver.outcome is None)
 
     @invariant()
     def only_the_newest_owns_the_run_until_it_ends(self) -> None:
         for driver in self.history:
-            assert driver.set_lease() == (driver in self.history[-1:] and driver.outcome is None)
+            assert driver.owns() == (driver in self.history[-1:] and driver.outcome is None)
 
     @invariant()
     def the_store_tells_of_the_newest(self) -> None:

@@ -391,13 +391,13 @@ def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
         store = _TakenOver(str(shutil.copytree(whole, tmp_path_factory.mktemp("store"), dirs_exist_ok=True)))
         ledger = Ledger.open(store, "run-1")
         ledger.acquire(takeover=True)
-        before = set(store.find(layout.runs()))
+        before = set(store.find(layout.RUNS))
         store.left = moments
         if not moments:
             Ledger.open(store, "run-1").acquire(takeover=True)
         if _outlives(ledger):
             break
-        after = set(store.find(layout.runs()))
+        after = set(store.find(layout.RUNS))
         touched = {path for path in before ^ after if "/leases/" not in path}
         assert len(touched) == moments
         moments += 1
