@@ -207,8 +207,8 @@ def delete_run(store: Store, run: str) -> None:
             require_note()
             store.write(manifest, before)
             raise
-        first = [path for path in store.find(layout.run(run)) if not path.startswith(f"{layout.leases(run)}/")]
-        delete_all(store, (path for path in first if path != manifest), require_note)
+        files = store.find(layout.run(run)).keys() - store.find(layout.leases(run)).keys() - {manifest}
+        delete_all(store, sorted(files), require_note)
         for write in store.unfinished(layout.run(run)):
             require_note()
             store.discard(write)
