@@ -26,14 +26,14 @@ def frozen_names(names: Collection[str], training: TrainingConfig) -> frozenset[
     option = "training.only_train_params_name_list" if only else "training.freeze_params_name_list"
     matched: set[str] = set()
     for pattern in only or freeze:
-        found = {name for name in names if re.search(pattern, name)}
-        if not found:
+        matching = {name for name in names if re.search(pattern, name)}
+        if not matching:
             near = get_close_matches(pattern.replace("\\", ""), sorted(names), n=3, cutoff=0.0)
             raise BadModel(
                 f"{option} has {pattern!r}, which matches no parameter of the model: it has {', '.join(near)} and "
                 "others; a tied output layer has the name of the input embedding"
             )
-        matched |= found
+        matched |= matching
     frozen = frozenset(names) - matched if only else frozenset(matched)
     if len(frozen) == len(names):
         raise BadModel(f"{option} leaves no parameter to train: list fewer")

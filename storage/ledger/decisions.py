@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step, parse_commit_name
@@ -265,7 +265,7 @@ def read_decision(data: bytes, path: str) -> Decision:
         if fields.get("schema_version") != FORMAT:
             raise ValueError(f"it has format {fields.get('schema_version')}, this Cairn reads format {FORMAT}")
         return Decision.model_validate(fields)
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         raise Damaged(f"decision {path} cannot be trusted: {error}") from None
 
 

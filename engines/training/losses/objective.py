@@ -190,9 +190,9 @@ def correction_weights(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torc
     )
 
 
-def _per_token(found: Any, count: int, who: str, what: str) -> tuple[torch.Tensor, Metrics]:
+def _per_token(returned: Any, count: int, who: str, what: str) -> tuple[torch.Tensor, Metrics]:
     try:
-        values, observed = found
+        values, observed = returned
         fits = all(tensor.shape == (count,) for tensor in (values, *observed.values()))
     except (TypeError, ValueError, AttributeError):
         fits = False

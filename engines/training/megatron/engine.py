@@ -273,17 +273,17 @@ class MegatronEngine(ExactlyOnceEngine):
     def offload(self) -> None:
         self._require_intact()
         if not self._offloaded:
-            self.state_digest()  # of the position, which is asked for at any time
+            self.state_digest()  # part of the position, which may be requested at any time
             for learner in self._learners.values():
                 learner.state.offload()
-            self._frozen_memory.give(self._frozen, ())
+            self._frozen_memory.free(self._frozen, ())
             self._offloaded = True
 
     def onload(self) -> None:
         if self._offloaded:
             for learner in self._learners.values():
                 learner.state.onload()
-            self._frozen_memory.take()
+            self._frozen_memory.restore()
             self._offloaded = False
 
     def health(self) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class TorchEngine(ExactlyOnceEngine):
         parts = parts_of(self._model)
         weights = whole_weights(self._model, self._device, self._dtype)
         published = (
-            (part.name, part.of(full.to(self._device)))  # what is offloaded whole, as frozen weights are, is not there
+            (part.name, part.of(full.to(self._device)))  # frozen weights are offloaded whole
             for name, full in weights
             for part in parts[name]
         )
@@ -150,7 +150,7 @@ class TorchEngine(ExactlyOnceEngine):
                 written = write_state(store, folder, files, weight_version=self._version, state_digest=digest)
         except Exception as failure:  # raised below, once the other ranks are free
             error = failure
-        for _ in files:  # the gathering goes on to its end on every rank
+        for _ in files:  # every rank must take part to the end
             pass
         raise_together(error, self._world_size, self._device)
         return written
@@ -174,7 +174,7 @@ class TorchEngine(ExactlyOnceEngine):
     def offload(self) -> None:
         self._require_intact()
         if not self._offloaded:
-            self.state_digest()  # of the position, which is asked for at any time
+            self.state_digest()  # part of the position, which may be requested at any time
             offload(self._models(), self._optimizers())
             self._offloaded = True
 

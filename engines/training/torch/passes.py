@@ -174,8 +174,8 @@ def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, 
     """Return [N, outputs] of the output layer at the chosen tokens."""
     if batch.images is None:
         return response_logits(model, tokens.input_ids, tokens.positions)
-    from cairn.engines.models.vision import seeing  # what few models need
+    from cairn.engines.models.vision import seeing  # only some models need it
 
     sequences = [batch.input_ids[i] for i in micro_batch.samples]
-    with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as beside:
-        return response_logits(model, tokens.input_ids, tokens.positions, **beside)
+    with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as images:
+        return response_logits(model, tokens.input_ids, tokens.positions, **images)
