@@ -59,12 +59,12 @@ def test_a_result_that_is_there_is_found_and_nothing_is_claimed(store: Store) ->
 
 
 def test_who_asks_while_another_computes_gets_that_result(store: Store) -> None:
-    told: list[object] = []
+    reported: list[object] = []
     answers: list[Evaluation | Claim] = []
     with claimed(store) as claim:
-        asking = threading.Thread(target=lambda: answers.append(find_or_claim(store, KEY, told.append)))
+        asking = threading.Thread(target=lambda: answers.append(find_or_claim(store, KEY, reported.append)))
         asking.start()
-        while not told:
+        while not reported:
             asking.join(0.01)
         made = commit(store, claim)
     asking.join()
@@ -195,6 +195,6 @@ def test_sql_reads_the_samples_of_results_with_whose_weights_they_are(store: Sto
                 started_at=0.0,
                 environment=Environment(device="cpu", threads=1),
             )
-    asked = "SELECT run, iteration, dtype, score, avg(reward), count(*) FROM evaluations GROUP BY ALL ORDER BY run"
-    found = [tuple(row.values()) for row in open_query(store).sql(asked).to_pylist()]
+    query = "SELECT run, iteration, dtype, score, avg(reward), count(*) FROM evaluations GROUP BY ALL ORDER BY run"
+    found = [tuple(row.values()) for row in open_query(store).sql(query).to_pylist()]
     assert found == [("one", 3, "float32", 0.5, 0.5, 2), ("other", 3, "float32", 1.0, 1.0, 1)]

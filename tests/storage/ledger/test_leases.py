@@ -36,7 +36,7 @@ from tests.storage.builders import commit_step
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 print(ledger.acquire().epoch, flush=True)
 """
-_COMMIT_WHEN_TOLD = """
+_COMMIT_ON_REQUEST = """
 for iteration in range(1000):
     sys.stdin.readline()
     try:
@@ -50,7 +50,7 @@ for iteration in range(1000):
 class Driver:
     """A process that owns run-1 and commits once for each `commit()`."""
 
-    def __init__(self, store: Store, then: str = _COMMIT_WHEN_TOLD):
+    def __init__(self, store: Store, then: str = _COMMIT_ON_REQUEST):
         code = _DRIVER.format(root=str(Path(__file__).parents[3])) + then
         command = [sys.executable, "-c", code, store.url]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -101,8 +101,8 @@ def test_what_was_finished_before_a_torn_part_is_recovered_again_and_again(
         end = min(int(at * len(data)), len(data) - 1)
         newest.write_bytes(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :] if flip else data[:end])
         last = history[-1][-1]
-        for again in range(2):
-            log, found = begin(store, len(history) + again)
+        for recovery in range(2):
+            log, found = begin(store, len(history) + recovery)
             log.close()
             assert groups_of(found) == [id for id in finished if id not in last]
             expected = rows([id for id in finished if id not in last]) if len(finished) > len(last) else found[:0]
