@@ -31,7 +31,7 @@ from cairn.storage.ledger.leases import Lease, LeaseState, LeaseSubject, Outcome
 from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, from_parquet
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, LeaseHeld, LinkOutsideStore
+from cairn.storage.store.errors import Damaged, LeaseHeld, LinkOutsideStore, naming_damaged
 from cairn.storage.store.store import Store
 
 LOOK_INTERVAL = 0.5
@@ -95,13 +95,11 @@ class Evaluation(Marker):
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Evaluation":
         """Parse a result. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
-        try:
-            found = cls.unsealed(data)
-        except ValueError as error:
-            raise Damaged(f"result {path} cannot be trusted: {error}") from None
-        if layout.evaluation_result(found.key.folder) != path:
-            raise Damaged(f"result {path} is in the wrong place: it names {found.key.folder}")
-        return found
+        with naming_damaged(f"result {path}"):
+            result = cls.unsealed(data)
+        if layout.evaluation_result(result.key.folder) != path:
+            raise Damaged(f"result {path} is in the wrong place: it names {result.key.folder}")
+        return result
 
 
 class Claim:
@@ -166,7 +164,7 @@ class Claim:
 
 
 def read(store: Store, folder: str) -> Evaluation | None:
-    """Return the result in a folder, or None if nobody has finished it. Makes one request. Raises Damaged."""
+    """Return the result in a folder, or None if there is none yet. Makes one request. Raises Damaged."""
     path = layout.evaluation_result(folder)
     try:
         return Evaluation.from_bytes(store.read(path), path)
@@ -221,7 +219,7 @@ def try_claim(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHel
 
 
 def claimant(store: Store, folder: str) -> LeaseState | None:
-    """Return the newest lease on the result of a folder, or None if nobody has claimed it."""
+    """Return the newest lease on the result of a folder, or None if there is none."""
     return newest_lease(store, LeaseSubject(layout.evaluation_claims(folder), folder, "evaluation"))
 
 
@@ -247,7 +245,7 @@ def folders(store: Store) -> Iterator[str]:
             continue
         try:
             names = store.list(model)
-        except LinkOutsideStore:  # nobody has a result there
+        except LinkOutsideStore:  # no result is stored there
             continue
         for name in names:
             if (folder := layout.parse_evaluation(model, name)) is not None:

@@ -332,6 +332,11 @@ class AlgorithmConfig(Section):
         return "rollout_log_probs" in needs and "old_log_probs" not in needs
 
     @property
+    def upper_clip_range(self) -> float:
+        """Upper clip range of the probability ratio."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
     def reads_kl(self) -> bool:
         """Whether the KL divergence from the reference model is computed, in the loss or in the rewards."""
         return self.use_kl_loss or self.kl_coef > 0

@@ -38,7 +38,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from cairn.storage.ledger import layout
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged
+from cairn.storage.store.errors import Damaged, naming_damaged
 from cairn.storage.store.store import check_path
 
 FORMAT = 3
@@ -205,10 +205,8 @@ class Commit(Marker):
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Commit":
         """Parse a commit. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
-        try:
+        with naming_damaged(f"commit {path}"):
             commit = cls.unsealed(data)
-        except ValueError as error:
-            raise Damaged(f"commit {path} cannot be trusted: {error}") from None
         if layout.commit(commit.run, commit.iteration, commit.step, commit.shard) != path:
             raise Damaged(f"commit {path} is in the wrong place: it names {commit.name} of run {commit.run}")
         return commit

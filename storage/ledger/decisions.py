@@ -34,8 +34,8 @@ from cairn.storage.ledger.commits import Step, parse_commit_name
 from cairn.storage.ledger.manifest import Manifest, read_manifest
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store
+from cairn.storage.store.errors import Damaged, naming_damaged
+from cairn.storage.store.store import REQUESTS, Store
 
 
 class Gate(Record):
@@ -126,7 +126,6 @@ What = Annotated[AnyKind, Field(discriminator="kind")]
 
 
 FORMAT = 1
-_REQUESTS = 8
 
 
 class Decision(Record):
@@ -193,7 +192,7 @@ class Decisions:
         known = self._known
         if known is None:
             numbers = layout.numbers(self._store.list(layout.decisions(self._run)))
-            with ThreadPoolExecutor(_REQUESTS) as readers:
+            with ThreadPoolExecutor(REQUESTS) as readers:
                 known = tuple(readers.map(self._require, range(1, max(numbers, default=0) + 1)))
         while (newer := self._read(len(known) + 1)) is not None:  # a listing may lag behind
             known = (*known, newer)
@@ -260,13 +259,11 @@ class Decisions:
 
 def read_decision(data: bytes, path: str) -> Decision:
     """Parse a decision. Raises Damaged, naming `path`, unless `data` are the bytes that were recorded."""
-    try:
+    with naming_damaged(f"decision {path}"):
         fields = canonical.unseal(data)
         if fields.get("schema_version") != FORMAT:
             raise ValueError(f"it has format {fields.get('schema_version')}, this Cairn reads format {FORMAT}")
         return Decision.model_validate(fields)
-    except ValueError as error:
-        raise Damaged(f"decision {path} cannot be trusted: {error}") from None
 
 
 def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStatus]:
@@ -310,6 +307,6 @@ def this_user() -> str:
     """Return `user@host` of this process."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user that nobody has named
+    except (KeyError, OSError):  # a container's user may have no name
         user = "somebody"
     return f"{user}@{socket.gethostname()}"

@@ -42,7 +42,7 @@ from pydantic import ValidationError
 from cairn.storage.ledger import layout
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError
+from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError, naming_damaged
 from cairn.storage.store.store import Store
 
 # Identity of the process that holds a lease, and whether it is still alive.
@@ -179,7 +179,7 @@ class LeaseState(Record):
     """Outcome; None until the holder has recorded it."""
 
     def is_over(self) -> bool | None:
-        """Return whether nobody owns the run any more.
+        """Return whether the run has no owner any more.
 
         Returns None if one check cannot tell because the holder is on another machine.
         """
@@ -204,7 +204,7 @@ def run_subject(run: str) -> LeaseSubject:
 
 
 def newest_lease(store: Store, run: str | LeaseSubject) -> LeaseState | None:
-    """Return the lease with the newest epoch, or None if nobody ever owned the run or other subject. Raises Damaged."""
+    """Return the lease with the newest epoch, or None if the subject never had an owner. Raises Damaged."""
     owned = run_subject(run) if isinstance(run, str) else run
     epoch = max(_epochs(store, owned), default=0)
     while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
@@ -238,11 +238,8 @@ def _state(store: Store, owned: LeaseSubject, epoch: int) -> LeaseState:
 
 
 def _read(store: Store, path: str) -> dict[str, Any]:
-    try:
-        fields = canonical.unseal(store.read(path))
-    except ValueError as error:
-        raise Damaged(f"{path} cannot be trusted: {error}") from None
-    return fields
+    with naming_damaged(path):
+        return canonical.unseal(store.read(path))
 
 
 class Lease:

@@ -26,7 +26,7 @@ from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, input_differences, plain
 from cairn.storage.records import Environment, code_version
 from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 
 # Iterations of a run that have files. Only the folders are listed, not their contents.
 
@@ -73,8 +73,6 @@ def _numbers(names: Sequence[str]) -> list[int]:
 
 
 _STEPS = frozenset(Step)
-_REQUESTS = 8
-"""Commits read in parallel: an object store takes tens of milliseconds for each."""
 
 
 class Ledger:
@@ -238,7 +236,7 @@ class Ledger:
         Makes one request for the list and one for each commit. A listing may lag behind. So commits from which the
         train step or a listed commit was made are included even if they are not listed.
         """
-        with ThreadPoolExecutor(_REQUESTS) as readers:
+        with ThreadPoolExecutor(REQUESTS) as readers:
             read = [commit for commit in readers.map(self._read, self.markers(iteration)) if commit is not None]
         commits = {commit.name: commit for commit in read}
         unlisted = [layout.commit_name(iteration, Step.TRAIN)]

@@ -11,11 +11,8 @@ from cairn.storage.ledger.commits import require_readable
 from cairn.storage.ledger.terms import Terms
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore
-from cairn.storage.store.store import Store
-
-_REQUESTS = 8
-"""Manifests that are checked in parallel."""
+from cairn.storage.store.errors import BeingDeleted, LinkOutsideStore, naming_damaged
+from cairn.storage.store.store import REQUESTS, Store
 
 
 class Parent(Record):
@@ -60,7 +57,7 @@ def read_manifest(store: Store, run: str) -> Manifest:
         data = store.read(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them") from None
-    try:
+    with naming_damaged(f"manifest {path}"):
         fields = canonical.unseal(data)
         if "being_deleted_since" in fields:
             raise BeingDeleted(
@@ -70,8 +67,6 @@ def read_manifest(store: Store, run: str) -> Manifest:
         manifest = Manifest.model_validate(fields)
         if manifest.run != run:
             raise ValueError(f"it belongs to run {manifest.run!r}")
-    except ValueError as error:
-        raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
     return manifest
 
 
@@ -99,6 +94,6 @@ def list_runs(store: Store) -> list[str]:
             return False
 
     names = [name for entry in store.list(layout.RUNS) if (name := layout.parse_run(entry)) is not None]
-    with ThreadPoolExecutor(_REQUESTS) as pool:
+    with ThreadPoolExecutor(REQUESTS) as pool:
         exist = pool.map(exists, names)
         return [name for name, there in zip(names, exist, strict=True) if there]

@@ -24,7 +24,7 @@ from cairn.storage.ledger.commits import FORMAT, unsealed_fields
 from cairn.storage.ledger.leases import Lease
 from cairn.storage.records import CodeVersion, Record, code_version
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, RunDiffers
+from cairn.storage.store.errors import RunDiffers, naming_damaged
 from cairn.storage.store.store import Store
 
 # Which code is running.
@@ -206,11 +206,11 @@ class RunTerms:
         for number in itertools.count(first):
             path = layout.upgrade(run, number)
             try:
-                upgrade = Upgrade.from_bytes(self._store.read(path))
-                if (upgrade.run, upgrade.number) != (run, number):
-                    raise ValueError(f"it is number {upgrade.number} of run {upgrade.run!r}")
-                yield upgrade
+                data = self._store.read(path)
             except FileNotFoundError:
                 return
-            except ValueError as error:
-                raise Damaged(f"{path} cannot be trusted: {error}") from None
+            with naming_damaged(path):
+                upgrade = Upgrade.from_bytes(data)
+                if (upgrade.run, upgrade.number) != (run, number):
+                    raise ValueError(f"it is number {upgrade.number} of run {upgrade.run!r}")
+            yield upgrade

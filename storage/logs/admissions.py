@@ -25,7 +25,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault, Finding, commit_finding
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, StoreError
+from cairn.storage.store.errors import Damaged, StoreError, naming_damaged
 from cairn.storage.store.store import Store
 
 
@@ -96,11 +96,8 @@ def find_claim(store: Store, run: str, number: int) -> Claim | None:
 
 def read_claim(data: bytes, path: str) -> Claim:
     """Parse the claim stored at a path. Raises Damaged."""
-    try:
-        fields = canonical.unseal(data)
-        claim = Claim.model_validate(fields)
-    except ValueError as error:
-        raise Damaged(f"{path} cannot be trusted: {error}") from None
+    with naming_damaged(path):
+        claim = Claim.model_validate(canonical.unseal(data))
     if path != layout.admission(claim.run, claim.number):
         raise Damaged(f"{path} is in the wrong place: it names admission {claim.number} of run {claim.run!r}")
     return claim

@@ -71,6 +71,8 @@ _PART = re.compile(r"(\d{4})-(\d{6})\.[0-9a-f]{64}\.arrow")
 class CallLog(Log):
     """Log of calls of one attempt, or of a stream's driver."""
 
+    contents = "calls of samples"
+
     def __init__(
         self,
         attempt: AttemptFolder,
@@ -85,7 +87,6 @@ class CallLog(Log):
         super().__init__(
             attempt,
             inputs_digest,
-            "calls of samples",
             schema=CALLS,
             encode=encode,
             earlier_digests=earlier_digests,

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
 from cairn.storage.ledger import layout
+from cairn.storage.ledger.schemas import ROLLOUT
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.paced import PacedWriter
 from cairn.storage.logs.parts import Part, part_bytes, recover
@@ -26,14 +27,16 @@ LOG_IS_OPEN = -1
 class Log(PacedWriter):
     """Log of one attempt. Use it as a context manager. Subclasses name parts and choose the rows that count."""
 
+    contents: ClassVar[str]
+    """Contents of the log, for messages."""
+
     def __init__(
         self,
         attempt: AttemptFolder,
         inputs_digest: str,
-        what: str,
         *,
-        schema: pa.Schema,
-        encode: Callable[[list[Any]], pa.Table],
+        schema: pa.Schema = ROLLOUT,
+        encode: Callable[[list[Any]], pa.Table] = pa.concat_tables,
         earlier_digests: Collection[str] = (),
         groups: Collection[int] | None = None,
         deadline: float = 120.0,
@@ -44,9 +47,8 @@ class Log(PacedWriter):
             attempt: folder of the attempt, or of a stream's driver.
             inputs_digest: digest of everything that the rows depend on; only parts made from the same inputs are
                 recovered.
-            what: contents of the log, for messages.
             schema: schema of the rows.
-            encode: converts appended items to rows, in the log's own thread.
+            encode: converts appended items to rows, in the log's own thread; by default the items are tables.
             earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
             groups: of a stream, the groups that no step has taken; parts and rows of other groups are useless. None for
                 the log of a step.
@@ -62,7 +64,7 @@ class Log(PacedWriter):
         """Parts of a stream's log. After the start only the writer's thread uses it."""
         self._written = [schema.empty_table()]
         self._numbers = count()
-        super().__init__(self._write_rows, f"{what} to {attempt.folder}", deadline)
+        super().__init__(self._write_rows, f"{self.contents} to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
         """Close the log of a step and return the rows of everything that was appended, once they are durable."""

@@ -32,7 +32,7 @@ from cairn.storage.ledger.schemas import complete
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 
 _INPUTS_KEY = b"inputs_digest"
 
@@ -74,8 +74,6 @@ def accepted_rows(table: pa.Table, schema: pa.Schema, accepted: Collection[bytes
     return table.cast(schema) if metadata.get(_INPUTS_KEY) in accepted and alike else None
 
 
-READERS = 8
-"""Parts read in parallel: an object store takes tens of milliseconds for each."""
 LIMITS_KEY = b"found"
 """Key in the metadata of a part's schema. The value is a JSON object: by the names of attempts, the numbers below which
 their parts count."""
@@ -98,7 +96,7 @@ def recover(
     Returns the rows of each part, None if nothing in it counts; and the metadata of this attempt's part that names the
     attempts read, None if no other attempt can be writing.
     """
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(REQUESTS) as readers:
         tables = list(readers.map(lambda part: read_any_part(attempt.store, part.path), parts))
     limits_by_attempt = {
         part.attempt: _recorded_limits(part.path, table)

@@ -21,15 +21,14 @@ Parts are never committed: a commit names one compacted file.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.schemas import ROLLOUT, Status
-from cairn.storage.ledger.snapshots import PARTS, AttemptFolder
+from cairn.storage.ledger.schemas import Status
+from cairn.storage.ledger.snapshots import PARTS
 from cairn.storage.logs.log import Log
 from cairn.storage.logs.parts import Part, read_any_part
 from cairn.storage.store.store import Store
@@ -38,28 +37,7 @@ from cairn.storage.store.store import Store
 class SampleLog(Log):
     """Log of the samples of a rollout shard, an evaluation, or a stream's driver."""
 
-    def __init__(
-        self,
-        attempt: AttemptFolder,
-        inputs_digest: str,
-        *,
-        schema: pa.Schema = ROLLOUT,
-        encode: Callable[[list[Any]], pa.Table] = pa.concat_tables,
-        earlier_digests: Collection[str] = (),
-        groups: Collection[int] | None = None,
-        deadline: float = 120.0,
-    ) -> None:
-        """Begin the log. `encode`: by default the appended items are tables. For the rest see `Log`."""
-        super().__init__(
-            attempt,
-            inputs_digest,
-            "finished samples",
-            schema=schema,
-            encode=encode,
-            earlier_digests=earlier_digests,
-            groups=groups,
-            deadline=deadline,
-        )
+    contents = "finished samples"
 
     def recover(self) -> pa.Table:
         """Return the rows of other attempts with which samples ended, or from which they resume; one for each sample.

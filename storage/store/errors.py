@@ -140,6 +140,15 @@ def naming_full(place: Path | str) -> Iterator[None]:
         raise named_error from error
 
 
+@contextmanager
+def naming_damaged(file: str) -> Iterator[None]:
+    """Raise Damaged, naming the file, if the block finds that it is not what was written: raises ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise Damaged(f"{file} cannot be trusted: {error}") from None
+
+
 class BadQuery(Exception):
     """The query names something that does not exist, or tries more than reading the ledger.
 

@@ -51,9 +51,8 @@ from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore, Redacted, Retired
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 
-_REQUESTS = 8
 _WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
 
 
@@ -109,10 +108,10 @@ def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = l
     `guard` is called before each eight; what it raises ends the deletion and propagates.
     """
     paths = list(paths)
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        for first in range(0, len(paths), _REQUESTS):
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        for first in range(0, len(paths), REQUESTS):
             guard()
-            list(pool.map(store.delete, paths[first : first + _REQUESTS]))
+            list(pool.map(store.delete, paths[first : first + REQUESTS]))
 
 
 def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:
@@ -307,7 +306,7 @@ def forks(store: Store, run: str) -> dict[str, int]:
         return parent.iteration if parent is not None and parent.run == run else None
 
     names = [name for entry in store.list(layout.RUNS) if (name := layout.parse_run(entry)) not in (None, run)]
-    with ThreadPoolExecutor(_REQUESTS) as readers:
+    with ThreadPoolExecutor(REQUESTS) as readers:
         shared = zip(names, readers.map(parent, names), strict=True)
         return {name: iteration for name, iteration in shared if iteration is not None}
 

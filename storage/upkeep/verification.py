@@ -23,7 +23,7 @@ from cairn.storage.logs.admissions import Admitted, Claim, claimed_numbers, read
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 from cairn.storage.upkeep.accounting import Accounting, GroupCounts, GroupTable, records_groups
 
 # Check that the tokens of committed samples match their committed calls, even if several drivers made them.
@@ -91,7 +91,6 @@ def _is_after(recorded: Mapping[str, Any], before: Sequence[int]) -> bool:
     return bool(recorded["arguments"] == canonical.to_json({"sha256": sha256.hexdigest()}))
 
 
-_REQUESTS = 8
 _RETIRED: Final = "retired"
 _REDACTED: Final = "redacted"
 _FileCheck = Finding | Literal["retired", "redacted"] | None
@@ -152,7 +151,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     yield from _verify_claims(ledger, claims)
     digests: dict[str, str] = {}
     redactions = _redactions(ledger)
-    with ThreadPoolExecutor(_REQUESTS) as readers:
+    with ThreadPoolExecutor(REQUESTS) as readers:
         accounting, contradictions = Accounting(store, readers), list[Finding]()
         # Newest first: a running driver commits inputs before the commits made from them.
         markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
