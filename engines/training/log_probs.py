@@ -110,6 +110,23 @@ def token_log_probs(logits: torch.Tensor, normalizer: torch.Tensor, targets: tor
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
 
 
+def policy_log_probs(
+    logits: torch.Tensor, targets: torch.Tensor, support: LogitSupport | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the policy's [N, V] float32 logits, their [N] log-sum-exp, and the [N] log-probs of the targets.
+
+    The policy is the softmax of logits / temperature over the sampling support.
+
+    Args:
+        logits: [N, V].
+        targets: [N] int64.
+    """
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logits = mask_outside_support(logits, support)
+    normalizer = logits.logsumexp(-1)
+    return logits, normalizer, token_log_probs(logits, normalizer, targets)
+
+
 def top_rows(log_probs: torch.Tensor, top_log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return [N, 1 + 2k] float32: for each response token its own log-prob and a model's k most probable tokens.
 

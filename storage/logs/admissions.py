@@ -18,6 +18,7 @@ stay, as commits do. Ledgers of earlier versions have no claims for their admiss
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
@@ -165,9 +166,7 @@ class Admitted:
         for id in sorted(self._taken.keys() - self._admitted.keys()):
             message = f"group {id} is taken by {self._taken[id]}, but was never admitted"
             yield commit_finding(newest, Fault.GROUP_DIFFERS, message)
-        left, last = newest.values["open"], str(newest.values["admitted"])
-        assert isinstance(left, dict)
-        still = {id for ids in left.values() for id in ids}  # type: ignore[union-attr]
+        still, last = _left_open(newest), str(newest.values["admitted"])
         number = next((_number(one) for one in self._admitted.values() if one.name == last), -1)
         for id, admission in self._admitted.items():
             if id not in self._taken and id not in still and _number(admission) <= number:
@@ -210,10 +209,7 @@ def open_groups(ledger: Ledger) -> set[int]:
             newest = takes[-1]
             last = ledger.find(*parse_commit_name(str(newest.values["admitted"])))
             number = -1 if last is None else _number(last)
-            left = newest.values["open"]
-            assert isinstance(left, dict)
-            still: set[int] = {id for ids in left.values() for id in ids}  # type: ignore[union-attr, misc]
-            return still | {id for one in admissions if _number(one) > number for id in _ids(one)}
+            return _left_open(newest) | {id for one in admissions if _number(one) > number for id in _ids(one)}
     return {id for one in admissions for id in _ids(one)}
 
 
@@ -221,6 +217,12 @@ def _ids(commit: Commit) -> list[int]:
     groups = commit.values["groups"]
     assert isinstance(groups, list)
     return groups  # type: ignore[return-value]
+
+
+def _left_open(rollout: Commit) -> set[int]:
+    """Return the groups that a rollout step left open."""
+    left: Any = rollout.values["open"]
+    return {id for ids in left.values() for id in ids}
 
 
 def _number(admission: Commit) -> int:

@@ -47,7 +47,7 @@ from cairn.engines.training.checkpoint import (
 )
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
-from cairn.engines.training.sharding import raise_together
+from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
 from cairn.storage.store.store import Store, StoredFile
@@ -118,16 +118,12 @@ def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: 
         folders: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(folders, own)
         local = Path(folders[mates[0]])
-        error: Exception | None = None
         tensors = [file for file in files if _holds_tensors(file)]
-        try:
+        with raising_together(dist.get_world_size(), device):
             for file in tensors[mates.index(rank) :: len(mates)]:
                 _fetch(store, f"{folder}/{file.name}", file, local / Path(file.name).name)
             if rank == mates[0]:
                 write_folder(local, _described(store, folder, files, local))
-        except Exception as failure:  # raised below, once every rank has come here
-            error = failure
-        raise_together(error, dist.get_world_size(), device)
         try:
             yield local
         finally:
@@ -228,7 +224,7 @@ def save(
     dist.all_gather_object(every, mine)
     files = [file for own in every for file in own]
     stored: list[StoredFile] = []
-    try:
+    with raising_together(dist.get_world_size(), device):
         if dist.get_rank() == 0:
             state = MegatronState(
                 format=FORMAT,
@@ -240,9 +236,6 @@ def save(
             )
             stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in files]
             stored.append(write_sealed(store, f"{folder}/{STATE}", state))
-    except Exception as failure:
-        error = failure
-    raise_together(error, dist.get_world_size(), device)
     return stored
 
 

@@ -35,7 +35,14 @@ from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import prepare_process
-from cairn.engines.training.sharding import copy_part, raise_together, shard_model, state_digest, whole
+from cairn.engines.training.sharding import (
+    copy_part,
+    raise_together,
+    raising_together,
+    shard_model,
+    state_digest,
+    whole,
+)
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
@@ -157,8 +164,7 @@ class TorchEngine(ExactlyOnceEngine):
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()
-        error = None
-        try:
+        with raising_together(self._world_size, self._device):
             state = read_description(store, folder)
             check_reference(folder, REFERENCE in {file.kind for file in state.files}, self._reference is not None)
             actor = self._learners["actor"]
@@ -166,9 +172,6 @@ class TorchEngine(ExactlyOnceEngine):
             self._interrupted = "load"
             with torch.no_grad():
                 read_state(store, folder, state, self._state())
-        except Exception as failure:  # raised below, once every rank has come here
-            error = failure
-        raise_together(error, self._world_size, self._device)
         self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
 
     def offload(self) -> None:
