@@ -7,13 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.evaluation import Benchmark
-from cairn.configs.yaml_file import parse_yaml
+from cairn.configs.yaml_file import parse_yaml, read_mapping
 
 # Rates and sizes of machines, by name, for `cairn plan`.
 
@@ -79,12 +78,12 @@ def gpu_names() -> list[str]:
 def hardware(name: str) -> Hardware:
     """Return the hardware of a name, which is not case-sensitive. Raises ConfigError, which suggests the nearest
     name."""
-    found = _all().get(name.lower())
-    if found is None:
+    machine = _all().get(name.lower())
+    if machine is None:
         near = get_close_matches(name.lower(), gpu_names(), 1, 0.5)
         meant = f": did you mean {near[0]}?" if near else ""
         raise ConfigError([f"there is no GPU {name!r} among {', '.join(gpu_names())}{meant}"])
-    return found
+    return machine
 
 
 @cache
@@ -148,16 +147,9 @@ def load_benchmark(name: str, changes: Mapping[str, Mapping[str, Any]] | None = 
             [f"there is no benchmark {name!r}: use one of {', '.join(benchmark_names())}, or a YAML file of your own"]
         )
     file = Path(name) if own else BENCHMARKS / f"{name}.yaml"
-    try:
-        values = parse_yaml(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError([f"{file} does not exist; docs/benchmarks.md shows the fields of a benchmark"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file} cannot be read as a text file: {error}"]) from None
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{file} is not YAML: {' '.join(str(error).split())}"]) from None
-    if not isinstance(values, dict):
-        raise ConfigError([f"{file} does not hold a benchmark; it should begin with `name:`"])
+    values = read_mapping(
+        file, "docs/benchmarks.md shows the fields of a benchmark", "a benchmark; it should begin with `name:`"
+    )
     for section, changed in (changes or {}).items():
         before = values.get(section)
         values[section] = {**(before if isinstance(before, dict) else {}), **changed}

@@ -27,9 +27,7 @@ def digest(config: BaseModel, fields: Sequence[str]) -> str:
     read: dict[str, Any] = {}
     for name in fields:
         *sections, last = name.split(".")
-        owner: Any = config
-        for section in sections:
-            owner = getattr(owner, section)
+        owner: Any = reduce(getattr, sections, config)
         if last not in type(owner).model_fields:
             raise AttributeError(f"{name} is not an option of {type(config).__name__}")
         read[name] = owner.model_dump(mode="json", include={last})[last]
@@ -39,7 +37,5 @@ def digest(config: BaseModel, fields: Sequence[str]) -> str:
 def recorded_digest(config: Mapping[str, Any], fields: Sequence[str]) -> str:
     """Return the `digest` of a configuration in JSON values, as a ledger records it. Raises KeyError for an unknown
     name."""
-    read: dict[str, Any] = {}
-    for name in fields:
-        read[name] = reduce(getitem, name.split("."), config)
+    read = {name: reduce(getitem, name.split("."), config) for name in fields}
     return hashlib.sha256(canonical_json(read)).hexdigest()

@@ -90,8 +90,8 @@ def declared(function: Callable[..., Any]) -> Declaration:
     """
     while isinstance(function, partial):
         function = function.func
-    found = getattr(function, "declaration", None) or getattr(type(function).__call__, "declaration", None)
-    return found if isinstance(found, Declaration) else Declaration()
+    own = getattr(function, "declaration", None) or getattr(type(function).__call__, "declaration", None)
+    return own if isinstance(own, Declaration) else Declaration()
 
 
 ARGS = "args"
@@ -152,8 +152,8 @@ class Kind:
             raise BadPlugin(
                 f"the {self.name} {name!r} needs {need!r}, which nothing computes: let it need some of {known}"
             )
-        given_options = any("config" in way for way in self.takes)
-        if not given_options and (reads := declared(function).reads):
+        takes_options = any("config" in arguments for arguments in self.takes)
+        if not takes_options and (reads := declared(function).reads):
             raise BadPlugin(
                 f"the {self.name} {name!r} reads {min(reads)!r}, but no {self.name} receives options: leave it out"
             )
@@ -169,30 +169,26 @@ class Kind:
             signature = inspect.signature(function)
         except ValueError:  # it is not written in Python
             return list(self.takes)
-        found = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
-        if len(self.takes) > 1:  # how many arguments there are tells no way from those of other libraries
-            found = [arguments for arguments in found if _names(signature, arguments)]
-        if not found:
-            raise self.signature_error(name, function)
-        return found
-
-    def signature_error(self, name: str, function: Callable[..., Any]) -> BadPlugin:
-        """Return the error for a function that fits none of the signatures."""
-        ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
-        named = " by these names" if len(self.takes) > 1 else ""
-        return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}{named}")
+        fitting = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
+        if len(self.takes) > 1:  # the number of arguments does not distinguish the signatures of other libraries
+            fitting = [arguments for arguments in fitting if _names(signature, arguments)]
+        if not fitting:
+            ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
+            named = " by these names" if len(self.takes) > 1 else ""
+            raise BadPlugin(f"the {self.name} {name!r} takes {signature}: let it take {ways}{named}")
+        return fitting
 
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
         self.signatures_of(name, function)
-        found = deferred(function)
+        sort = deferred(function)
         may_be = {None: (None, "a coroutine"), True: ("a coroutine",), False: (None,)}[self.waits]
-        if found in may_be or (self.yields and found == "a generator"):
+        if sort in may_be or (self.yields and sort == "a generator"):
             return
         wanted = {None: "a plain or a coroutine", True: "a coroutine", False: "a plain"}[self.waits]
         returns = ", with asyncio.run where it must wait" if self.waits is False else ""
         returns = "" if self.waits else f" and return its result{returns}"
         raise BadPlugin(
-            f"the {self.name} {name!r} is {found or 'a plain'} function: let it be {wanted} function{returns}"
+            f"the {self.name} {name!r} is {sort or 'a plain'} function: let it be {wanted} function{returns}"
         )
 
     def _check_loss(self, name: str, loss: str | None) -> None:
@@ -216,10 +212,10 @@ class ToolKind(Kind):
 
     def load(self, name: str) -> Callable[..., Any]:
         """Import the tool `name`. Raises BadPlugin where it is not available or is no tool."""
-        found = load_callable(self.path(name))
-        if "." in name and not hasattr(found, "takes_key"):
+        tool = load_callable(self.path(name))
+        if "." in name and not hasattr(tool, "takes_key"):
             raise BadPlugin(f"the tool {name!r} is not a cairn.Tool: put @cairn.tool(kind=…) above the function")
-        return found
+        return tool
 
 
 @cache
@@ -390,49 +386,43 @@ def named(config: Any, option: str) -> dict[str, str]:
 
     `eval.benchmarks.0.metric` is a place of `eval.benchmarks.metric`.
     """
-    found = {"": config}
+    places = {"": config}
     for name in option.split("."):
-        found = {
+        places = {
             f"{place}.{key}".removeprefix("."): value
-            for place, section in found.items()
+            for place, section in places.items()
             for key, value in _members(name, getattr(section, name))
         }
-    return {place: name for place, name in found.items() if name is not None}
+    return {place: name for place, name in places.items() if name is not None}
 
 
 def user_code(config: Any) -> dict[str, list[str]]:
     """Return the paths of the user's functions that a `RunConfig` names, by the option that names them."""
-    found = {option: [path for path in named(config, option).values() if "." in path] for option in OPTIONS}
-    return {option: paths for option, paths in found.items() if paths}
+    code = {option: [path for path in named(config, option).values() if "." in path] for option in OPTIONS}
+    return {option: paths for option, paths in code.items() if paths}
 
 
-def code_options(reads: Collection[str]) -> tuple[str, ...]:
+@cache  # every step calls it
+def code_options(reads: tuple[str, ...]) -> tuple[str, ...]:
     """Return the options that name code, among some options and sections."""
-    return _naming_code(tuple(reads))
-
-
-@cache  # steps ask it of what they read, again and again
-def _naming_code(reads: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(option for option in OPTIONS if any(f"{option}.".startswith(f"{name}.") for name in reads))
 
 
 @cache
 def readers(kind: Kind) -> dict[str, list[str]]:
     """Return the options that some built-in functions of a kind read, each with the names of these functions."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name in kind.built_in_names():
         for option in sorted(declared(kind.load(name)).reads):
-            found.setdefault(option, []).append(name)
-    return found
+            names.setdefault(option, []).append(name)
+    return names
 
 
 def _members(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the members of a list with their positions; any other value as its only member."""
-    return (
-        [(f"{name}.{index}", member) for index, member in enumerate(value)]
-        if isinstance(value, tuple)
-        else [(name, value)]
-    )
+    if not isinstance(value, tuple):
+        return [(name, value)]
+    return [(f"{name}.{index}", member) for index, member in enumerate(value)]
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

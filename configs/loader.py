@@ -21,7 +21,7 @@ from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
 from cairn.configs.schema.effect import Idle, idle_options
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
-from cairn.configs.yaml_file import parse_yaml
+from cairn.configs.yaml_file import parse_yaml, place_and_problem, read_mapping
 
 # The schema as a flat list of options with dotted names, for error messages and documentation.
 
@@ -108,16 +108,7 @@ def _values(field: FieldInfo) -> str:
     return " ".join([spell(field.annotation), *bounds])
 
 
-__all__ = [
-    "ConfigError",
-    "from_manifest",
-    "inherit",
-    "load",
-    "parse",
-    "read",
-    "released",
-    "with_section",
-]
+_OPTIONS = "options; it should begin with a section such as `model:`"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -136,7 +127,7 @@ def read(path: str | Path) -> dict[str, Any]:
     ConfigError where a file cannot be read.
     """
     path, derived = Path(path), [Path(path).resolve()]
-    values = _options_in(path, "recipes are in configs/recipes/")
+    values = read_mapping(path, "recipes are in configs/recipes/", _OPTIONS)
     while "base" in values:
         base = values.pop("base")
         if not isinstance(base, str) or not base:
@@ -144,25 +135,9 @@ def read(path: str | Path) -> dict[str, Any]:
         base_path = path.parent / base
         if base_path.resolve() in derived:
             raise ConfigError([f"{path}: base is {base}, which itself has {path.name} as a base"])
-        values = _merged(_options_in(base_path, f"it is the base of {path}"), values)
+        values = _merged(read_mapping(base_path, f"it is the base of {path}", _OPTIONS), values)
         path = base_path
         derived.append(path.resolve())
-    return values
-
-
-def _options_in(path: Path, hint: str) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([f"{path} does not exist; {hint}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path} cannot be read as a text file: {error}"]) from None
-    try:
-        values = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path} is not YAML: {_place_and_problem(error)}"]) from None
-    if not isinstance(values, dict):
-        raise ConfigError([f"{path} does not hold options; it should begin with a section such as `model:`"])
     return values
 
 
@@ -211,9 +186,9 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     """
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
-    given = {override.partition("=")[0].strip() for override in overrides}
-    _reset_clip_range(values, parent, given)
-    return parse(values, UNCHECKED, lambda option: option not in given)
+    overridden = _names(overrides)
+    _reset_clip_range(values, parent, overridden)
+    return parse(values, UNCHECKED, lambda option: option not in overridden)
 
 
 def _reset_clip_range(values: dict[str, Any], parent: Mapping[str, Any], overridden: Collection[str]) -> None:
@@ -244,8 +219,6 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
         )
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
     after = _overridden(before, overrides)
-
-    given = {override.partition("=")[0].strip() for override in overrides}
     try:
         section = schema.model_validate_json(json.dumps(after[name], default=str), strict=True, context=UNCHECKED)
     except ValidationError as error:
@@ -253,7 +226,8 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
     changed = recorded.model_copy(update={name: section})
     idle = [one for one in idle_options(changed) if one.option.startswith(f"{name}.")]
     if idle:
-        raise ConfigError([_reset_hint(one, inherited=one.option not in given) for one in idle])
+        overridden = _names(overrides)
+        raise ConfigError([_reset_hint(one, inherited=one.option not in overridden) for one in idle])
     return changed
 
 
@@ -265,8 +239,8 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values, context=RECORDED | UNCHECKED)
     except (ValidationError, AttributeError, TypeError) as error:
-        found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
-        problems = [_sentence(details) for details in found] or ["it is not a configuration"]
+        details = error.errors(include_url=False) if isinstance(error, ValidationError) else []
+        problems = [_sentence(one) for one in details] or ["it is not a configuration"]
         raise ConfigError([f"in the ledger: {problem}" for problem in problems]) from None
 
 
@@ -284,18 +258,17 @@ def _reset_hint(idle: Idle, *, inherited: bool) -> str:
     return f"{idle}{reset if inherited else ''}"
 
 
+def _names(overrides: Sequence[str]) -> set[str]:
+    """Return the names of the options that `a.b=value` overrides set."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
 def _overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return nested options with `a.b=value` overrides applied."""
     changed = copy.deepcopy(dict(values))
     for setting in overrides:
         _apply(changed, setting)
     return changed
-
-
-def _place_and_problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return " ".join(str(error).split())
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -309,7 +282,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError([f"--set {override}: the value is not YAML: {_place_and_problem(error)}"]) from None
+        raise ConfigError([f"--set {override}: the value is not YAML: {place_and_problem(error)}"]) from None
     *path, last = name.split(".")
     owner: Any = values
     for depth, key in enumerate(path):
@@ -385,7 +358,7 @@ def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
             return message
         case "value_error":
             return f"{field.name}: {message}" if field.is_section else f"{field.name} {message}"
-        case "json_invalid":  # as JSON it was written by this module
+        case "json_invalid":  # this module wrote the JSON
             return "the configuration holds half of a surrogate pair, which is not a character: correct its text"
         case "model_type" | "model_attributes_type":
             return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
@@ -432,14 +405,12 @@ def _nearest(location: Sequence[int | str]) -> str | None:
     prefix = "".join(f"{key}." for key in location[:-1])
     word = _word(location[-1])
     names = [option.name.replace(LIST_ITEM, position) for option in options(RunConfig)]
-    scores = {name: _likeness(word, name.rpartition(".")[2]) + 0.1 * name.startswith(prefix) for name in names}
+    scores = {
+        name: difflib.SequenceMatcher(None, word, name.rpartition(".")[2]).ratio() + 0.1 * name.startswith(prefix)
+        for name in names
+    }
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] >= 0.7 else None
-
-
-def _likeness(word: str, other: str) -> float:
-    """Return the similarity of two words, from 0 to 1 for equal words."""
-    return difflib.SequenceMatcher(None, word, other).ratio()
 
 
 def _spell(value: Any) -> str:

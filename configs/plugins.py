@@ -83,8 +83,8 @@ def path_of(function: Callable[..., Any]) -> str | None:
     name, module = getattr(function, "__qualname__", "."), sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or "." in name:
         return None
-    found = getattr(module, name, None)
-    if found is not function and getattr(found, "function", None) is not function:
+    value = getattr(module, name, None)
+    if value is not function and getattr(value, "function", None) is not function:
         return None
     file = getattr(module, "__file__", None)
     if file is not None and module.__name__ == _name_of(Path(file)):
@@ -101,10 +101,10 @@ def code_files(path: str) -> list[Path]:
     place = _split(path)[0]
     if ".py:" in path:
         return [Path(place).expanduser().resolve()]
-    found = list(specs(place))
-    if len(found) <= place.count("."):
+    enclosing = list(specs(place))
+    if len(enclosing) <= place.count("."):
         return []
-    return [Path(spec.origin).resolve() for spec in found if spec.has_location and spec.origin]
+    return [Path(spec.origin).resolve() for spec in enclosing if spec.has_location and spec.origin]
 
 
 def specs(name: str) -> Iterator[ModuleSpec]:
@@ -154,7 +154,7 @@ class _Source(SourceFileLoader):
     """
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        raise OSError  # the file has no compilation, and gets none
+        raise OSError  # so that no bytecode is read or written
 
 
 @functools.cache

@@ -40,12 +40,12 @@ class Counterpart:
 def counterparts() -> dict[str, Counterpart]:
     """Return the counterparts of all of slime's flags, by `Counterpart.attribute`."""
     table = parse_yaml(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-    found = [
+    rows = [
         Counterpart(flag, group, _names(row.get("to")), row.get("how", ""), row.get("why", ""))
-        for group, rows in table.items()
-        for flag, row in rows.items()
+        for group, flags in table.items()
+        for flag, row in flags.items()
     ]
-    return {one.attribute: one for one in found}
+    return {one.attribute: one for one in rows}
 
 
 def _names(to: str | list[str] | None) -> tuple[str, ...]:

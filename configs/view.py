@@ -57,14 +57,6 @@ class Reader:
         """Whether the reader may read some option of a section."""
         return any(name.startswith(f"{section}.") for name in (*self.reads, *CHANGES_NO_BITS))
 
-    def refuse(self, option: str) -> UndeclaredRead:
-        """Return the error for an option that the reader may not read."""
-        return UndeclaredRead(
-            f"{self.name} reads {option} without declaring it, so that its digests would be the same for all its "
-            f"values: add it to {self.declares_in}, or to CHANGES_NO_BITS in cairn.configs.view if its value changes "
-            "no result"
-        )
-
 
 def is_covered(option: str, names: tuple[str, ...]) -> bool:
     """Whether an option, or a section that contains it, is among names."""
@@ -89,7 +81,11 @@ def view(section: AnySection, reader: Reader, name: str = "") -> AnySection:
 
 
 def _refusal(reader: Reader, prefix: str, field: str) -> UndeclaredRead:
-    return reader.refuse(prefix + field)
+    option = prefix + field
+    return UndeclaredRead(
+        f"{reader.name} reads {option} without declaring it, so that its digests would be the same for all its values: "
+        f"add it to {reader.declares_in}, or to CHANGES_NO_BITS in cairn.configs.view if its value changes no result"
+    )
 
 
 def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
@@ -105,11 +101,11 @@ def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         BadPlugin: the code is not available.
     """
-    found = list(reads)
+    options = list(reads)
     for option in code_options(reads):
         section = option.rpartition(".")[0]
         for path in named(config, option).values():
             if "." in path:
                 own = (f"{section}.{name}" for name in sorted(declared(OPTIONS[option].load(path)).reads))
-                found += [name for name in own if not is_covered(name, tuple(found))]
-    return tuple(found)
+                options += [name for name in own if not is_covered(name, tuple(options))]
+    return tuple(options)

@@ -1,9 +1,12 @@
 """YAML for recipes: the core schema of YAML 1.2, where a duplicate key is an error."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from cairn.configs.errors import ConfigError
 
 
 class DuplicateKey(yaml.MarkedYAMLError):
@@ -39,7 +42,7 @@ for _tag, _pattern, _first in [
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     try:
         return int(node.value, 16 if node.value.startswith("0x") else 10)
-    except ValueError:  # Python limits what it converts
+    except ValueError:  # Python limits the number of digits
         problem = f"the number has {len(node.value)} digits"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
@@ -56,5 +59,32 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError("it is nested too deeply") from None
     except yaml.YAMLError:
         raise
-    except Exception as error:  # the library's constructors raise what they like
+    except Exception as error:  # the library's constructors may raise any error
         raise yaml.YAMLError(f"a value does not fit its tag: {error}") from None
+
+
+def read_mapping(path: Path, missing: str, wanted: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Raises ConfigError.
+
+    Args:
+        missing: hint where the file does not exist.
+        wanted: what is wrong where the file holds something else.
+    """
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([f"{path} does not exist; {missing}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} cannot be read as a text file: {error}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path} is not YAML: {place_and_problem(error)}"]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path} does not hold {wanted}"])
+    return values
+
+
+def place_and_problem(error: yaml.YAMLError) -> str:
+    """Return what is wrong with a YAML text, with the line if it is known."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())

@@ -31,7 +31,7 @@ from cairn.storage.ledger.leases import Lease, LeaseState, LeaseSubject, Outcome
 from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, from_parquet
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, LeaseHeld, LinkOutsideStore
+from cairn.storage.store.errors import Damaged, LeaseHeld, LinkOutsideStore, naming_damaged
 from cairn.storage.store.store import Store
 
 LOOK_INTERVAL = 0.5
@@ -53,14 +53,9 @@ class EvaluationKey(Record):
     """All other settings by name: numbers, strings, digests."""
 
     @property
-    def settings_digest(self) -> str:
-        """Digest of all settings."""
-        return canonical.digest(self.settings)
-
-    @property
     def folder(self) -> str:
         """Store path of the folder of the result."""
-        return layout.evaluation(self.weights, self.tokenizer, self.benchmark, self.settings_digest)
+        return layout.evaluation(self.weights, self.tokenizer, self.benchmark, canonical.digest(self.settings))
 
     @property
     def digest(self) -> str:
@@ -100,13 +95,11 @@ class Evaluation(Marker):
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Evaluation":
         """Parse a result. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
-        try:
-            found = cls.unsealed(data)
-        except ValueError as error:
-            raise Damaged(f"result {path} cannot be trusted: {error}") from None
-        if layout.evaluation_result(found.key.folder) != path:
-            raise Damaged(f"result {path} is in the wrong place: it names {found.key.folder}")
-        return found
+        with naming_damaged(f"result {path}"):
+            result = cls.unsealed(data)
+        if layout.evaluation_result(result.key.folder) != path:
+            raise Damaged(f"result {path} is in the wrong place: it names {result.key.folder}")
+        return result
 
 
 class Claim:
@@ -171,7 +164,7 @@ class Claim:
 
 
 def read(store: Store, folder: str) -> Evaluation | None:
-    """Return the result in a folder, or None if nobody has finished it. Makes one request. Raises Damaged."""
+    """Return the result in a folder, or None if there is none yet. Makes one request. Raises Damaged."""
     path = layout.evaluation_result(folder)
     try:
         return Evaluation.from_bytes(store.read(path), path)
@@ -216,9 +209,9 @@ def try_claim(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHel
         return found
     try:
         lease = Lease.acquire(store, _owned(key))
-    except LeaseHeld as held:
-        return held
-    found = find(store, key)  # it may have come between look and claim
+    except LeaseHeld as refusal:
+        return refusal
+    found = find(store, key)  # another process may have created it before the claim
     if found is not None:
         lease.release(Outcome.COMPLETED)
         return found
@@ -226,7 +219,7 @@ def try_claim(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHel
 
 
 def claimant(store: Store, folder: str) -> LeaseState | None:
-    """Return the newest lease on the result of a folder, or None if nobody has claimed it."""
+    """Return the newest lease on the result of a folder, or None if there is none."""
     return newest_lease(store, LeaseSubject(layout.evaluation_claims(folder), folder, "evaluation"))
 
 
@@ -247,12 +240,12 @@ def read_samples(store: Store, result: Evaluation) -> pa.Table:
 
 def folders(store: Store) -> Iterator[str]:
     """Yield the store paths of the folders of all evaluations, with a result or without."""
-    for entry in store.list(layout.evals()):
+    for entry in store.list(layout.EVALS):
         if (model := layout.parse_evaluated(entry)) is None:
             continue
         try:
             names = store.list(model)
-        except LinkOutsideStore:  # nobody has a result there
+        except LinkOutsideStore:  # no result is stored there
             continue
         for name in names:
             if (folder := layout.parse_evaluation(model, name)) is not None:

@@ -163,7 +163,6 @@ def forge(store: LocalStore, folder: str, engine: str, forgery: Callable[[Files,
     """Change the files of a checkpoint and seal its description anew."""
     description = f"{folder}/{DESCRIPTIONS[engine]}"
     state = canonical.unseal(store.read(description))
-    del state["digest"]
     files = {file["name"]: store.read(f"{folder}/{file['name']}") for file in state["files"]}
     forgery(files, Payload(mark))
     for file in state["files"]:

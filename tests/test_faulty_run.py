@@ -206,7 +206,7 @@ def test_retries_are_few_and_shown(run: FaultyRun) -> None:
 
 
 def test_keys_are_nowhere_in_what_a_run_leaves(run: FaultyRun) -> None:
-    left = {path: run.store.read(path) for path in run.store.find(layout.runs())}
+    left = {path: run.store.read(path) for path in run.store.find(layout.RUNS)}
     left |= {str(path): path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     names = "\n".join(left)
     for part in ("run.json", "prefect.db", "tfevents", "output", "raylet", ".parquet"):

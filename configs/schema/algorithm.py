@@ -42,6 +42,7 @@ _SAMPLED = when(
     remedy="choose another estimator",
 )
 _TIS = when("algorithm.use_tis")
+_RS = when("algorithm.use_rs")
 _CORRECTED = _TIS | when("algorithm.get_mismatch_metrics")
 _SEVERAL_STEPS = when(
     "training.takes_several_steps",
@@ -262,14 +263,14 @@ class AlgorithmConfig(Section):
     """`mis`: leave out tokens or responses whose ratio is outside `rs_lower_bound` and `rs_upper_bound`. slime:
     `use_rs` of its mis example; verl: `rollout_rs`."""
 
-    rs_level: Annotated[RatioLevel, _TIS, when("algorithm.use_rs")] = "token"
+    rs_level: Annotated[RatioLevel, _TIS, _RS] = "token"
     """`mis`: ratio that is compared with these bounds, as in `tis_level`. slime: `rs_level` of its mis example."""
 
-    rs_lower_bound: Annotated[float | None, _TIS, when("algorithm.use_rs")] = Field(None, ge=0)
+    rs_lower_bound: Annotated[float | None, _TIS, _RS] = Field(None, ge=0)
     """`mis`: smallest ratio that is not rejected; `tis_clip_low` by default. slime: `rs_lower_bound` of its mis
     example."""
 
-    rs_upper_bound: Annotated[float | None, _TIS, when("algorithm.use_rs")] = Field(None, gt=0)
+    rs_upper_bound: Annotated[float | None, _TIS, _RS] = Field(None, gt=0)
     """`mis`: largest ratio that is not rejected; `tis_clip` by default. slime: `rs_upper_bound` of its mis example."""
 
     rs_veto_threshold: Annotated[float | None, _TIS] = Field(None, gt=0, lt=1)
@@ -324,10 +325,16 @@ class AlgorithmConfig(Section):
     def ratio_to_behaviour(self) -> bool:
         """Whether the loss is a built-in one that uses the ratio to the policy that sampled, and none to the proximal
         policy."""
-        if not self.names_a_loss:  # those that go with an estimator have another
+        if not self.names_a_loss:  # the losses that estimators declare have another ratio
             return False
-        ours = LOSS.built_in_declaration(self.loss_type)
-        return ours is not None and "rollout_log_probs" in ours.needs and "old_log_probs" not in ours.needs
+        declaration = LOSS.built_in_declaration(self.loss_type)
+        needs = frozenset() if declaration is None else declaration.needs
+        return "rollout_log_probs" in needs and "old_log_probs" not in needs
+
+    @property
+    def upper_clip_range(self) -> float:
+        """Upper clip range of the probability ratio."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
     @property
     def reads_kl(self) -> bool:
@@ -418,8 +425,8 @@ class AlgorithmConfig(Section):
         default, usual = type(self).model_fields[option].default, type(self).model_fields["loss_type"].default
         if self.names_user_code or self.loss == usual:
             return default
-        ours = LOSS.built_in_declaration(self.loss)
-        return default if ours is None else ours.defaults.get(option, default)
+        declaration = LOSS.built_in_declaration(self.loss)
+        return default if declaration is None else declaration.defaults.get(option, default)
 
     @classmethod
     def usual_clip_range(cls, section: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,10 +437,10 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_the_paper_of_the_loss(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.keys() & {*_CLIP_RANGE}:
-            return given
-        return cls.usual_clip_range(given) | dict(given)
+    def _fill_in_clip_range(cls, section: Any) -> Any:
+        if not isinstance(section, Mapping) or section.keys() & {*_CLIP_RANGE}:
+            return section
+        return cls.usual_clip_range(section) | dict(section)
 
     @rule
     def _consistent(self) -> None:

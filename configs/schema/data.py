@@ -198,5 +198,5 @@ class DataConfig(RowFormat):
 
     def _have_no_effect(self, why: str, names: Sequence[str], way: str) -> None:
         for name in names:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+            if getattr(self, name) != self.default_of(name):
                 raise ValueError(f"{name} has no effect with {why}: {way}")

@@ -128,11 +128,11 @@ class Idle:
 def idle_options(run: Section) -> Iterator[Idle]:
     """Yield the options of a whole configuration that are set and have no effect."""
     changed = list(_changed(run, "", ()))
-    found = set()
+    idle = set()
     for name, value, default, conditions in changed:
         failed = next((condition for condition in conditions if not condition.holds(run)), None)
         if failed is not None:
-            found.add(name)
+            idle.add(name)
             yield Idle(name, value, default, failed.why(run), failed.remedy)
     algorithm: Any = getattr(run, "algorithm", None)
     own = {
@@ -140,8 +140,8 @@ def idle_options(run: Section) -> Iterator[Idle]:
     }
     if algorithm is not None and own and not algorithm.is_read_by_user_code:
         for name, why, remedy in _unread_by_plugins(algorithm, own.keys()):
-            if name in own and f"algorithm.{name}" not in found:
-                found.add(f"algorithm.{name}")
+            if name in own and f"algorithm.{name}" not in idle:
+                idle.add(f"algorithm.{name}")
                 yield Idle(f"algorithm.{name}", *own[name], why, remedy)
 
 
@@ -175,23 +175,22 @@ def _unread_by_plugins(algorithm: Any, changed: Collection[str]) -> Iterator[tup
     if of_corrections and CORRECTION.built_in_declaration(correction) is not None:
         metrics = {"tis_clip", "tis_clip_low"} if algorithm.get_mismatch_metrics else set()
         why = f"algorithm.custom_tis_function_path is {correction}"
-        for found in _read_by_others(CORRECTION, "custom_tis_function_path", correction, why):
-            if found[0] not in metrics:
-                yield found
+        unread = _read_by_others(CORRECTION, "custom_tis_function_path", correction, why)
+        yield from (option for option in unread if option[0] not in metrics)
 
 
 def _unread_by_the_loss(algorithm: Any) -> Iterator[tuple[str, str, str]]:
     usual = type(algorithm).model_fields["loss_type"].default
     if algorithm.loss == usual:
-        return  # it reads all options that are not another loss's own
-    ours = LOSS.built_in_declaration(algorithm.loss)
-    if ours is None:
+        return  # it reads all options except those of other losses
+    declaration = LOSS.built_in_declaration(algorithm.loss)
+    if declaration is None:
         return
     why = f"algorithm.loss_type is {algorithm.loss}"
     if not algorithm.names_a_loss:
         estimator = algorithm.advantage_estimator
         why = f"algorithm.advantage_estimator is {estimator}, trained with the loss {algorithm.loss}"
-    if "advantages" not in ours.needs:
+    if "advantages" not in declaration.needs:
         read = {"loss_type", "custom_pg_loss_reducer_function_path", "calculate_per_token_loss"}
         read |= {"distillation_topk"} if algorithm.learns_from_top_k else set()
         for name in type(algorithm).model_fields.keys() - read:
@@ -199,7 +198,7 @@ def _unread_by_the_loss(algorithm: Any) -> Iterator[tuple[str, str, str]]:
     if algorithm.ratio_to_behaviour:
         for name in ("use_tis", "use_rollout_logprobs"):
             yield name, f"{why}, whose ratio is to the policy that sampled", "choose another loss"
-    for name, remedy in ((name, remedy) for name, _, remedy in _read_by_others(LOSS, "loss_type", algorithm.loss, why)):
+    for name, _, remedy in _read_by_others(LOSS, "loss_type", algorithm.loss, why):
         yield name, why, remedy if algorithm.names_a_loss else "choose another estimator"
 
 

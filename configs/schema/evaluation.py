@@ -33,8 +33,8 @@ class EngineOptions(Section):
     """CPU threads. With one thread, samples of `transformers` do not depend on batching."""
 
     @classmethod
-    def of_run(cls, rollout: RolloutConfig, given: Mapping[str, Any]) -> "EngineOptions":
-        """Return the options of a run's engine, with those in `given` in their place.
+    def of_run(cls, rollout: RolloutConfig, changes: Mapping[str, Any]) -> "EngineOptions":
+        """Return the options of a run's engine, with those in `changes` in their place.
 
         The run's SGLang options are used only where both engines are SGLang.
         """
@@ -44,9 +44,9 @@ class EngineOptions(Section):
             "num_gpus": rollout.num_gpus_per_engine,
             "num_threads": rollout.num_threads,
         }
-        if rollout.engine == "sglang" == given.get("engine", rollout.engine):
+        if rollout.engine == "sglang" == changes.get("engine", rollout.engine):
             own["sglang"] = rollout.sglang
-        return cls.model_validate({**own, **given})
+        return cls.model_validate({**own, **changes})
 
     def settings(self) -> dict[str, Any]:
         """Return the options that enter a result's key: those that determine the bits of samples on any machine."""
@@ -64,7 +64,7 @@ class EngineOptions(Section):
             num_gpus_per_engine=self.num_gpus,
             num_threads=self.num_threads,
             rollout_stop=stop,
-            timeout=7 * 24 * 3600,  # of all that a benchmark asks at once
+            timeout=7 * 24 * 3600,  # for all samples of a benchmark at once
         )
 
 

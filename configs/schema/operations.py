@@ -105,7 +105,7 @@ class FleetConfig(Section):
         return self.colocate if self.offload_rollout is None else self.offload_rollout
 
     @rule
-    def _who_is_compared_is_awake(self) -> None:
+    def _compared_weights_are_in_memory(self) -> None:
         if self.check_weight_update_equal and self.offloads_train:
             raise ValueError(
                 "check_weight_update_equal (true) needs log-probs or a checksum of the training engine after an "

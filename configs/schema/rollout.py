@@ -29,7 +29,7 @@ class ServerGroup(Section):
     """Options of the group's servers, by SGLang's names. They override those of `rollout.sglang`."""
 
     @rule
-    def _its_size_is_given_once(self) -> None:
+    def _has_one_size(self) -> None:
         if (self.num_engines is None) == (self.num_gpus is None):
             raise ValueError("a server group has either num_engines or num_gpus: give one of them")
 
@@ -86,10 +86,13 @@ class SandboxedTool(Section):
     limit."""
 
 
+_TOOLS = when("rollout.tools", remedy="name the tools in rollout.tools")
+
+
 class PythonTool(SandboxedTool):
     """`python`: runs a Python program and returns its output."""
 
-    python: Annotated[str | None, when("rollout.tools", remedy="name the tools in rollout.tools")] = None
+    python: Annotated[str | None, _TOOLS] = None
     """Path of the interpreter; by default the one that runs Cairn. Programs can import its standard library, but no
     installed package."""
 
@@ -126,13 +129,14 @@ class ToolOptions(Section):
     python: PythonTool = PythonTool()
     """Options of the tool `python`."""
 
-    shell: Annotated[SandboxedTool, when("rollout.tools", remedy="name the tools in rollout.tools")] = SandboxedTool()
+    shell: Annotated[SandboxedTool, _TOOLS] = SandboxedTool()
     """Options of the tool `shell`."""
 
-    search: Annotated[SearchTool, when("rollout.tools", remedy="name the tools in rollout.tools")] = SearchTool()
+    search: Annotated[SearchTool, _TOOLS] = SearchTool()
     """Options of the tool `search`."""
 
 
+_STREAMING = when("rollout.pipeline", "streaming")
 _IN_ROUNDS = when(
     "rollout.pipeline",
     "sync",
@@ -151,6 +155,7 @@ _CHOSEN = When(
     lambda run: f"rollout.buffer_filter_path is {run.rollout.buffer_filter_path}",
     "set rollout.buffer_filter_path=priority or stratified",
 )
+_TOOL_CALLS = when("rollout.custom_generate_function_path", "tool_calls")
 _CALLED = When(
     lambda run: run.rollout.custom_generate_function_path != "single_turn",
     lambda run: "rollout.custom_generate_function_path is single_turn",
@@ -197,7 +202,7 @@ class RolloutConfig(Section):
     num_engines: int = Field(1, ge=1)
     """Number of rollout engines. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
 
-    min_num_engines: Annotated[int | None, when("rollout.pipeline", "streaming")] = Field(None, ge=1)
+    min_num_engines: Annotated[int | None, _STREAMING] = Field(None, ge=1)
     """Streaming pipeline: number of rollout engines with which a run starts and continues. The others, up to
     `num_engines` in total, join while it runs, when the Ray cluster has room for them, and leave when their machines
     go. Null starts all `num_engines` at the beginning, and replaces a lost one before the run continues. Ray Serve:
@@ -275,17 +280,17 @@ class RolloutConfig(Section):
     allows, and in the others the lag of the rollout, which is 0 in `sync`; groups left over from over-sampling are then
     dropped. A larger value carries surplus groups over until they are too old, and needs a correction as `lag` does."""
 
-    async_buffer_size: Annotated[int | None, SAMPLED, when("rollout.pipeline", "streaming")] = Field(None, ge=1)
+    async_buffer_size: Annotated[int | None, SAMPLED, _STREAMING] = Field(None, ge=1)
     """Streaming pipeline: number of complete groups that may wait for training before the run stops accepting more
     prompts, by default those of one batch. A smaller number makes samples younger; a larger one lets training wait less
     for long responses; `max_age` is a limit in any case. As long as training does not have to wait, the run accepts
     only the prompts of the next batch."""
 
-    update_weights_interval: Annotated[int, SAMPLED, when("rollout.pipeline", "streaming")] = Field(1, ge=1)
+    update_weights_interval: Annotated[int, SAMPLED, _STREAMING] = Field(1, ge=1)
     """Streaming pipeline: number of iterations after which engines take new weights, at most `max_age`. slime:
     `--update-weights-interval`."""
 
-    staleness_policy: Annotated[Code, SAMPLED, when("rollout.pipeline", "streaming")] = "mask"
+    staleness_policy: Annotated[Code, SAMPLED, _STREAMING] = "mask"
     """Streaming pipeline: handling of a group with tokens older than `max_age`, because it took longer than `timeout`.
     `mask`: leave these tokens out of the loss. `drop`: replace the group. `decay`: multiply their advantages by 1 / (1
     + age - max_age). Or a function of your own, `package.module.function` or `file.py:function`, see
@@ -318,13 +323,11 @@ class RolloutConfig(Section):
     """Format of tool calls in `tool_calls`. `template`: the format of the model's chat template, which gets the tools.
     `tags`: `<search>text</search>`, with the result as `<result>…</result>`, for models without such a template."""
 
-    max_turns: Annotated[int, when("rollout.custom_generate_function_path", "tool_calls")] = Field(16, ge=1)
+    max_turns: Annotated[int, _TOOL_CALLS] = Field(16, ge=1)
     """Largest number of responses of the policy in an episode of `tool_calls`; an episode that calls tools in its last
     response is truncated."""
 
-    rollout_max_context_len: Annotated[int | None, when("rollout.custom_generate_function_path", "tool_calls")] = Field(
-        None, ge=2
-    )
+    rollout_max_context_len: Annotated[int | None, _TOOL_CALLS] = Field(None, ge=2)
     """Longest episode of `tool_calls` in tokens, prompt and responses together; a longer one is truncated. By default
     the model's context length. slime: `--rollout-max-context-len`."""
 
@@ -571,11 +574,11 @@ class RolloutConfig(Section):
                 "sglang has no effect on the servers of external_urls: leave it out, and set its options where these "
                 "servers start"
             )
-        found = {
+        counts = {
             "server_groups": sum(group.count(self.num_gpus_per_engine) for group in self.server_groups),
             "external_urls": len(self.external_urls),
         }
-        for option, count in found.items():
+        for option, count in counts.items():
             if count and count != self.num_engines:
                 raise ValueError(
                     f"num_engines is {self.num_engines}, but {option} makes {count}: set num_engines={count}"

@@ -33,6 +33,7 @@ _TEACHER = when(
     because="algorithm.use_opd is false and algorithm.distillation_loss_coef is 0",
     remedy="set algorithm.use_opd=true",
 )
+_SERVER = when("model.teacher_url", remedy="set model.teacher_url")
 
 
 class ModelConfig(Section):
@@ -52,19 +53,17 @@ class ModelConfig(Section):
     every token are requested once and stored with the scores. The server's key, if it needs one, is read from the
     environment of the driver, `CAIRN_TEACHER_API_KEY`. slime: `--opd-type`."""
 
-    teacher_name: Annotated[Text | None, when("model.teacher_url", remedy="set model.teacher_url")] = None
+    teacher_name: Annotated[Text | None, _SERVER] = None
     """Name of the teacher at that server, as in its `/v1/models`; the run records it as the teacher's identity."""
 
-    teacher_api: Annotated[Literal["sglang", "openai"], when("model.teacher_url", remedy="set model.teacher_url")] = (
-        "sglang"
-    )
+    teacher_api: Annotated[Literal["sglang", "openai"], _SERVER] = "sglang"
     """API of the server: `sglang` is SGLang's `/generate`, `openai` the `/v1/completions` of vLLM and others, with
     `echo` and `logprobs`."""
 
-    teacher_timeout: Annotated[float, when("model.teacher_url", remedy="set model.teacher_url")] = Field(600, gt=0)
+    teacher_timeout: Annotated[float, _SERVER] = Field(600, gt=0)
     """Seconds that the server may take for one sequence; then the request is retried."""
 
-    teacher_concurrency: Annotated[int, when("model.teacher_url", remedy="set model.teacher_url")] = Field(32, ge=1)
+    teacher_concurrency: Annotated[int, _SERVER] = Field(32, ge=1)
     """Number of concurrent requests to the server, of one sequence each."""
 
     critic_path: Annotated[ModelFolder | None, CRITIC] = None
@@ -74,13 +73,13 @@ class ModelConfig(Section):
     @property
     def folders(self) -> dict[str, str]:
         """Folders of all models, by the names of their digests in a run's manifest."""
-        found = {
+        paths = {
             "model": self.path,
             "ref_model": self.ref_path,
             "teacher_model": self.teacher_path,
             "critic_model": self.critic_path,
         }
-        return {name: path for name, path in found.items() if path is not None}
+        return {name: path for name, path in paths.items() if path is not None}
 
     @property
     def has_teacher(self) -> bool:
@@ -195,7 +194,7 @@ class RunConfig(Section):
             )
 
     @rule
-    def _responses_are_longer_than_what_shortens_them(self) -> None:
+    def _responses_exceed_the_overlong_buffer(self) -> None:
         buffer, longest = self.reward.overlong_buffer_len, self.rollout.rollout_max_response_len
         if self.samples_responses and buffer is not None and buffer > longest:
             raise ValueError(
@@ -204,7 +203,7 @@ class RunConfig(Section):
             )
 
     @rule
-    def _what_length_costs_is_learned(self) -> None:
+    def _the_length_penalty_is_learned(self) -> None:
         algorithm = self.algorithm
         shaped = self.reward.overlong_buffer_len is not None and algorithm.advantage_estimator == "gdpo"
         if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys}:
@@ -230,13 +229,13 @@ class RunConfig(Section):
 
     @rule
     def _a_stream_draws_prompts_ahead(self) -> None:
-        given = [name for name in ("get_samples_path",) if getattr(self.data, name) is not None]
-        given += ["curriculum.policy"] if self.data.curriculum.policy is not None else []
-        if self.rollout.pipeline == "streaming" and given:
-            raise ValueError(
-                f"rollout.pipeline is streaming, which draws prompts before it has the results of earlier ones, but "
-                f"data.{given[0]} chooses by these: leave it out, or set rollout.pipeline to lagged or sync"
-            )
+        codes = {"get_samples_path": self.data.get_samples_path, "curriculum.policy": self.data.curriculum.policy}
+        for option, code in codes.items():
+            if self.rollout.pipeline == "streaming" and code is not None:
+                raise ValueError(
+                    "rollout.pipeline is streaming, which draws prompts before it has the results of earlier ones, but "
+                    f"data.{option} chooses by these: leave it out, or set rollout.pipeline to lagged or sync"
+                )
 
     @rule
     def _a_stream_is_not_forked(self) -> None:
@@ -247,7 +246,7 @@ class RunConfig(Section):
             )
 
     @rule
-    def _what_is_asked_about_happens(self) -> None:
+    def _gates_can_open(self) -> None:
         approval, total = self.approval, self.rollout.num_rollout
         if total and approval.before and max(approval.before) >= total:
             raise ValueError(
@@ -263,7 +262,7 @@ class RunConfig(Section):
             raise ValueError("approval.eval_drop needs evaluations: set eval.eval_interval, or leave it out")
 
     @rule
-    def _what_runs_side_by_side_shares_no_memory(self) -> None:
+    def _concurrent_halves_share_no_memory(self) -> None:
         fleet = self.fleet
         shared = [name for name in ("colocate", "offload_train", "offload_rollout") if getattr(fleet, name)]
         if self.rollout.weights_lag and shared:
@@ -274,7 +273,7 @@ class RunConfig(Section):
             )
 
     @rule
-    def _every_step_has_tokens_to_train_on(self) -> None:
+    def _every_step_has_trained_tokens(self) -> None:
         """Reject batches in which an optimizer step may have no tokens: in a group that was continued some token is
         young enough, but not one of every sample."""
         n, samples = self.rollout.n_samples_per_prompt, self.global_batch_size
@@ -298,8 +297,8 @@ class RunConfig(Section):
             )
         if n > 1 or not algorithm.rewards_normalization or algorithm.loss_type == "forward_kl_topk":
             return  # that loss reads no advantages
-        ours = ESTIMATOR.built_in_declaration(algorithm.advantage_estimator)
-        if ours is not None and "rewards_normalization" in ours.reads:
+        estimator = ESTIMATOR.built_in_declaration(algorithm.advantage_estimator)
+        if estimator is not None and "rewards_normalization" in estimator.reads:
             raise ValueError(
                 "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "
                 "be zero; raise n_samples_per_prompt or set rewards_normalization=false"
@@ -332,7 +331,7 @@ class RunConfig(Section):
             )
 
     @rule
-    def _what_is_given_is_not_sampled(self) -> None:
+    def _responses_and_pairs_fit(self) -> None:
         if self.samples_responses and self.rollout.rollout_max_response_len < 1:
             raise ValueError("rollout.rollout_max_response_len is missing: set it to the longest response in tokens")
         steps = self.training.num_steps_per_rollout

@@ -79,7 +79,7 @@ def layer_bytes(model: Model, layer: Layer, training: TrainingConfig, longest: i
     hidden = model.config.hidden_size
     norm = 4 * kernels.norm_float32 + size * kernels.norm
     outside = layer.norms * (hidden * norm + 4)  # each with a float32 scale of the token
-    outside += hidden * size * (1 + (layer.width > 0 or layer.expert_width > 0))  # what follows the two norms
+    outside += hidden * size * (1 + (layer.width > 0 or layer.expert_width > 0))  # inputs of the next products
     whole = size * kernels.rotary * model.key_size * (layer.attention != "linear")
     inside = _attention(model, layer, kernels, size, norm, longest)
     inside += layer.width * size * (kernels.gate + 1)
@@ -88,7 +88,7 @@ def layer_bytes(model: Model, layer: Layer, training: TrainingConfig, longest: i
         gate = max(6, kernels.gate) if _is_clamped(model) else kernels.gate
         routed = layer.expert_width * size * (gate + kernels.weighted + 1)
         inside += chosen * (hidden * size * cut + routed)
-        if kernels in (TORCH, TORCH_CPU):  # its experts' outputs are weighted, and not what goes in
+        if kernels in (TORCH, TORCH_CPU):  # the outputs of its experts are weighted, not their inputs
             inside += chosen * hidden * size
         inside += 12 * model.experts + 32 * chosen  # maps and weights of the router
     return outside / around + whole + inside / tensor
@@ -103,25 +103,25 @@ def _attention(model: Model, layer: Layer, kernels: Kernels, size: int, norm: in
     kv_heads = model.heads if model.latent or eager else model.kv_heads
     queries, keys, values = model.heads * model.key_size, kv_heads * model.key_size, kv_heads * model.value_size
     out = model.heads * model.value_size
-    kept = size * (queries + keys + values + kernels.outputs * out)
-    kept += 4 * model.heads  # log-sum-exp of the scores
+    retained = size * (queries + keys + values + kernels.outputs * out)
+    retained += 4 * model.heads  # log-sum-exp of the scores
     if model.latent:
         ranks = [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank]
-        kept += sum(rank * (norm + size) + 4 for rank in ranks)
+        retained += sum(rank * (norm + size) + 4 for rank in ranks)
     if eager or (model.latent and kernels.scores):
-        kept += size * model.heads * (longest + eager)
+        retained += size * model.heads * (longest + eager)
     if normed := _norms_of_heads(model):
         mixed = queries + 2 * keys if kernels.mixed else 0
         if kernels is MEGATRON_CPU and size == 4:
-            kept += 4 * (2 * queries + keys + mixed)
+            retained += 4 * (2 * queries + keys + mixed)
         elif kernels.mixed and not kernels.norm_float32:
-            kept += size * (queries + mixed)
+            retained += size * (queries + mixed)
         else:
-            kept += norm * (queries + keys)
-        kept += 4 * normed
+            retained += norm * (queries + keys)
+        retained += 4 * normed
     if _is_gated(model):
-        kept += 3 * size * out  # the gate, its sigmoid, and the product's input
-    return kept
+        retained += 3 * size * out  # the gate, its sigmoid, and the product's input
+    return retained
 
 
 def _norms_of_heads(model: Model) -> int:
@@ -164,9 +164,9 @@ def _delta_net(model: Model, size: int) -> float:
 class Activations:
     """Bytes of activations on a rank."""
 
-    kept: float
+    retained: float
     """Bytes of the layers, for all micro-batches in flight."""
-    again: float
+    recomputed: float
     """Bytes of recomputed activations while they exist."""
 
 
@@ -193,12 +193,12 @@ def stage_activations(
     each = [tokens * layer_bytes(model, model.layers[layer], training, longest) for layer in layers]
     under_way = micro_batches_in_flight(training, stage, micro_batches)
     granularity = "full" if training.gradient_checkpointing else options.get("recompute_granularity")
-    if granularity != "full":  # of selective recomputation attention's scores alone, which are not kept anyway
+    if granularity != "full":  # selective recomputation covers only attention's scores, which are never retained
         return Activations(sum(each) * under_way, 0.0)
     if not training.gradient_checkpointing and options.get("recompute_method") == "block":
         recomputed = min(len(each), int(options.get("recompute_num_layers") or len(each)))
-        kept = recomputed * entry + sum(each[recomputed:])
-        return Activations(kept * under_way, max(each[:recomputed], default=0.0))
+        retained = recomputed * entry + sum(each[recomputed:])
+        return Activations(retained * under_way, max(each[:recomputed], default=0.0))
     together = 1 if training.gradient_checkpointing else int(options.get("recompute_num_layers") or 1)
     groups = [each[first : first + together] for first in range(0, len(each), together)]
     return Activations(len(groups) * entry * under_way, max(map(sum, groups), default=0.0))

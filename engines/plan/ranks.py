@@ -9,7 +9,7 @@ from cairn.engines.plan.tensors import Model, Part, Tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """Elements of parameters on a rank. Experts count apart, because fewer ranks hold the same experts."""
 
     dense: float
@@ -49,8 +49,8 @@ def stages(layers: int, training: TrainingConfig) -> list[range]:
     options, count = training.megatron, training.pipeline_model_parallel_size
     sizes: dict[int, int] = {}
     for stage, end in ((0, "first"), (count - 1, "last")):
-        if (given := options.get(f"num_layers_in_{end}_pipeline_stage")) is not None:
-            sizes[stage] = int(given)
+        if (count_of_end := options.get(f"num_layers_in_{end}_pipeline_stage")) is not None:
+            sizes[stage] = int(count_of_end)
     counted = {
         0: bool(options.get("account_for_embedding_in_pipeline_split", False)),
         count - 1: bool(options.get("account_for_loss_in_pipeline_split", False)),
@@ -64,7 +64,9 @@ def stages(layers: int, training: TrainingConfig) -> list[range]:
     return [range(first, first + sizes[stage]) for stage, first in enumerate(firsts)]
 
 
-def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> list[Held]:
+def parameters_by_stage(
+    model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False
+) -> list[RankParameters]:
     """Return what a Megatron rank of each pipeline stage holds, as `cairn.engines.training.megatron.weights` divides
     it.
 
@@ -77,7 +79,7 @@ def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = Tru
     tensor, options = training.tensor_model_parallel_size, training.megatron
     experts = (options.get("expert_model_parallel_size") or 1) * (options.get("expert_tensor_parallel_size") or tensor)
     count, wanted = training.pipeline_model_parallel_size, is_trained(training)
-    found = []
+    by_stage = []
     for stage, layers in enumerate(stages(model.config.num_hidden_layers, training)):
         sizes = dict.fromkeys(("dense", "expert", "trained_dense", "trained_expert"), 0.0)
         for one in _of_stage(model, layers, first=stage == 0, last=stage == count - 1, critic=critic):
@@ -88,8 +90,8 @@ def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = Tru
         if critic and stage == count - 1:
             sizes["dense"] += model.config.hidden_size + 1
             sizes["trained_dense"] += model.config.hidden_size + 1
-        found.append(Held(**sizes))
-    return found
+        by_stage.append(RankParameters(**sizes))
+    return by_stage
 
 
 def _of_stage(model: Model, layers: Sequence[int], *, first: bool, last: bool, critic: bool) -> Iterator[Tensor]:
@@ -119,7 +121,7 @@ def _share(tensor: Tensor, ranks: int, experts: int) -> float:
     return tensor.size
 
 
-def sharded(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> Held:
+def sharded(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> RankParameters:
     """Return what the first rank holds where FSDP2 divides the first axis of every tensor into equal parts, rounded
     up."""
     ranks, wanted = training.world_size, is_trained(training)
@@ -127,7 +129,7 @@ def sharded(model: Model, training: TrainingConfig, *, trained: bool = True, cri
     sizes = [(-(-one.shape[0] // ranks) * one.size // one.shape[0], one) for one in tensors]
     head = model.config.hidden_size + 1 if critic else 0
     changed = sum(size for size, one in sizes if critic or wanted(one)) + head if trained else 0
-    return Held(sum(size for size, _ in sizes) + head, trained_dense=changed)
+    return RankParameters(sum(size for size, _ in sizes) + head, trained_dense=changed)
 
 
 def adapter_size(model: Model, lora: LoraConfig) -> int:
@@ -137,10 +139,10 @@ def adapter_size(model: Model, lora: LoraConfig) -> int:
     Experts that are merged into one tensor get no adapter.
     """
     targets = lora.target_modules
-    found = 0
+    size = 0
     for tensor in model.tensors:
         module = tensor.name.removesuffix(".weight")
         named = targets == "all-linear" or any(module == name or module.endswith(f".{name}") for name in targets)
         if named and len(tensor.shape) == 2 and tensor.part in (Part.CUT, Part.WHOLE):
-            found += lora.r * sum(tensor.shape)
-    return found
+            size += lora.r * sum(tensor.shape)
+    return size

@@ -95,9 +95,6 @@ def _head_size(config: Any) -> float:
     return getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
 
 
-# Peak rates of GPUs by their device names: dense, without sparsity, from the vendors' data sheets.
-
-
 # Memory of a sample during generation: keys and values, or what a layer stores in their place.
 
 

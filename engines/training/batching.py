@@ -70,9 +70,9 @@ def check_batch(batch: TrainBatch) -> None:
                 f"routed_experts of sample {sample} has {len(experts)} entries for {len(batch.input_ids[sample])} "
                 "tokens: it needs one for each but the last"
             )
-    for sample, kept in enumerate(batch.kept or ()):
+    for sample, support in enumerate(batch.kept or ()):
         ids, length = batch.input_ids[sample], batch.response_lengths[sample]
-        place = kept.first_without(ids[len(ids) - length :])
+        place = support.first_without(ids[len(ids) - length :])
         if place is not None:
             raise ValueError(f"response token {place} of sample {sample} is not among those it was drawn from")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeVar
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -32,13 +32,27 @@ REFERENCE = "reference"
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
-class CheckpointFile(BaseModel):
+class HashedFile(BaseModel):
+    """A file of a checkpoint, as it was written."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+    def check(self, path: str, size: int, sha256: str) -> None:
+        """Raise Damaged unless what was read from `path` has the SHA-256 of what was written."""
+        if sha256 != self.sha256:
+            raise Damaged(
+                f"checkpoint file {path} is damaged: {self.bytes} bytes with SHA-256 {self.sha256} were written, "
+                f"{size} bytes with {sha256} were read"
+            )
+
+
+class CheckpointFile(HashedFile):
     """A file of tensors in a checkpoint."""
 
     name: str = Field(pattern=r"^[a-z_]+-[0-9]{5}\.safetensors$")
     kind: str
-    bytes: int
-    sha256: str
     tensors: list[str]
 
 
@@ -150,17 +164,17 @@ def read_sealed(store: Store, folder: str, name: str, kind: type[Description], f
         return kind.model_validate(fields)
     except FileNotFoundError as error:
         raise Damaged(f"checkpoint {folder} is incomplete, or of another training engine: {name} is missing") from error
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         raise Damaged(f"checkpoint {path} is damaged: {error}") from error
 
 
 def check_reference(folder: str, holds: bool, wants: bool) -> None:
     """Raise EngineError where only one of checkpoint and engine has a reference that changes."""
     if holds != wants:
-        found_and_required = ("a reference that changes", "none") if holds else ("no reference that changes", "one")
+        stored, required = ("a", "none") if holds else ("no", "one")
         raise EngineError(
-            f"checkpoint {folder} holds {found_and_required[0]}, but algorithm.ref_update_interval "
-            f"requires {found_and_required[1]}: set the interval as in the run that wrote it"
+            f"checkpoint {folder} holds {stored} reference that changes, but algorithm.ref_update_interval requires "
+            f"{required}: set the interval as in the run that wrote it"
         )
 
 
@@ -229,12 +243,7 @@ def _read_file(store: Store, path: str, file: CheckpointFile) -> dict[str, torch
         data = store.read(path)
     except FileNotFoundError as error:
         raise Damaged(f"checkpoint file {path} is missing") from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != file.sha256:
-        raise Damaged(
-            f"checkpoint file {path} is damaged: {file.bytes} bytes with SHA-256 {file.sha256} were written, "
-            f"{len(data)} bytes with {found} were read"
-        )
+    file.check(path, len(data), hashlib.sha256(data).hexdigest())
     try:
         return load_safetensors(data)
     except SafetensorError as error:

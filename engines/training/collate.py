@@ -23,6 +23,13 @@ def routed_choices(batch: TrainBatch, samples: Iterable[int]) -> int:
     return sum(experts.size for sample in samples if (experts := routed[sample]) is not None)
 
 
+LOSS_FIELDS = (
+    *("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"),
+    *("teacher_top_log_probs", "values", "returns", "picked"),
+)
+"""Fields of a batch and of `Tokens` with a float for each trained token, or k floats."""
+
+
 @dataclass(frozen=True)
 class Tokens:
     """A right-padded micro-batch of B samples and its N chosen response tokens, sample after sample."""
@@ -117,36 +124,30 @@ def collate_trained(
     Args:
         weights: weights of each sample's tokens.
     """
-    chosen = [batch.loss_mask[sample].astype(bool) for sample in samples]
+    masks = [batch.loss_mask[sample].astype(bool) for sample in samples]
+    chosen = [np.flatnonzero(mask) for mask in masks]
 
     def pick(field: list[np.ndarray] | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
         if field is None:
             return None
-        values = [field[sample][mask] for sample, mask in zip(samples, chosen, strict=True)]
+        values = [field[sample][mask] for sample, mask in zip(samples, masks, strict=True)]
         return torch.from_numpy(np.concatenate(values)).to(device, dtype)
 
-    counts = [int(mask.sum()) for mask in chosen]
+    counts = [len(places) for places in chosen]
 
     def spread(of_samples: Sequence[float]) -> torch.Tensor:
         return torch.from_numpy(np.repeat(np.asarray(of_samples, np.float32), counts)).to(device)
 
+    fields = _membership(batch, samples, counts, device)
+    fields |= {name: pick(getattr(batch, name)) for name in LOSS_FIELDS}
     return Tokens(
-        *_collate(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
-        **_membership(batch, samples, counts, device),
+        *_collate(batch, samples, chosen, device),
+        **fields,
         weights=spread([weight.loss for weight in weights]),
         shares=spread([weight.share for weight in weights]),
         value_weights=spread([weight.value for weight in weights]),
-        advantages=pick(batch.advantages),
-        old_log_probs=pick(batch.old_log_probs),
-        rollout_log_probs=pick(batch.rollout_log_probs),
-        ref_log_probs=pick(batch.ref_log_probs),
-        teacher_log_probs=pick(batch.teacher_log_probs),
-        teacher_top_log_probs=pick(batch.teacher_top_log_probs),
         teacher_top_ids=pick(batch.teacher_top_ids, torch.int64),
-        values=pick(batch.values),
-        returns=pick(batch.returns),
-        picked=pick(batch.picked),
-        kept=_support(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
+        kept=_support(batch, samples, chosen, device),
         routed_experts=_routed(batch, samples, device),
         mean_correction=batch.mean_correction,
     )
@@ -157,11 +158,15 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
     chosen = [np.arange(batch.response_lengths[sample]) for sample in samples]
     input_ids, positions, targets = _collate(batch, samples, chosen, device)
     nothing = torch.zeros(len(targets), device=device)
-    kept = _support(batch, samples, chosen, device)
-    routed = _routed(batch, samples, device)
-    members = _membership(batch, samples, [len(places) for places in chosen], device)
     return Tokens(
-        input_ids, positions, targets, weights=nothing, shares=nothing, kept=kept, routed_experts=routed, **members
+        input_ids,
+        positions,
+        targets,
+        **_membership(batch, samples, [len(places) for places in chosen], device),
+        weights=nothing,
+        shares=nothing,
+        kept=_support(batch, samples, chosen, device),
+        routed_experts=_routed(batch, samples, device),
     )
 
 
@@ -204,13 +209,13 @@ def _support(
 
 
 def _routed(batch: TrainBatch, samples: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    given = [] if batch.routed_experts is None else [batch.routed_experts[sample] for sample in samples]
-    shape = next((experts.shape[1:] for experts in given if experts is not None), None)
+    recorded = [] if batch.routed_experts is None else [batch.routed_experts[sample] for sample in samples]
+    shape = next((experts.shape[1:] for experts in recorded if experts is not None), None)
     if shape is None:
         return None
     longest = max(len(batch.input_ids[sample]) for sample in samples)
-    routed = np.full((len(given), longest, *shape), FREE, np.int16)
-    for row, experts in enumerate(given):
+    routed = np.full((len(recorded), longest, *shape), FREE, np.int16)
+    for row, experts in enumerate(recorded):
         if experts is not None:
             routed[row, : len(experts)] = experts
     return torch.from_numpy(routed).to(device)

@@ -51,14 +51,14 @@ def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: Algorith
         np.concatenate([field[i][mask] for i, mask in zip(sequences, masks, strict=True)])
         for field in (batch.advantages, batch.old_log_probs)
     )
-    found = np.asarray(picks(advantages, log_probs, algorithm))
-    if found.shape != advantages.shape or found.dtype != bool:
+    chosen = np.asarray(picks(advantages, log_probs, algorithm))
+    if chosen.shape != advantages.shape or chosen.dtype != bool:
         raise BadPlugin(
-            f"the loss {algorithm.loss!r} picks {found.dtype} of shape {found.shape}: return [{len(advantages)}] bool, "
-            "one for each trained token of the optimizer step"
+            f"the loss {algorithm.loss!r} picks {chosen.dtype} of shape {chosen.shape}: return "
+            f"[{len(advantages)}] bool, one for each trained token of the optimizer step"
         )
     picked = [np.zeros(length, bool) for length in batch.response_lengths]
-    for i, mask, part in zip(sequences, masks, np.split(found, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
+    for i, mask, part in zip(sequences, masks, np.split(chosen, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
         picked[i][mask] = part
     return replace(batch, picked=picked)
 
@@ -333,10 +333,10 @@ class ExactlyOnceEngine(ABC):
         for role, learner in self._learners.items():
             learner.set_steps(self._steps_taken(role))
         self._last = None
-        found = self.state_digest()
-        if found != state_digest:
+        loaded = self.state_digest()
+        if loaded != state_digest:
             raise Damaged(
-                f"checkpoint {folder} is damaged: the loaded state has digest {found}, but {state_digest} was saved"
+                f"checkpoint {folder} is damaged: the loaded state has digest {loaded}, but {state_digest} was saved"
             )
         self._interrupted = None
 

@@ -1,7 +1,7 @@
 """Frozen parameters of a Hugging Face model."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 
 import torch
@@ -26,14 +26,14 @@ def frozen_names(names: Collection[str], training: TrainingConfig) -> frozenset[
     option = "training.only_train_params_name_list" if only else "training.freeze_params_name_list"
     matched: set[str] = set()
     for pattern in only or freeze:
-        found = {name for name in names if re.search(pattern, name)}
-        if not found:
+        matching = {name for name in names if re.search(pattern, name)}
+        if not matching:
             near = get_close_matches(pattern.replace("\\", ""), sorted(names), n=3, cutoff=0.0)
             raise BadModel(
                 f"{option} has {pattern!r}, which matches no parameter of the model: it has {', '.join(near)} and "
                 "others; a tied output layer has the name of the input embedding"
             )
-        matched |= found
+        matched |= matching
     frozen = frozenset(names) - matched if only else frozenset(matched)
     if len(frozen) == len(names):
         raise BadModel(f"{option} leaves no parameter to train: list fewer")
@@ -42,10 +42,15 @@ def frozen_names(names: Collection[str], training: TrainingConfig) -> frozenset[
 
 def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
     """Return messages on names that the model in a folder does not have; loads no weights."""
+    return preparation_problems(path, lambda model: freeze(model, training))
+
+
+def preparation_problems(path: str, prepare: Callable[[PreTrainedModel], None]) -> list[str]:
+    """Return the message of the BadModel that preparing the model in a folder raises, if any; loads no weights."""
     try:
         config = check_model_folder(path)
         with torch.device("meta"):
-            freeze(model_class(config).from_config(config), training)
+            prepare(model_class(config).from_config(config))
     except BadModel as error:
         return [str(error)]
     return []

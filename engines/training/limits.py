@@ -9,5 +9,5 @@ far beyond any clip range, and float32 overflows at e^88.7."""
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     """Return log-ratios clamped to the bounds; those beyond have no gradient, and NaN stays NaN."""
-    held = log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return torch.where(log_ratio.abs() > LARGEST_LOG_RATIO, held, log_ratio)
+    clamped = log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return torch.where(log_ratio.abs() > LARGEST_LOG_RATIO, clamped, log_ratio)

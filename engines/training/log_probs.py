@@ -52,20 +52,20 @@ class LogitSupport:
         return LogitSupport(rows[there], self.ids[there])
 
 
-def mask_outside_support(logits: torch.Tensor, kept: LogitSupport | None, first: int = 0) -> torch.Tensor:
+def mask_outside_support(logits: torch.Tensor, support: LogitSupport | None, first: int = 0) -> torch.Tensor:
     """Return [N, V] logits in which tokens outside the support are impossible; these get no gradient.
 
     Args:
-        kept: sampling support; None leaves the logits unchanged.
+        support: sampling support; None leaves the logits unchanged.
         first: token id of the first logit, where each rank has a part of the vocabulary.
     """
-    if kept is None:
+    if support is None:
         return logits
     outside = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    outside[kept.rows.unique_consecutive()] = True
-    ids = kept.ids - first
+    outside[support.rows.unique_consecutive()] = True
+    ids = support.ids - first
     here = (ids >= 0) & (ids < logits.shape[-1])
-    outside[kept.rows[here], ids[here]] = False
+    outside[support.rows[here], ids[here]] = False
     return logits.masked_fill(outside, IMPOSSIBLE_LOGIT)
 
 
@@ -73,7 +73,7 @@ _ENTROPY_CHUNK = 1 << 20  # logits whose softmax is held at a time: 4 MiB
 
 
 def response_logits(
-    model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor, **beside: Any
+    model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor, **inputs: Any
 ) -> torch.Tensor:
     """Return [N, V] logits at N positions of a right-padded batch, in the model's number format.
 
@@ -84,7 +84,7 @@ def response_logits(
     Args:
         input_ids: [B, L] int64.
         positions: [N] int64 into the flattened [B * L].
-        beside: further arguments of the model's forward pass.
+        inputs: further arguments of the model's forward pass.
     """
 
     def pick(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -93,7 +93,7 @@ def response_logits(
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(pick)
     try:
-        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False, **beside).logits
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     finally:
         hook.remove()
     return logits.squeeze(0)
@@ -108,6 +108,23 @@ def token_log_probs(logits: torch.Tensor, normalizer: torch.Tensor, targets: tor
         targets: [N] int64.
     """
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+
+
+def policy_log_probs(
+    logits: torch.Tensor, targets: torch.Tensor, support: LogitSupport | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the policy's [N, V] float32 logits, their [N] log-sum-exp, and the [N] log-probs of the targets.
+
+    The policy is the softmax of logits / temperature over the sampling support.
+
+    Args:
+        logits: [N, V].
+        targets: [N] int64.
+    """
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logits = mask_outside_support(logits, support)
+    normalizer = logits.logsumexp(-1)
+    return logits, normalizer, token_log_probs(logits, normalizer, targets)
 
 
 def top_rows(log_probs: torch.Tensor, top_log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -34,19 +34,14 @@ def prepare_environment(training: TrainingConfig, device: torch.device | str) ->
         os.environ.update(ENVIRONMENT)
 
 
-def prepare_kernels(training: TrainingConfig, device: torch.device) -> None:
-    """Configure PyTorch's kernels."""
-    if training.deterministic_mode and device.type != "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def prepare_process(training: TrainingConfig, device: torch.device) -> None:
     """Set the number of threads on the CPU; apply `training.deterministic_mode` on a GPU."""
     if device.type == "cpu":
         torch.set_num_threads(training.num_threads)
     prepare_environment(training, device)
-    prepare_kernels(training, device)
+    if training.deterministic_mode and device.type != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def join_process_group(world_size: int) -> None:

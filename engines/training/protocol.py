@@ -18,9 +18,6 @@ from torch import distributed
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
 
-# Bounds within which a loss and its gradient stay finite in float32.
-
-
 # Merging of metrics: those named `…_max` by the largest share, all others by their sum or mean.
 
 

@@ -1,6 +1,7 @@
 """Sharding of one model over several ranks: FSDP2, and the tensors of its shards as parts of whole tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -88,6 +89,17 @@ def raise_together(error: Exception | None, world_size: int, device: torch.devic
             raise EngineError("another rank of the training engine failed; its error says why")
     if error is not None:
         raise error
+
+
+@contextmanager
+def raising_together(world_size: int, device: torch.device) -> Iterator[None]:
+    """Raise an error of the block, or of another rank's block, after the block on every rank: see `raise_together`."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    raise_together(error, world_size, device)
 
 
 def _first_row(tensor: DTensor) -> int:

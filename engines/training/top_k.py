@@ -22,12 +22,12 @@ def split_rows(rows: Sequence[np.ndarray], k: int, vocabulary: int) -> dict[str,
         vocabulary: number of tokens that the tokenizer and the policy know. Models may have more outputs; those beyond
             are left out.
     """
-    found: dict[str, list[np.ndarray]] = {"teacher_log_probs": [], "teacher_top_log_probs": [], "teacher_top_ids": []}
-    for given in rows:
-        table = given.reshape(-1, *row_shape(k))
+    columns: dict[str, list[np.ndarray]] = {"teacher_log_probs": [], "teacher_top_log_probs": [], "teacher_top_ids": []}
+    for row in rows:
+        table = row.reshape(-1, *row_shape(k))
         ids = table[:, k + 1 :].astype(np.int32)
         unknown = ids >= vocabulary
-        found["teacher_log_probs"].append(table[:, 0])
-        found["teacher_top_log_probs"].append(np.where(unknown, np.float32(ABSENT), table[:, 1 : k + 1]))
-        found["teacher_top_ids"].append(np.where(unknown, 0, ids).astype(np.int32))
-    return found
+        columns["teacher_log_probs"].append(table[:, 0])
+        columns["teacher_top_log_probs"].append(np.where(unknown, np.float32(ABSENT), table[:, 1 : k + 1]))
+        columns["teacher_top_ids"].append(np.where(unknown, 0, ids).astype(np.int32))
+    return columns

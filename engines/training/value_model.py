@@ -28,13 +28,13 @@ def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torc
     head = {WEIGHT: weight, BIAS: torch.zeros(1)}
     for name, stored in open_weights(Path(folder)).items():
         if name in head:
-            found = stored[...].float()
-            if found.shape != head[name].shape:
+            own = stored[...].float()
+            if own.shape != head[name].shape:
                 raise BadModel(
-                    f"{name} in {folder} has shape {tuple(found.shape)}, but a critic needs {tuple(head[name].shape)}: "
+                    f"{name} in {folder} has shape {tuple(own.shape)}, but a critic needs {tuple(head[name].shape)}: "
                     "use a classifier with one label."
                 )
-            head[name] = found
+            head[name] = own
     return head[WEIGHT], head[BIAS]
 
 

@@ -77,7 +77,7 @@ def admit(
         while held is not None:
             if run.stopping.wait(POLL_INTERVAL):
                 raise Stopping(f"the driver ends: iteration {index} waits for approval and does not begin")
-            ledger.require_held()
+            ledger.require_lease()
             held = blocking_gate(ledger, index)
             if held is not None:
                 _require(held, ledger.run, wait=True)

@@ -25,7 +25,7 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import TRAJECTORIES
 from cairn.storage.ledger.snapshots import read_table, sample_rows
@@ -152,10 +152,9 @@ def _back_from(ledger: Ledger, commits: Iterable[Commit]) -> Iterator[Commit]:
         seen.add(commit.name)
         yield commit
         for name in commit.inputs:
-            iteration, slash, rest = name.partition("/")
+            iteration, slash, _ = name.partition("/")
             if slash and iteration.isdecimal() and name not in seen:
-                step, _, shard = rest.partition(".")
-                found = ledger.find(int(iteration), Step(step), shard or None)
+                found = ledger.find(*parse_commit_name(name))
                 pending += [] if found is None else [found]
 
 

@@ -30,7 +30,7 @@ from cairn.configs.errors import Failure
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Step, newest_selection
+from cairn.storage.ledger.commits import Commit, Step, newest_selection, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_bytes, read_table
 from cairn.storage.records import Record
@@ -153,11 +153,11 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             ledger.decisions.all()
             if signers:
                 problems += _unsigned(store, signers)
-            found = ledger.find(*_place(contents.rollout))
+            found = ledger.find(*parse_commit_name(contents.rollout))
             row = None if found is None else sample_row(ledger, found, contents.group_id, contents.sample_index)
             graded = None if found is None else ledger.find(found.iteration, Step.REWARD, found.shard)
             recorded = None if graded is None else sample_row(ledger, graded, contents.group_id, contents.sample_index)
-            newest = ledger.find(*_place(contents.newest))
+            newest = ledger.find(*parse_commit_name(contents.newest))
         except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise BadBundle(f"{file} cannot be read: {error}") from None
         if row is None:
@@ -184,7 +184,6 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
 def _unpacked(file: Path, folder: Path) -> Contents:
     try:
         fields = canonical.unseal(unpack(file, folder, CONTENTS, (STORE, GRADER)))
-        del fields["digest"]
         if fields.get("format") != FORMAT:
             raise ValueError(f"it has format {fields.get('format')}, this Cairn reads format {FORMAT}")
         contents = Contents.model_validate(fields)
@@ -230,7 +229,7 @@ def _tables(ledger: Ledger, commits: list[Commit], contents: Contents) -> tuple[
 def _is_own(commit: Commit, contents: Contents) -> bool:
     """Whether `bundle` includes the files of a commit."""
     if commit.step in (Step.ROLLOUT, Step.REWARD):
-        return (commit.iteration, commit.shard) == (contents.generated_in, _place(contents.rollout)[2])
+        return (commit.iteration, commit.shard) == (contents.generated_in, parse_commit_name(contents.rollout)[2])
     if commit.step is Step.FILTER:
         return contents.generated_in <= commit.iteration <= contents.iteration
     if commit.step in (Step.SCORE, Step.ADVANTAGE):
@@ -240,12 +239,12 @@ def _is_own(commit: Commit, contents: Contents) -> bool:
 
 def _misplaced(ledger: Ledger, contents: Contents) -> Iterator[str]:
     """Yield claims of the bundle on the sample's place that the commits do not confirm."""
-    if _place(contents.rollout)[:2] != (contents.generated_in, Step.ROLLOUT):
+    if parse_commit_name(contents.rollout)[:2] != (contents.generated_in, Step.ROLLOUT):
         claimed = f"says that iteration {contents.generated_in} generated the sample, but names {contents.rollout}"
         yield f"the bundle {claimed}"
     if contents.iteration != contents.generated_in and contents.group_id not in _groups(ledger, contents.iteration):
         yield f"iteration {contents.iteration} is not known to have taken group {contents.group_id}"
-    if contents.checkpoint is not None and ledger.find(*_place(contents.checkpoint)) is None:
+    if contents.checkpoint is not None and ledger.find(*parse_commit_name(contents.checkpoint)) is None:
         yield f"the bundle says that it contains the weights of {contents.checkpoint}, but they are missing"
 
 
@@ -260,21 +259,15 @@ def _groups(ledger: Ledger, iteration: int) -> list[int]:
 def _unnamed_tables(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iterator[str]:
     """Yield problems for tables that no commit names."""
     named = {layout.in_run(commit.run, output.path) for commit in commits for output in commit.outputs}
-    for path in store.find(layout.runs()):
+    for path in store.find(layout.RUNS):
         if not path.endswith((".json", ".sig")) and path not in named:
             yield f"no commit names {path}"
 
 
 def _unsigned(store: LocalStore, signers: Mapping[str, str]) -> list[str]:
-    paths = [path for path in store.find(layout.runs()) if path.endswith(".json")]
+    paths = [path for path in store.find(layout.RUNS) if path.endswith(".json")]
     sealed = [path for path in paths if layout.parse_file(path.split("/")[1], path) is None]
     return [found.problem for path in sealed if (found := check_signature(store, path, signers)).problem]
-
-
-def _place(name: str) -> tuple[int, Step, str | None]:
-    iteration, _, rest = name.partition("/")
-    step, _, shard = rest.partition(".")
-    return int(iteration), Step(step), shard or None
 
 
 def _graded(

@@ -7,7 +7,7 @@ from typing import Any
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.plan.activations import bytes_of, output_bytes, stage_activations
-from cairn.engines.plan.ranks import Held, adapter_size, held_by_stage, is_trained, sharded, stages
+from cairn.engines.plan.ranks import RankParameters, adapter_size, is_trained, parameters_by_stage, sharded, stages
 from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
 from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters
 from cairn.engines.plan.tensors import Model, Tensor
@@ -234,16 +234,18 @@ def rank_memory(subject: Subject, stage: int) -> RankMemory:
         if role == "ref" and training.lora.r and config.model.ref_path is None:
             continue  # the model without its adapters
         frozen, _ = planned_model(path)
-        held = _held(frozen, training, stage, trained=False)
+        parameters = _parameters(frozen, training, stage, trained=False)
         name = {"ref": "reference model", "teacher": "teacher"}[role]
-        state.append(Row(what=name, bytes=held.all * bytes_of(training.dtype)))
+        state.append(Row(what=name, bytes=parameters.all * bytes_of(training.dtype)))
     return RankMemory(stage, tuple(state), tuple(_step_rows(subject, stage)))
 
 
-def _held(model: Model, training: TrainingConfig, stage: int, *, trained: bool = True, critic: bool = False) -> Held:
+def _parameters(
+    model: Model, training: TrainingConfig, stage: int, *, trained: bool = True, critic: bool = False
+) -> RankParameters:
     if training.engine == "torch":
         return sharded(model, training, trained=trained, critic=critic)
-    return held_by_stage(model, training, trained=trained, critic=critic)[stage]
+    return parameters_by_stage(model, training, trained=trained, critic=critic)[stage]
 
 
 def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str, *, critic: bool = False) -> list[Row]:
@@ -254,23 +256,23 @@ def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str
     the 12 by the number of ranks with the same parameters (Megatron-LM's `theoretical_memory_usage.py`). torch stores
     float32 weights: 4 + 4 + 8 bytes. With LoRA everything except adapters is in the number format of training.
     """
-    held, size = _held(model, training, stage, critic=critic), bytes_of(training.dtype)
+    parameters, size = _parameters(model, training, stage, critic=critic), bytes_of(training.dtype)
     if training.lora.r and not critic:
         adapters = adapter_size(model, training.lora) / training.world_size
         return [
-            Row(what="weights", bytes=held.all * size + 4 * adapters),
+            Row(what="weights", bytes=parameters.all * size + 4 * adapters),
             Row(what="gradients of adapters", bytes=4 * adapters),
             Row(what="optimizer of adapters", bytes=8 * adapters),
         ]
     if training.engine == "torch":
-        weights, optimizer = 4 * held.all, 8 * held.trained
+        weights, optimizer = 4 * parameters.all, 8 * parameters.trained
     else:
-        weights, each = size * held.all, 8 + (4 if size == 2 else 0)
+        weights, each = size * parameters.all, 8 + (4 if size == 2 else 0)
         dense, expert = replicas(training)
-        optimizer = each * (held.trained_dense / dense + held.trained_expert / expert)
+        optimizer = each * (parameters.trained_dense / dense + parameters.trained_expert / expert)
     return [
         Row(what=f"{whose}weights", bytes=weights),
-        Row(what=f"{whose}gradients", bytes=4 * held.trained),
+        Row(what=f"{whose}gradients", bytes=4 * parameters.trained),
         Row(what=f"{whose}optimizer", bytes=optimizer),
     ]
 
@@ -294,22 +296,22 @@ def _step_rows(subject: Subject, stage: int) -> list[Row]:
         layers = range(model.config.num_hidden_layers)
     else:
         layers = stages(model.config.num_hidden_layers, training)[stage]
-    kept = stage_activations(model, training, layers, stage, of_step.tokens, of_step.count, lengths.longest)
+    activations = stage_activations(model, training, layers, stage, of_step.tokens, of_step.count, lengths.longest)
     shards = training.engine == "torch" and (training.world_size > 1 or training.dtype != "float32")
     at_output, in_layers = [], []
     if stage == last:
         trained = int(of_step.tokens * lengths.trained)
         logits = output_bytes(model, training, of_step.tokens, trained, critic=False)
         at_output.append(Row(what="logits and the output layer's input", bytes=logits))
-    if kept.again:
-        in_layers.append(Row(what="activations of the layers that are recomputed", bytes=kept.again))
+    if activations.recomputed:
+        in_layers.append(Row(what="activations of the layers that are recomputed", bytes=activations.recomputed))
     if shards:
         outside, layer = _gathered(model, training)
         at_output.append(Row(what="weights gathered from all ranks", bytes=outside))
         in_layers.append(Row(what="weights and gradients of layers gathered from all ranks", bytes=outside + layer))
     # The logits are freed when the backward pass reaches the layers.
     largest = max(at_output, in_layers, key=lambda rows: sum(row.bytes for row in rows))
-    return [Row(what="activations", bytes=kept.kept), *largest]
+    return [Row(what="activations", bytes=activations.retained), *largest]
 
 
 def _gathered(model: Model, training: TrainingConfig) -> tuple[float, float]:

@@ -38,7 +38,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from cairn.storage.ledger import layout
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged
+from cairn.storage.store.errors import Damaged, naming_damaged
 from cairn.storage.store.store import check_path
 
 FORMAT = 3
@@ -77,15 +77,14 @@ def unsealed_fields(data: bytes) -> dict[str, Any]:
     """
     fields = canonical.unseal(data)
     require_readable(fields)
-    del fields["digest"]
     return fields
 
 
 def require_readable(fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless this version reads the file's format."""
-    found = fields.get("schema_version")
-    if found != FORMAT:
-        raise ValueError(f"it has format {found}, this Cairn reads format {FORMAT}; use the version that wrote it")
+    version = fields.get("schema_version")
+    if version != FORMAT:
+        raise ValueError(f"it has format {version}, this Cairn reads format {FORMAT}; use the version that wrote it")
 
 
 class Step(StrEnum):
@@ -111,6 +110,13 @@ class Step(StrEnum):
     """The weight versions that the rollout engines report."""
     EVAL = "eval"
     """A benchmark's samples and grades under one weight version."""
+
+
+def parse_commit_name(name: str) -> tuple[int, Step, str | None]:
+    """Return iteration, step and shard from a commit's name. Raises ValueError for another name."""
+    iteration, _, rest = name.partition("/")
+    step, _, shard = rest.partition(".")
+    return int(iteration), Step(step), shard or None
 
 
 class OutputFile(Record):
@@ -189,9 +195,9 @@ class Commit(Marker):
     @property
     def images(self) -> OutputFile | None:
         """File with the images of a rollout's prompts; None if the prompts have no images."""
-        return self.beside(layout.IMAGES_FILE)
+        return self.side_file(layout.IMAGES_FILE)
 
-    def beside(self, name: str) -> OutputFile | None:
+    def side_file(self, name: str) -> OutputFile | None:
         """Return a file stored next to the table, one of `cairn.storage.ledger.layout.SIDE_FILES`, or None if there is
         none."""
         return next((output for output in self.outputs if output.path.endswith(f"/{name}")), None)
@@ -199,10 +205,8 @@ class Commit(Marker):
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Commit":
         """Parse a commit. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
-        try:
+        with naming_damaged(f"commit {path}"):
             commit = cls.unsealed(data)
-        except ValueError as error:
-            raise Damaged(f"commit {path} cannot be trusted: {error}") from None
         if layout.commit(commit.run, commit.iteration, commit.step, commit.shard) != path:
             raise Damaged(f"commit {path} is in the wrong place: it names {commit.name} of run {commit.run}")
         return commit

@@ -27,15 +27,15 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.commits import Step, parse_commit_name
 from cairn.storage.ledger.manifest import Manifest, read_manifest
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store
+from cairn.storage.store.errors import Damaged, naming_damaged
+from cairn.storage.store.store import REQUESTS, Store
 
 
 class Gate(Record):
@@ -99,12 +99,12 @@ class RedactedFile(Record):
     @property
     def iteration(self) -> int:
         """Iteration of the commit."""
-        return int(self.commit.partition("/")[0])
+        return parse_commit_name(self.commit)[0]
 
     @property
     def step(self) -> Step:
         """Step of the commit."""
-        return Step(self.commit.partition("/")[2].partition(".")[0])
+        return parse_commit_name(self.commit)[1]
 
 
 class Redaction(Record):
@@ -126,7 +126,6 @@ What = Annotated[AnyKind, Field(discriminator="kind")]
 
 
 FORMAT = 1
-_REQUESTS = 8
 
 
 class Decision(Record):
@@ -192,9 +191,8 @@ class Decisions:
         """
         known = self._known
         if known is None:
-            names = self._store.list(layout.decisions(self._run))
-            numbers = [number for name in names if (number := layout.parse_decision(name)) is not None]
-            with ThreadPoolExecutor(_REQUESTS) as readers:
+            numbers = layout.numbers(self._store.list(layout.decisions(self._run)))
+            with ThreadPoolExecutor(REQUESTS) as readers:
                 known = tuple(readers.map(self._require, range(1, max(numbers, default=0) + 1)))
         while (newer := self._read(len(known) + 1)) is not None:  # a listing may lag behind
             known = (*known, newer)
@@ -242,10 +240,10 @@ class Decisions:
         return gates(self.all())
 
     def _require(self, number: int) -> Decision:
-        found = self._read(number)
-        if found is None:
+        decision = self._read(number)
+        if decision is None:
             raise Damaged(f"{layout.decision(self._run, number)} is missing, though there are later decisions")
-        return found
+        return decision
 
     def _read(self, number: int) -> Decision | None:
         path = layout.decision(self._run, number)
@@ -261,32 +259,29 @@ class Decisions:
 
 def read_decision(data: bytes, path: str) -> Decision:
     """Parse a decision. Raises Damaged, naming `path`, unless `data` are the bytes that were recorded."""
-    try:
+    with naming_damaged(f"decision {path}"):
         fields = canonical.unseal(data)
         if fields.get("schema_version") != FORMAT:
             raise ValueError(f"it has format {fields.get('schema_version')}, this Cairn reads format {FORMAT}")
-        del fields["digest"]
         return Decision.model_validate(fields)
-    except (ValueError, ValidationError) as error:
-        raise Damaged(f"decision {path} cannot be trusted: {error}") from None
 
 
 def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStatus]:
     """Return every gate, by the iteration before which it waits."""
-    found: dict[int, GateStatus] = {}
+    gates: dict[int, GateStatus] = {}
     for decision in decisions:
         match decision.what:
             case Gate(iteration=iteration):
-                found[iteration] = GateStatus(iteration=iteration, state=GateState.OPEN, gate=decision, verdict=None)
+                gates[iteration] = GateStatus(iteration=iteration, state=GateState.OPEN, gate=decision, verdict=None)
             case Verdict(iteration=iteration, approved=approved):
-                before = found.get(iteration)
-                found[iteration] = GateStatus(
+                before = gates.get(iteration)
+                gates[iteration] = GateStatus(
                     iteration=iteration,
                     state=GateState.APPROVED if approved else GateState.REJECTED,
                     gate=before.gate if before else None,
                     verdict=decision,
                 )
-    return found
+    return gates
 
 
 def pinned(decisions: tuple[Decision, ...]) -> dict[int, Decision]:
@@ -300,18 +295,18 @@ def redacted_files(decisions: Iterable[Decision]) -> dict[str, tuple[tuple[Decis
 
     The last version is the one that the file must have now.
     """
-    found: dict[str, tuple[tuple[Decision, RedactedFile], ...]] = {}
+    versions: dict[str, tuple[tuple[Decision, RedactedFile], ...]] = {}
     for decision in decisions:
         if isinstance(decision.what, Redaction):
             for file in decision.what.files:
-                found[file.path] = (*found.get(file.path, ()), (decision, file))
-    return found
+                versions[file.path] = (*versions.get(file.path, ()), (decision, file))
+    return versions
 
 
 def this_user() -> str:
     """Return `user@host` of this process."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user that nobody has named
+    except (KeyError, OSError):  # a container's user may have no name
         user = "somebody"
     return f"{user}@{socket.gethostname()}"

@@ -27,7 +27,7 @@ returns None for a foreign name.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 
 from cairn.storage.store.store import check_path
@@ -57,8 +57,7 @@ SIDE_FILES = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
 """Files that are stored next to a step's table."""
 
 
-ANSWERS = "answers"
-ROOT_FOLDERS = ("runs", "self-tests", "evals", ANSWERS)
+RUNS, SELF_TESTS, EVALS, ANSWERS = ROOT_FOLDERS = ("runs", "self-tests", "evals", "answers")
 """All folders in a store's root."""
 
 
@@ -108,19 +107,9 @@ def commit_name(iteration: int, step: str, shard: str | None = None) -> str:
     return f"{digits(iteration, 'iteration')}/{step}{suffix}"
 
 
-def runs() -> str:
-    """Return the folder of all runs."""
-    return "runs"
-
-
 def run(name: str) -> str:
     """Return the folder of one run."""
-    return f"runs/{check_name(name, 'run')}"
-
-
-def self_tests() -> str:
-    """Return the folder of the self-tests of machines."""
-    return "self-tests"
+    return f"{RUNS}/{check_name(name, 'run')}"
 
 
 def self_test(fingerprint: str) -> str:
@@ -128,17 +117,12 @@ def self_test(fingerprint: str) -> str:
 
     It records whether such machines compute the same bits twice, as tested by the run that first trained on one.
     """
-    return f"{self_tests()}/{check_name(fingerprint, 'fingerprint')}.json"
-
-
-def evals() -> str:
-    """Return the folder of all results of evaluations."""
-    return "evals"
+    return f"{SELF_TESTS}/{check_name(fingerprint, 'fingerprint')}.json"
 
 
 def evaluated(weights: str, tokenizer: str) -> str:
     """Return the folder of the results of one model, from the digests of its weights and of its tokenizer."""
-    return f"{evals()}/{_short(weights)}-{_short(tokenizer)}"
+    return f"{EVALS}/{_short(weights)}-{_short(tokenizer)}"
 
 
 def evaluation(weights: str, tokenizer: str, benchmark: str, settings: str) -> str:
@@ -161,7 +145,7 @@ def answers(grader: str) -> str:
     return f"{ANSWERS}/{_short(grader)}"
 
 
-def answer_folders(names: Sequence[str]) -> list[str]:
+def answer_folders(names: Iterable[str]) -> list[str]:
     """Return the graders' folders among the entries of `answers`."""
     return [f"{ANSWERS}/{name.removesuffix('/')}" for name in names if _GRADER.fullmatch(name)]
 
@@ -175,7 +159,7 @@ def parse_answers(name: str) -> str | None:
 def parse_evaluated(name: str) -> str | None:
     """Return the folder of a model's results for an entry of `evals`, or None for another name."""
     known = name.endswith("/") and _EVALUATED.fullmatch(name.removesuffix("/"))
-    return f"{evals()}/{name.removesuffix('/')}" if known else None
+    return f"{EVALS}/{name.removesuffix('/')}" if known else None
 
 
 def parse_evaluation(model: str, name: str) -> str | None:
@@ -226,21 +210,6 @@ def leases(name: str) -> str:
 def lease_file(folder: str, epoch: int, sign: str = "") -> str:
     """Return the path of a lease in a folder of leases, or of a sign of its owner: `.renewed` or `.end`."""
     return f"{folder}/{digits(epoch, 'epoch')}{sign}.json"
-
-
-def lease(name: str, epoch: int) -> str:
-    """Return the path of the marker by which a driver owns the run."""
-    return lease_file(leases(name), epoch)
-
-
-def lease_renewal(name: str, epoch: int) -> str:
-    """Return the path of the heartbeat of a lease's owner."""
-    return lease_file(leases(name), epoch, ".renewed")
-
-
-def lease_end(name: str, epoch: int) -> str:
-    """Return the path of the marker by which an owner releases the run."""
-    return lease_file(leases(name), epoch, ".end")
 
 
 def iterations(name: str) -> str:
@@ -304,19 +273,18 @@ def parse_attempt(name: str) -> str | None:
     )
 
 
-def parse_lease(name: str) -> int | None:
-    """Return the epoch of the lease that an entry of `leases` is; None for renewals, ends and other names."""
-    return _numbered(name)
+def parse_number(name: str) -> int | None:
+    """Return the number of an entry `<number>.json` of `leases`, `decisions`, `upgrades` or `admissions`.
+
+    Returns None for another name, such as the renewal or end of a lease.
+    """
+    number = name.removesuffix(".json")
+    return int(number) if name.endswith(".json") and _NUMBER.fullmatch(number) else None
 
 
-def parse_decision(name: str) -> int | None:
-    """Return the number of the decision that an entry of `decisions` is, or None for another name."""
-    return _numbered(name)
-
-
-def parse_admission(name: str) -> int | None:
-    """Return the number of the admission that an entry of `admissions` claims, or None for another name."""
-    return _numbered(name)
+def numbers(names: Iterable[str]) -> list[int]:
+    """Return the numbers among the entries of such a folder."""
+    return [number for name in names if (number := parse_number(name)) is not None]
 
 
 def parse_retired(name: str) -> tuple[int, Kind] | None:
@@ -374,11 +342,6 @@ def attempt_shard(attempt: str) -> str | None:
 def attempt_epoch(attempt: str) -> int:
     """Return the epoch of the driver that made an attempt."""
     return int(attempt.rpartition(".")[2].partition("-")[0])
-
-
-def _numbered(name: str) -> int | None:
-    number = name.removesuffix(".json")
-    return int(number) if name.endswith(".json") and _NUMBER.fullmatch(number) else None
 
 
 def _short(digest: str) -> str:

@@ -42,7 +42,7 @@ from pydantic import ValidationError
 from cairn.storage.ledger import layout
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError
+from cairn.storage.store.errors import Damaged, LeaseHeld, LeaseLost, StoreError, naming_damaged
 from cairn.storage.store.store import Store
 
 # Identity of the process that holds a lease, and whether it is still alive.
@@ -179,7 +179,7 @@ class LeaseState(Record):
     """Outcome; None until the holder has recorded it."""
 
     def is_over(self) -> bool | None:
-        """Return whether nobody owns the run any more.
+        """Return whether the run has no owner any more.
 
         Returns None if one check cannot tell because the holder is on another machine.
         """
@@ -204,7 +204,7 @@ def run_subject(run: str) -> LeaseSubject:
 
 
 def newest_lease(store: Store, run: str | LeaseSubject) -> LeaseState | None:
-    """Return the lease with the newest epoch, or None if nobody ever owned the run or other subject. Raises Damaged."""
+    """Return the lease with the newest epoch, or None if the subject never had an owner. Raises Damaged."""
     owned = run_subject(run) if isinstance(run, str) else run
     epoch = max(_epochs(store, owned), default=0)
     while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
@@ -219,7 +219,7 @@ def all_leases(store: Store, run: str) -> list[LeaseState]:
 
 
 def _epochs(store: Store, owned: LeaseSubject) -> list[int]:
-    return [epoch for name in store.list(owned.folder) if (epoch := layout.parse_lease(name)) is not None]
+    return layout.numbers(store.list(owned.folder))
 
 
 def _state(store: Store, owned: LeaseSubject, epoch: int) -> LeaseState:
@@ -238,12 +238,8 @@ def _state(store: Store, owned: LeaseSubject, epoch: int) -> LeaseState:
 
 
 def _read(store: Store, path: str) -> dict[str, Any]:
-    try:
-        fields = canonical.unseal(store.read(path))
-    except ValueError as error:
-        raise Damaged(f"{path} cannot be trusted: {error}") from None
-    del fields["digest"]
-    return fields
+    with naming_damaged(path):
+        return canonical.unseal(store.read(path))
 
 
 class Lease:
@@ -301,7 +297,7 @@ class Lease:
         if not store.create(owned.path(state.epoch), marker):
             winner = newest_lease(store, owned)
             assert winner is not None
-            raise _lease_held_error(owned, winner)
+            raise _refusal(owned, winner)
         return cls(store, owned, state, renewal_interval)
 
     def check(self) -> None:
@@ -320,7 +316,7 @@ class Lease:
             raise StoreError(
                 f"the lease on {self._owned} could not be renewed for {silent:.0f} s: {self._failure}"
             ) from self._failure
-        if not self._still_held():
+        if not self._is_owner():
             self._ended.set()  # no sign of life of this driver belongs to that epoch
             raise LeaseLost(f"{self._owned} was deleted while this driver owned it; this driver stops")
 
@@ -331,10 +327,10 @@ class Lease:
         self._ended.set()
         self._renewer.join(self._interval)
         end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id})
-        if self._still_held():
+        if self._is_owner():
             self._store.create(self._owned.path(self.epoch, ".end"), end)
 
-    def _still_held(self) -> bool:
+    def _is_owner(self) -> bool:
         """Return whether the epoch still belongs to this driver.
 
         Deleting a run deletes its epochs, and the next run of that name starts again with epoch 1.
@@ -351,7 +347,7 @@ class Lease:
                 return
             sign = canonical.seal({"renewals": renewals, "renewed_at": time.time(), "holder_id": self.holder.id})
             try:
-                if not self._still_held():
+                if not self._is_owner():
                     return  # what is there is another run's; `check` says so
                 self._store.write(self._owned.path(self.epoch, ".renewed"), sign)
                 self._renewed, self._failure = time.monotonic(), None
@@ -366,12 +362,12 @@ def _require_over(store: Store, owned: LeaseSubject, newest: LeaseState) -> Leas
     if watched:
         over = _is_silent(store, owned, newest)
     if not over:
-        raise _lease_held_error(owned, newest)
+        raise _refusal(owned, newest)
     if not watched:
         return newest
     later = newest_lease(store, owned)
     if later is not None and later.outcome is None and later.holder.id != newest.holder.id:
-        raise _lease_held_error(owned, later)
+        raise _refusal(owned, later)
     return later
 
 
@@ -387,13 +383,13 @@ def _is_silent(store: Store, owned: LeaseSubject, seen: LeaseState) -> bool:
         began = time.monotonic()
         now = newest_lease(store, owned)
         if now is not None and now.outcome is None and now.holder.id != seen.holder.id:
-            raise _lease_held_error(owned, now)
+            raise _refusal(owned, now)
         if now != seen:
             return now is None or now.outcome is not None
     return True
 
 
-def _lease_held_error(owned: LeaseSubject, state: LeaseState) -> LeaseHeld:
+def _refusal(owned: LeaseSubject, state: LeaseState) -> LeaseHeld:
     return LeaseHeld(
         f"{owned} is driven by {state}; wait until it ends, stop it, or take the run over with --takeover",
         state.holder,

@@ -26,7 +26,7 @@ from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, input_differences, plain
 from cairn.storage.records import Environment, code_version
 from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 
 # Iterations of a run that have files. Only the folders are listed, not their contents.
 
@@ -54,9 +54,9 @@ def newest_iteration_with_files(store: Store, run: str, first: int) -> int:
             ahead, stride = min(low + stride, layout.LAST_NUMBER), max(_PAGE, 2 * stride)
         else:
             ahead = low + (high - low) // 2 if high - low > _PAGE else low
-        found, further = _page(store, run, ahead)
-        if found:
-            numbers, more = found, further
+        later, further = _page(store, run, ahead)
+        if later:
+            numbers, more = later, further
         else:
             high, more = ahead, ahead > low
     return numbers[-1] if numbers else first - 1
@@ -72,8 +72,7 @@ def _numbers(names: Sequence[str]) -> list[int]:
     return [number for name in names if (number := layout.parse_iteration(name)) is not None]
 
 
-_REQUESTS = 8
-"""Commits read in parallel: an object store takes tens of milliseconds for each."""
+_STEPS = frozenset(Step)
 
 
 class Ledger:
@@ -211,7 +210,7 @@ class Ledger:
         self.lease = Lease.acquire(self.store, self.run, takeover)
         return self.lease
 
-    def require_held(self) -> None:
+    def require_lease(self) -> None:
         """Check the ownership. Call it before every change of the run other than a commit. Makes two requests.
 
         Raises LeaseLost if this process has owned the run and does not any more. A process that never owned it, such as
@@ -237,30 +236,29 @@ class Ledger:
         Makes one request for the list and one for each commit. A listing may lag behind. So commits from which the
         train step or a listed commit was made are included even if they are not listed.
         """
-        with ThreadPoolExecutor(_REQUESTS) as readers:
+        with ThreadPoolExecutor(REQUESTS) as readers:
             read = [commit for commit in readers.map(self._read, self.markers(iteration)) if commit is not None]
-        found = {commit.name: commit for commit in read}
-        name = layout.commit_name(iteration, Step.TRAIN)
-        unlisted = [] if name in found else [name]
+        commits = {commit.name: commit for commit in read}
+        unlisted = [layout.commit_name(iteration, Step.TRAIN)]
         unlisted += [made_from for commit in read for made_from in commit.inputs]
         prefix = layout.commit_name(iteration, "")
         while unlisted:
             name = unlisted.pop()
-            if name in found or not name.startswith(prefix):
+            if name in commits or not name.startswith(prefix):
                 continue
             step, _, shard = name.removeprefix(prefix).partition(".")
             commit = self.find(iteration, Step(step), shard or None)
             if commit is not None:
-                found[name] = commit
+                commits[name] = commit
                 unlisted += commit.inputs
         order = list(Step)
-        return sorted(found.values(), key=lambda commit: (order.index(commit.step), commit.shard or ""))
+        return sorted(commits.values(), key=lambda commit: (order.index(commit.step), commit.shard or ""))
 
     def markers(self, iteration: int) -> list[str]:
         """Return the store paths of an iteration's commits, sorted by the spelling of step and shard."""
         folders = [layout.iteration(run, iteration) for run in self._runs_with_commits_of(iteration)]
-        found = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
-        return [f"{found[name]}/{name}" for name in sorted(found) if _is_marker(name)]
+        folder_of = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
+        return [f"{folder_of[name]}/{name}" for name in sorted(folder_of) if is_marker(name)]
 
     def iterations(self) -> list[int]:
         """Return the numbers of all iterations that have files, sorted.
@@ -280,13 +278,13 @@ class Ledger:
         first = self.first_iteration
         for iteration in range(newest_iteration_with_files(self.store, self.run, first), first - 1, -1):
             names = self.store.list(layout.iteration(self.run, iteration))
-            if any(map(_is_marker, names)):
+            if any(map(is_marker, names)):
                 return iteration
         return None if self.manifest.parent is None else self.manifest.parent.iteration
 
     def attempt(self, iteration: int, step: Step, shard: str | None = None) -> Attempt:
         """Return a fresh folder for the files of a step. Raises LeaseLost if this driver no longer owns the run."""
-        name = layout.attempt_name(shard, self._held_lease().epoch, uuid.uuid4().hex[:12])
+        name = layout.attempt_name(shard, self._own_lease().epoch, uuid.uuid4().hex[:12])
         return Attempt(self.store, self.run, iteration, step, shard, name)
 
     def commit(
@@ -315,7 +313,7 @@ class Ledger:
 
         Raises LeaseLost, without creating the commit, if this driver no longer owns the run; it checks before each try.
         """
-        lease = self._held_lease()
+        lease = self._own_lease()
         commit = Commit(
             run=self.run,
             terms=self._terms.record(lease),
@@ -360,7 +358,7 @@ class Ledger:
         shared = self.parent._runs_with_commits_of(iteration)
         return [*shared, self.run] if iteration + 1 + self.lag >= self.first_iteration else shared
 
-    def _held_lease(self) -> Lease:
+    def _own_lease(self) -> Lease:
         if self.lease is None:
             raise LeaseLost(f"this process does not own run {self.run!r}; acquire its lease first")
         return self.lease
@@ -373,6 +371,7 @@ class Ledger:
         return Commit.from_bytes(data, path)
 
 
-def _is_marker(name: str) -> bool:
+def is_marker(name: str) -> bool:
+    """Return whether an entry of an iteration's folder is a commit."""
     place = layout.parse_commit(name)
-    return place is not None and place[0] in set(Step)
+    return place is not None and place[0] in _STEPS

@@ -11,11 +11,8 @@ from cairn.storage.ledger.commits import require_readable
 from cairn.storage.ledger.terms import Terms
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore
-from cairn.storage.store.store import Store
-
-_REQUESTS = 8
-"""Manifests that are checked in parallel."""
+from cairn.storage.store.errors import BeingDeleted, LinkOutsideStore, naming_damaged
+from cairn.storage.store.store import REQUESTS, Store
 
 
 class Parent(Record):
@@ -60,19 +57,16 @@ def read_manifest(store: Store, run: str) -> Manifest:
         data = store.read(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them") from None
-    try:
+    with naming_damaged(f"manifest {path}"):
         fields = canonical.unseal(data)
         if "being_deleted_since" in fields:
             raise BeingDeleted(
                 f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` resumes it"
             )
         require_readable(fields)
-        del fields["digest"]
         manifest = Manifest.model_validate(fields)
         if manifest.run != run:
             raise ValueError(f"it belongs to run {manifest.run!r}")
-    except ValueError as error:
-        raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
     return manifest
 
 
@@ -99,7 +93,7 @@ def list_runs(store: Store) -> list[str]:
             warn_skipped(name, error)
             return False
 
-    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) is not None]
-    with ThreadPoolExecutor(_REQUESTS) as pool:
+    names = [name for entry in store.list(layout.RUNS) if (name := layout.parse_run(entry)) is not None]
+    with ThreadPoolExecutor(REQUESTS) as pool:
         exist = pool.map(exists, names)
         return [name for name, there in zip(names, exist, strict=True) if there]

@@ -6,7 +6,8 @@ from enum import StrEnum
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import redacted_files
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
@@ -51,6 +52,12 @@ class Finding(Record):
     """Sentence with what was expected and what was found."""
 
 
+def commit_finding(commit: Commit, fault: Fault, message: str) -> Finding:
+    """Return a finding about a commit's marker."""
+    path = layout.commit(commit.run, commit.iteration, commit.step, commit.shard)
+    return Finding(fault=fault, path=path, message=message)
+
+
 REDACTED_ERROR = "redacted"
 """Value of `error` in a redacted row."""
 
@@ -67,14 +74,14 @@ or one value for each token."""
 def redact_rows(table: pa.Table, rows: pa.Array) -> pa.Table:
     """Return the table with the text, tokens and per-token values of the rows `rows` removed."""
     columns = []
-    for column, kept in zip(table.schema, table.columns, strict=True):
+    for column, values in zip(table.schema, table.columns, strict=True):
         listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
         nested = listed or pa.types.is_struct(column.type)
         if not nested and column.name not in _TEXTS:
-            columns.append(kept)
+            columns.append(values)
             continue
         nothing = REDACTED_ERROR if column.name == "error" else None if column.nullable else [] if listed else ""
-        columns.append(pc.if_else(rows, pa.scalar(nothing, column.type), kept))
+        columns.append(pc.if_else(rows, pa.scalar(nothing, column.type), values))
     return pa.table(columns, schema=table.schema)
 
 
@@ -83,12 +90,12 @@ def redacted_samples(ledger: Ledger) -> dict[str, int]:
 
     Nothing can be recomputed from them. The result maps the name of a commit to the number of the decision.
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     owner: Ledger | None = ledger
     while owner is not None:
         for versions in redacted_files(owner.decisions.all()).values():
             decision, file = versions[-1]
             if file.step is not Step.EVAL and ledger.owner(file.iteration).run == owner.run:
-                found[file.commit] = decision.number
+                numbers[file.commit] = decision.number
         owner = owner.parent
-    return found
+    return numbers

@@ -52,7 +52,7 @@ _SEGMENTS = pa.list_(
     pa.struct(
         [
             ("tokens", pa.int32()),  # of the response, in order
-            ("call", pa.string()),  # id of the call that sampled them; null: the world gave them
+            ("call", pa.string()),  # id of the call that sampled them; null: from the environment
             ("seed", pa.uint64()),  # of that call
             ("finish_reason", pa.string()),  # cairn.engines.types.types.FinishReason
         ]
@@ -76,23 +76,26 @@ ROLLOUT = _schema(
     ("response_text", pa.string()),
     ("response_ids", _IDS),
     ("segments", _SEGMENTS),
-    ("log_probs", _FLOATS),  # of the response tokens under the rollout engine; 0 where the world gave them
+    ("log_probs", _FLOATS),  # of the response tokens under the rollout engine; 0 for tokens from the environment
     ("loss_mask", pa.list_(pa.uint8())),  # 1: trained on, unless the group's max_age in `filter` says otherwise
-    ("weight_versions", _IDS),  # that each response token was sampled from, or that read it where the world gave it
+    (
+        "weight_versions",
+        _IDS,
+    ),  # that sampled, or else read, each response token
     ("finish_reason", pa.string()),  # cairn.engines.types.types.FinishReason
     ("status", pa.string()),  # Status
     ("error", pa.string()),
     ("seed", pa.uint64()),  # of the first call; those of others come from it
     ("engine", pa.string()),  # name of the rollout engine that generated last, or DATA
-    ("seconds", pa.float32()),  # from the sample's admission to its end
-    ("cached_tokens", pa.int64()),  # of those that the engine was given, the ones in its prefix cache
+    ("seconds", pa.float32()),  # from acceptance of the sample to its end
+    ("cached_tokens", pa.int64()),  # prompt tokens that the engine had in its prefix cache
     ("label", pa.string()),  # expected answer
     ("metadata", pa.string()),  # JSON object of the data row
     nullable=frozenset({"segments", "error", "label", "metadata"}),
 )
 """Table of `rollout`: the samples."""
 
-KEPT = pa.field("kept_token_ids", pa.list_(pa.large_list(pa.int32())), nullable=True)
+SUPPORT = pa.field("kept_token_ids", pa.list_(pa.large_list(pa.int32())), nullable=True)
 """Sampling support, a column of `rollout` under top-p or top-k sampling: for each response token the ids from which it
 was drawn, ascending. Empty if the support was the whole vocabulary."""
 
@@ -119,11 +122,11 @@ TURN_REWARDS = pa.field("turn_rewards", pa.list_(pa.float64()), nullable=True)
 """A column of the same tables, if user code assigned rewards to segments: the reward of each segment of the row, null
 for those without. Null: none has one."""
 
-RETOLD = pa.field("retold_tokens", pa.int32(), nullable=True)
+RETOKENIZED = pa.field("retold_tokens", pa.int32(), nullable=True)
 """A column of the same tables, if a later prompt of the sample tokenizes sampled text in another way: the number of
 response tokens that this affects. Null: none."""
 
-SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, RETOLD)
+SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, RETOKENIZED)
 """Columns that describe the trajectories of a sample."""
 
 ROUTED = pa.field(
@@ -141,7 +144,7 @@ IMAGES = pa.field(
     pa.list_(
         pa.struct(
             [
-                ("sha256", pa.string()),  # of its bytes, which lie beside the table
+                ("sha256", pa.string()),  # of its bytes, which are stored next to the table
                 ("height", pa.int32()),  # in pixels, as the model sees it
                 ("width", pa.int32()),
             ]
@@ -160,22 +163,28 @@ each image. `data` are the encoded bytes as in the data set."""
 CALLS = _schema(
     ("group_id", pa.int64()),
     ("sample_index", pa.int32()),
-    ("order", pa.int32()),  # which answer of the sample it was; null: an intent, which was not answered
+    ("order", pa.int32()),  # position of its response among the sample's; null: an intent, which has no response
     ("call", pa.string()),  # id of the call in the sample, as `segments` has it
     ("kind", pa.string()),  # cairn.engines.types.trajectories.CallKind
     ("name", pa.string()),  # of the tool or grader
-    ("turn", pa.int32()),  # answers of the policy before it
-    ("arguments", pa.string()),  # JSON; of the policy the SHA-256 of the tokens it went on from; null: of the clock
+    ("turn", pa.int32()),  # number of policy responses before it
+    (
+        "arguments",
+        pa.string(),
+    ),  # JSON; of the policy: SHA-256 of `given_tokens`; null: a call to the clock
     ("arguments_digest", pa.string()),
-    ("result", pa.string()),  # JSON; null: it failed, the policy answered, or the result is long
-    ("result_digest", pa.string()),  # SHA-256 of a long result, which lies beside the table (LONG_RESULTS)
+    ("result", pa.string()),  # JSON; null: it failed, it is a policy response, or the result is long
+    ("result_digest", pa.string()),  # SHA-256 of a long result, which is stored next to the table (LONG_RESULTS)
     ("error", pa.string()),
-    ("reason", pa.string()),  # of a tool that failed, cairn.engines.agents.tools.errors.Reason
-    ("given_tokens", pa.int32()),  # that the policy went on from
-    ("response_ids", _IDS),  # null: those of the sample's segment of this call, as all that follows to `finish_reason`
+    ("reason", pa.string()),  # why a tool failed: cairn.engines.agents.tools.errors.Reason
+    ("given_tokens", pa.int32()),  # number of tokens that the policy continued from
+    (
+        "response_ids",
+        _IDS,
+    ),  # null: those of the sample's segment of this call; likewise up to `finish_reason`
     ("log_probs", _FLOATS),
     ("weight_versions", _IDS),
-    ("kept_token_ids", KEPT.type),
+    ("kept_token_ids", SUPPORT.type),
     ("routed_experts", ROUTED.type),
     ("seed", pa.uint64()),
     ("finish_reason", pa.string()),
@@ -208,14 +217,14 @@ def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False, im
         images: include the images of the prompts.
     """
     sequences = ((field, several) for field in SEQUENCES)
-    requested = ((KEPT, cut), *sequences, (ROUTED, routed), (IMAGES, images))
-    return pa.schema([*ROLLOUT, *(field for field, is_asked in requested if is_asked)])
+    requested = ((SUPPORT, cut), *sequences, (ROUTED, routed), (IMAGES, images))
+    return pa.schema([*ROLLOUT, *(field for field, included in requested if included)])
 
 
 REWARD = _schema(
     ("group_id", pa.int64()),
     ("sample_index", pa.int32()),
-    ("reward", pa.float32()),  # null: failed, or of a group that is not finished
+    ("reward", pa.float32()),  # null: failed, or its group is not finished
     ("components", pa.string()),  # JSON object of partial rewards
     ("grader", pa.string()),
     ("grader_version", pa.string()),
@@ -231,15 +240,15 @@ if there is no reward."""
 
 FILTER = _schema(
     ("group_id", pa.int64()),
-    ("iteration", pa.int64()),  # where its samples lie: iteration …
+    ("iteration", pa.int64()),  # place of its samples: iteration …
     ("shard", pa.string()),  # … and shard
-    ("kept", pa.bool_()),  # passed the filter, or trained on all the same
+    ("kept", pa.bool_()),  # passed the filter, or is trained on without passing it
     ("disposition", pa.string()),  # Disposition
     ("reason", pa.string()),  # why it was dropped
     ("mean_reward", pa.float32()),  # of the group's rewards
     ("std_reward", pa.float32()),
-    ("age", pa.int32()),  # of its newest tokens, in publications; null: not known
-    ("max_age", pa.int32()),  # of the tokens that are trained on; null: of any age
+    ("age", pa.int32()),  # of its newest tokens, in publications; null: unknown
+    ("max_age", pa.int32()),  # of the tokens that are trained on; null: no limit
     nullable=frozenset({"reason", "mean_reward", "std_reward", "age", "max_age"}),
 )
 """Table of `filter`: one row for each group."""
@@ -266,13 +275,13 @@ SCORE = _schema(
     ("sample_index", pa.int32()),
     ("log_probs", _FLOATS),  # under the policy before the update
     ("ref_log_probs", _FLOATS),  # under the reference model
-    ("teacher_log_probs", _FLOATS),  # under the teacher; the column is there where the algorithm reads it
-    ("teacher_top_log_probs", pa.list_(pa.large_list(pa.float32()))),  # of its most probable tokens; likewise …
+    ("teacher_log_probs", _FLOATS),  # under the teacher; the column exists if the algorithm reads it
+    ("teacher_top_log_probs", pa.list_(pa.large_list(pa.float32()))),  # of its most probable tokens, likewise …
     (
         "teacher_top_ids",
         pa.list_(pa.large_list(pa.int32())),
-    ),  # … and which they are: `cairn.engines.training.log_probs`
-    ("values", _FLOATS),  # of the critic before the update; the column is there where a critic is
+    ),  # … and their ids: `cairn.engines.training.log_probs`
+    ("values", _FLOATS),  # of the critic before the update; the column exists if there is a critic
     nullable=frozenset({"log_probs", "ref_log_probs"}),
 )
 """Table of `score`. Log-probs that the algorithm does not use are null."""
@@ -283,7 +292,7 @@ ADVANTAGE = _schema(
     ("reward", pa.float32()),  # as the update uses it
     ("advantages", _FLOATS),
     ("returns", _FLOATS),
-    ("ages", _IDS),  # of each token when it is trained on, in publications; null: not known
+    ("ages", _IDS),  # of each token when it is trained on, in publications; null: unknown
     nullable=frozenset({"ages"}),
 )
 """Table of `advantage`: the samples of one update, in the order in which its optimizer steps consume them."""
@@ -291,16 +300,19 @@ ADVANTAGE = _schema(
 EVALUATED = _schema(
     ("benchmark", pa.string()),
     ("prompt_index", pa.int64()),  # row of the benchmark, from 0
-    ("prompt_id", pa.string()),  # what names the row; its number where nothing does
+    ("prompt_id", pa.string()),  # identifier of the row; its number if it has none
     ("sample_index", pa.int32()),
     ("prompt_text", pa.string()),
     ("prompt_ids", _IDS),
     ("response_text", pa.string()),
     ("response_ids", _IDS),
-    ("log_probs", _FLOATS),  # of the response tokens under the engine, 0 where the world gave them; null: not kept
-    ("answer", pa.string()),  # what the grader took for the answer, where it says
-    ("reward", pa.float64()),  # null: failed; as the grader gave it
-    ("components", pa.string()),  # JSON object of what else the grader said
+    (
+        "log_probs",
+        _FLOATS,
+    ),  # under the engine; 0 for tokens from the environment; null: not stored
+    ("answer", pa.string()),  # answer that the grader found in the response; null: not reported
+    ("reward", pa.float64()),  # null: failed; otherwise as the grader returned it
+    ("components", pa.string()),  # JSON object of the grader's other results
     ("label", pa.string()),
     ("metadata", pa.string()),  # JSON object of the row
     ("grader", pa.string()),
@@ -309,7 +321,7 @@ EVALUATED = _schema(
     ("status", pa.string()),  # Status
     ("error", pa.string()),
     ("seed", pa.uint64()),
-    ("seconds", pa.float32()),  # from the sample's admission to its end
+    ("seconds", pa.float32()),  # from acceptance of the sample to its end
     nullable=frozenset(
         {"prompt_ids", "log_probs", "answer", "reward", "components", "label", "metadata", "error", "seconds"}
     ),

@@ -140,6 +140,15 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
 
+def to_ipc(table: pa.Table) -> tuple[str, bytes]:
+    """Return a table as a compressed Arrow IPC file: its SHA-256 and its bytes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table.combine_chunks())
+    data = sink.getvalue().to_pybytes()
+    return hashlib.sha256(data).hexdigest(), data
+
+
 def from_ipc(data: bytes) -> pa.Table:
     """Return the table of an Arrow IPC file. Raises ValueError like `from_parquet`."""
     footer = data[max(0, len(data) - _IPC_END - int.from_bytes(data[-_IPC_END:-6], "little")) :]
@@ -166,13 +175,13 @@ PARTS = "write_ahead"
 class AttemptFolder:
     """Fresh folder for the files of one attempt at something that is committed."""
 
-    def __init__(self, store: Store, beside: str, name: str, *, root: str, shard: str | None = None):
+    def __init__(self, store: Store, attempts: str, name: str, *, root: str, shard: str | None = None):
         self.store = store
-        self.beside = beside
+        self.attempts = attempts
         """Store path of the folder of all attempts, including those of the step's shards."""
         self.name = name
         self.shard = shard
-        self.folder = f"{beside}/{layout.check_name(name, 'attempt')}"
+        self.folder = f"{attempts}/{layout.check_name(name, 'attempt')}"
         """Store path of this attempt's folder, for engines that write files themselves."""
         self.superseded: list[str] = []
         """Store paths of write-ahead parts that are useless once this attempt is committed."""
@@ -184,8 +193,8 @@ class AttemptFolder:
 
     def write_table(self, name: str, table: pa.Table) -> OutputFile:
         """Write a table as Parquet. In parallel, digest its content, which requires encoding it a second time."""
-        with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
-            digesting = beside.submit(content_digest, table)
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as background:
+            digesting = background.submit(content_digest, table)
             data = to_parquet(table)
             self.store.write(self.path(name), data)
             sha256 = hashlib.sha256(data).hexdigest()
@@ -247,8 +256,7 @@ class Attempt(AttemptFolder):
     """Folder of one attempt at a step of a run."""
 
     def __init__(self, store: Store, run: str, iteration: int, step: str, shard: str | None, name: str):
-        beside = layout.attempts(run, iteration, step)
-        super().__init__(store, beside, name, root=layout.run(run), shard=shard)
+        super().__init__(store, layout.attempts(run, iteration, step), name, root=layout.run(run), shard=shard)
         self.run = run
         self.iteration = iteration
         self.step = step

@@ -24,7 +24,7 @@ from cairn.storage.ledger.commits import FORMAT, unsealed_fields
 from cairn.storage.ledger.leases import Lease
 from cairn.storage.records import CodeVersion, Record, code_version
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, RunDiffers
+from cairn.storage.store.errors import RunDiffers, naming_damaged
 from cairn.storage.store.store import Store
 
 # Which code is running.
@@ -105,18 +105,19 @@ def input_differences(recorded: Mapping[str, str], current: Mapping[str, str]) -
     ]
 
 
-def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
-    """Return (dotted field, first value, second value) of each field in which two JSON values differ.
+def differences(recorded: Any, current: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Return (dotted field, recorded value, current value) of each field in which two JSON values differ.
 
     A value is None if its side lacks the field.
     """
-    if isinstance(recorded, dict) and isinstance(given, dict):
-        names = sorted({*recorded, *given})
+    if isinstance(recorded, dict) and isinstance(current, dict):
         prefix = f"{field}." if field and not field.endswith(" ") else field
         return [
-            found for name in names for found in differences(recorded.get(name), given.get(name), f"{prefix}{name}")
+            difference
+            for name in sorted({*recorded, *current})
+            for difference in differences(recorded.get(name), current.get(name), f"{prefix}{name}")
         ]
-    return [] if recorded == given else [(field, recorded, given)]
+    return [] if recorded == current else [(field, recorded, current)]
 
 
 class RunTerms:
@@ -205,11 +206,11 @@ class RunTerms:
         for number in itertools.count(first):
             path = layout.upgrade(run, number)
             try:
-                upgrade = Upgrade.from_bytes(self._store.read(path))
-                if (upgrade.run, upgrade.number) != (run, number):
-                    raise ValueError(f"it is number {upgrade.number} of run {upgrade.run!r}")
-                yield upgrade
+                data = self._store.read(path)
             except FileNotFoundError:
                 return
-            except ValueError as error:
-                raise Damaged(f"{path} cannot be trusted: {error}") from None
+            with naming_damaged(path):
+                upgrade = Upgrade.from_bytes(data)
+                if (upgrade.run, upgrade.number) != (run, number):
+                    raise ValueError(f"it is number {upgrade.number} of run {upgrade.run!r}")
+            yield upgrade

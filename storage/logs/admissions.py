@@ -18,14 +18,15 @@ stay, as commits do. Ledgers of earlier versions have no claims for their admiss
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.ledger.redacted import Fault, Finding, commit_finding
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
-from cairn.storage.store.errors import Damaged, StoreError
+from cairn.storage.store.errors import Damaged, StoreError, naming_damaged
 from cairn.storage.store.store import Store
 
 
@@ -77,7 +78,7 @@ def claim_admission(
         claimed_at=time.time(),
     )
     path = layout.admission(ledger.run, number)
-    if ledger.store.create(path, canonical.seal(claim.model_dump(mode="json")), ledger.require_held):
+    if ledger.store.create(path, canonical.seal(claim.model_dump(mode="json")), ledger.require_lease):
         return claim
     first = find_claim(ledger.store, ledger.run, number)
     if first is None:
@@ -96,12 +97,8 @@ def find_claim(store: Store, run: str, number: int) -> Claim | None:
 
 def read_claim(data: bytes, path: str) -> Claim:
     """Parse the claim stored at a path. Raises Damaged."""
-    try:
-        fields = canonical.unseal(data)
-        del fields["digest"]
-        claim = Claim.model_validate(fields)
-    except ValueError as error:
-        raise Damaged(f"{path} cannot be trusted: {error}") from None
+    with naming_damaged(path):
+        claim = Claim.model_validate(canonical.unseal(data))
     if path != layout.admission(claim.run, claim.number):
         raise Damaged(f"{path} is in the wrong place: it names admission {claim.number} of run {claim.run!r}")
     return claim
@@ -109,8 +106,7 @@ def read_claim(data: bytes, path: str) -> Claim:
 
 def claimed_numbers(store: Store, run: str) -> list[int]:
     """Return the numbers of all claimed admissions of a run, in order. Makes one listing."""
-    names = store.list(layout.admissions(run))
-    return [number for name in names if (number := layout.parse_admission(name)) is not None]
+    return layout.numbers(store.list(layout.admissions(run)))
 
 
 def newest_claim(store: Store, run: str) -> Claim | None:
@@ -139,7 +135,7 @@ class Admitted:
         self._taken: dict[int, str] = {}
         self._newest: Commit | None = None
         """Newest step that took groups."""
-        self._found: list[Finding] = []
+        self._findings: list[Finding] = []
 
     def take(self, commit: Commit) -> None:
         """Account for a commit. Call it for all commits in the order of iterations, steps and shards."""
@@ -148,17 +144,13 @@ class Admitted:
             for id in _ids(commit):
                 earlier = self._admitted.setdefault(id, commit)
                 if earlier.name != commit.name:
-                    self._report(
-                        commit, Fault.GROUP_DIFFERS, f"group {id} is admitted by {commit.name} and {earlier.name}"
-                    )
+                    self._differs(commit, f"group {id} is admitted by {commit.name} and {earlier.name}")
         elif commit.step is Step.ROLLOUT and "admitted" in commit.values:
             self._newest = commit
             for id in _ids(commit):
                 earlier_take = self._taken.setdefault(id, commit.name)
                 if earlier_take != commit.name:
-                    self._report(
-                        commit, Fault.GROUP_DIFFERS, f"group {id} is taken by {commit.name} and {earlier_take}"
-                    )
+                    self._differs(commit, f"group {id} is taken by {commit.name} and {earlier_take}")
 
     def open(self) -> int:
         """Return the number of groups that no step has taken."""
@@ -166,44 +158,41 @@ class Admitted:
 
     def findings(self) -> Iterator[Finding]:
         """Yield all contradictions, after the last commit."""
-        yield from self._found
+        yield from self._findings
         yield from self._not_as_claimed()
         newest = self._newest
         if newest is None:
             return
         for id in sorted(self._taken.keys() - self._admitted.keys()):
-            yield _finding(
-                newest, Fault.GROUP_DIFFERS, f"group {id} is taken by {self._taken[id]}, but was never admitted"
-            )
-        left, last = newest.values["open"], str(newest.values["admitted"])
-        assert isinstance(left, dict)
-        still = {id for ids in left.values() for id in ids}  # type: ignore[union-attr]
+            message = f"group {id} is taken by {self._taken[id]}, but was never admitted"
+            yield commit_finding(newest, Fault.GROUP_DIFFERS, message)
+        still, last = _left_open(newest), str(newest.values["admitted"])
         number = next((_number(one) for one in self._admitted.values() if one.name == last), -1)
         for id, admission in self._admitted.items():
             if id not in self._taken and id not in still and _number(admission) <= number:
                 message = (
                     f"group {id} is admitted by {admission.name}, but {newest.name} neither took it nor left it open"
                 )
-                yield _finding(newest, Fault.GROUP_LOST, message)
+                yield commit_finding(newest, Fault.GROUP_LOST, message)
 
     def _not_as_claimed(self) -> Iterator[Finding]:
         last = max(self._numbered, default=-1)
         for claim in self._claims:
-            found, name = self._numbered.get(claim.number), claim.admission
-            if found is None and claim.number < last:
+            admission, name = self._numbered.get(claim.number), claim.admission
+            if admission is None and claim.number < last:
                 message = f"admission {claim.number} is claimed for {name}, but is missing, although later ones exist"
-            elif found is not None and (found.name, len(_ids(found))) != (name, claim.count):
+            elif admission is not None and (admission.name, len(_ids(admission))) != (name, claim.count):
                 message = (
-                    f"admission {claim.number} is claimed for {name} with {claim.count} groups, but is {found.name} "
-                    f"with {len(_ids(found))}"
+                    f"admission {claim.number} is claimed for {name} with {claim.count} groups, but is "
+                    f"{admission.name} with {len(_ids(admission))}"
                 )
             else:
                 continue
             path = layout.admission(claim.run, claim.number)
             yield Finding(fault=Fault.ADMISSION_DIFFERS, path=path, message=message)
 
-    def _report(self, commit: Commit, fault: Fault, message: str) -> None:
-        self._found.append(_finding(commit, fault, message))
+    def _differs(self, commit: Commit, message: str) -> None:
+        self._findings.append(commit_finding(commit, Fault.GROUP_DIFFERS, message))
 
 
 def open_groups(ledger: Ledger) -> set[int]:
@@ -218,13 +207,9 @@ def open_groups(ledger: Ledger) -> set[int]:
         takes = [commit for commit in commits if commit.step is Step.ROLLOUT and "admitted" in commit.values]
         if takes:
             newest = takes[-1]
-            place, _, shard = str(newest.values["admitted"]).partition(f"/{Step.ADMIT}.")
-            last = ledger.find(int(place), Step.ADMIT, shard)
+            last = ledger.find(*parse_commit_name(str(newest.values["admitted"])))
             number = -1 if last is None else _number(last)
-            left = newest.values["open"]
-            assert isinstance(left, dict)
-            still: set[int] = {id for ids in left.values() for id in ids}  # type: ignore[union-attr, misc]
-            return still | {id for one in admissions if _number(one) > number for id in _ids(one)}
+            return _left_open(newest) | {id for one in admissions if _number(one) > number for id in _ids(one)}
     return {id for one in admissions for id in _ids(one)}
 
 
@@ -234,12 +219,13 @@ def _ids(commit: Commit) -> list[int]:
     return groups  # type: ignore[return-value]
 
 
+def _left_open(rollout: Commit) -> set[int]:
+    """Return the groups that a rollout step left open."""
+    left: Any = rollout.values["open"]
+    return {id for ids in left.values() for id in ids}
+
+
 def _number(admission: Commit) -> int:
     number = admission.values["number"]
     assert isinstance(number, int)
     return number
-
-
-def _finding(commit: Commit, fault: Fault, message: str) -> Finding:
-    path = layout.commit(commit.run, commit.iteration, commit.step, commit.shard)
-    return Finding(fault=fault, path=path, message=message)

@@ -6,10 +6,10 @@ answers/<grader>/<sha256>.arrow
 A folder belongs to one version of one grader. All runs, forks and evaluations of a store share it. Each file holds
 answers, one row each with the digest of the question. The name of a file is the SHA-256 of its bytes.
 
-| found | meaning |
+| a reader finds | meaning |
 |---|---|
 | a question's digest | the grader is not called again |
-| the same digest in several files | the first that was read counts: two callers asked at the same time |
+| the same digest in several files | the first that was read counts: two callers had the same question |
 | a file whose digest is wrong | torn: ignored |
 | a listed file that is gone | its rows are in another file by now |
 
@@ -84,15 +84,15 @@ def forget(store: Store, texts: Collection[str]) -> int:
                 table = _table(name, store.read(f"{folder}/{name}"))
             except FileNotFoundError:
                 continue
-            if table is None:  # torn, or another's: no reader takes it
+            if table is None:  # torn or foreign: no reader uses it
                 continue
-            kept = table.filter(pa.array([p is not None and p not in about for p in table["prompt"].to_pylist()]))
-            if kept.num_rows == table.num_rows:
+            rest = table.filter(pa.array([p is not None and p not in about for p in table["prompt"].to_pylist()]))
+            if rest.num_rows == table.num_rows:
                 continue
-            if kept.num_rows:
-                _write(store, folder, kept)
+            if rest.num_rows:
+                _write(store, folder, rest)
             store.delete(f"{folder}/{name}")
-            gone += table.num_rows - kept.num_rows
+            gone += table.num_rows - rest.num_rows
     return gone
 
 
@@ -107,11 +107,8 @@ def _table(name: str, data: bytes) -> pa.Table | None:
 
 
 def _write(store: Store, folder: str, table: pa.Table) -> str:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(table)
-    data = sink.getvalue().to_pybytes()
-    name = f"{hashlib.sha256(data).hexdigest()}.arrow"
+    sha256, data = tables.to_ipc(table)
+    name = f"{sha256}.arrow"
     store.write(f"{folder}/{name}", data)
     return name
 
@@ -163,8 +160,8 @@ class Answers:
 
     def join(self, names: Collection[str], answers: Mapping[str, Answer]) -> None:
         """Merge several files into one and delete them. `answers` are all their answers."""
-        kept = self.write(answers)
-        for name in set(names) - {kept}:
+        merged = self.write(answers)
+        for name in set(names) - {merged}:
             self._store.delete(f"{self._folder}/{name}")
 
     def _refresh(self) -> None:
@@ -187,7 +184,7 @@ class Answers:
         for row in [] if table is None else table.to_pylist():
             try:
                 components = None if row["components"] is None else from_json(row["components"])
-            except ValueError:  # it is asked for again
+            except ValueError:  # the grader is called again
                 continue
             answer = Answer(row["reward"], components, row["error"], row["prompt"])
             self._known.setdefault(row["question"], answer)
@@ -209,7 +206,7 @@ class AnswerLog(PacedWriter):
             names, self._names = self._names, []
             self._answers.join(names, self._all)
 
-    def _write_answers(self, number: int, answers: list[tuple[str, Answer]]) -> None:
+    def _write_answers(self, answers: list[tuple[str, Answer]]) -> None:
         batch = dict(answers)
         self._names.append(self._answers.write(batch))
         self._all |= batch

@@ -48,7 +48,7 @@ def calls_of(store: Store, commit: Commit, groups: Collection[int]) -> list[dict
     The calls of each sample are in the order of their responses, those without a response last. Returns no calls if the
     rollout recorded none. Raises Damaged and Retired.
     """
-    calls, results = (commit.beside(name) for name in (CALLS_FILE, RESULTS_FILE))
+    calls, results = (commit.side_file(name) for name in (CALLS_FILE, RESULTS_FILE))
     if calls is None:
         return []
     table = complete(read_recorded_table(store, commit.run, calls), CALLS)
@@ -71,6 +71,8 @@ _PART = re.compile(r"(\d{4})-(\d{6})\.[0-9a-f]{64}\.arrow")
 class CallLog(Log):
     """Log of calls of one attempt, or of a stream's driver."""
 
+    contents = "calls of samples"
+
     def __init__(
         self,
         attempt: AttemptFolder,
@@ -85,7 +87,6 @@ class CallLog(Log):
         super().__init__(
             attempt,
             inputs_digest,
-            "calls of samples",
             schema=CALLS,
             encode=encode,
             earlier_digests=earlier_digests,
@@ -95,9 +96,11 @@ class CallLog(Log):
         before = self._others()
         self._number = 1 + max((number for parts in before.values() for number, _, _ in parts), default=-1)
         self._write_part(CALLS.empty_table(), groups={LOG_IS_OPEN})
-        found = self._others()
-        self._known = frozenset(found)
-        self.recovered = self._recover(found)
+        others = self._others()
+        self._known = frozenset(others)
+        ordered = sorted(others.items(), key=lambda item: _age(*item))
+        parts = [Part(name, number, path) for name, own in ordered for _, number, path in own]
+        self.recovered = _valid_rows([(part.attempt, table) for part, table in self._recovered(parts)])
         """Rows of earlier attempts. Those of a sample are in the order of their responses; intents come last."""
 
     def require_newest(self) -> None:
@@ -112,25 +115,18 @@ class CallLog(Log):
 
     def _others(self) -> dict[str, list[tuple[int, int, str]]]:
         """Return the parts of each other attempt as (number of the attempt, number of the part, path)."""
-        found: dict[str, list[tuple[int, int, str]]] = {}
+        others: dict[str, list[tuple[int, int, str]]] = {}
         for name in self._attempts():
-            folder = f"{self._attempt.beside}/{name}/{FOLDER}"
+            folder = f"{self._attempt.attempts}/{name}/{FOLDER}"
             matches = [(_PART.fullmatch(entry), entry) for entry in self._attempt.store.list(folder)]
-            found[name] = sorted((int(m[1]), int(m[2]), f"{folder}/{entry}") for m, entry in matches if m)
-        return found
+            others[name] = sorted((int(m[1]), int(m[2]), f"{folder}/{entry}") for m, entry in matches if m)
+        return others
 
-    def _recover(self, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
-        ordered = sorted(found.items(), key=lambda item: _age(*item))
-        parts = [Part(name, number, path) for name, own in ordered for _, number, path in own]
-        return _valid_rows([(part.attempt, table) for part, table in self._recovered(parts)])
-
-    def _write_rows(self, number: int, items: list[Any]) -> None:
-        table = self._encode(items)
-        self._write_part(table)
-        if self._groups is None:
-            self._written.append(table)
+    def _write_rows(self, items: list[Any]) -> pa.Table:
+        table = super()._write_rows(items)
         if pc.any(pc.is_null(table["order"])).as_py():
             self.require_newest()
+        return table
 
     def _part_name(self, number: int) -> str:
         return f"{FOLDER}/{self._number:04d}-{number:06d}"
@@ -156,10 +152,10 @@ def _valid_rows(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
             intents[group, sample, call] = row
             continue
         own = answers.setdefault((group, sample), [])
-        if begun.get((group, sample)) != attempts[row]:  # it went on from the answers before this one
+        if begun.get((group, sample)) != attempts[row]:  # the attempt resumed from the answers before this one
             begun[group, sample] = attempts[row]
             own[:] = [answer for answer in own if answer[0] < order]
-        if not own or own[-1][0] + 1 == order:  # what follows a torn part is of no use
+        if not own or own[-1][0] + 1 == order:  # rows after a torn part are useless
             own.append((order, row))
     valid = [row for _, own in sorted(answers.items()) for _, row in own]
     return rows.take(pa.array([*valid, *sorted(intents.values())], pa.int64()))
@@ -172,5 +168,5 @@ def is_calls(path: str) -> bool:
 
 def groups_of_calls(store: Store, paths: Collection[str]) -> set[int]:
     """Return the groups with calls in parts, from the parts' store paths. Calls do not record their prompt."""
-    found = (read_any_part(store, path) for path in paths if is_calls(path))
-    return {group for table in found if table is not None for group in table["group_id"].to_pylist()}
+    tables = (read_any_part(store, path) for path in paths if is_calls(path))
+    return {group for table in tables if table is not None for group in table["group_id"].to_pylist()}

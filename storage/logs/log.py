@@ -8,14 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
 from cairn.storage.ledger import layout
+from cairn.storage.ledger.schemas import ROLLOUT
 from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.paced import PacedWriter
-from cairn.storage.logs.parts import Part, found_metadata, part_bytes, recover
+from cairn.storage.logs.parts import Part, part_bytes, recover
 from cairn.storage.store.errors import StoreError
 from cairn.storage.store.store import Store
 
@@ -26,14 +27,16 @@ LOG_IS_OPEN = -1
 class Log(PacedWriter):
     """Log of one attempt. Use it as a context manager. Subclasses name parts and choose the rows that count."""
 
+    contents: ClassVar[str]
+    """Contents of the log, for messages."""
+
     def __init__(
         self,
         attempt: AttemptFolder,
         inputs_digest: str,
-        what: str,
         *,
-        schema: pa.Schema,
-        encode: Callable[[list[Any]], pa.Table],
+        schema: pa.Schema = ROLLOUT,
+        encode: Callable[[list[Any]], pa.Table] = pa.concat_tables,
         earlier_digests: Collection[str] = (),
         groups: Collection[int] | None = None,
         deadline: float = 120.0,
@@ -44,9 +47,8 @@ class Log(PacedWriter):
             attempt: folder of the attempt, or of a stream's driver.
             inputs_digest: digest of everything that the rows depend on; only parts made from the same inputs are
                 recovered.
-            what: contents of the log, for messages.
             schema: schema of the rows.
-            encode: converts appended items to rows, in the log's own thread.
+            encode: converts appended items to rows, in the log's own thread; by default the items are tables.
             earlier_digests: digests of the same inputs by the rules of earlier versions of the code.
             groups: of a stream, the groups that no step has taken; parts and rows of other groups are useless. None for
                 the log of a step.
@@ -62,7 +64,7 @@ class Log(PacedWriter):
         """Parts of a stream's log. After the start only the writer's thread uses it."""
         self._written = [schema.empty_table()]
         self._numbers = count()
-        super().__init__(self._write_rows, f"{what} to {attempt.folder}", deadline)
+        super().__init__(self._write_rows, f"{self.contents} to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
         """Close the log of a step and return the rows of everything that was appended, once they are durable."""
@@ -79,7 +81,7 @@ class Log(PacedWriter):
         if self._groups is not None:
             self._open_parts.forget({LOG_IS_OPEN})
             with suppress(StoreError):
-                self._attempt.store.remove_empty_folders(self._attempt.beside)
+                self._attempt.store.remove_empty_folders(self._attempt.attempts)
 
     def _part_name(self, number: int) -> str:
         """Return the name of a part within the attempt's folder, without digest and ending."""
@@ -88,7 +90,7 @@ class Log(PacedWriter):
     def _attempts(self) -> list[str]:
         """Return the names of all other attempts at the same work."""
         attempt = self._attempt
-        names = map(layout.parse_attempt, attempt.store.list(attempt.beside))
+        names = map(layout.parse_attempt, attempt.store.list(attempt.attempts))
         return [
             name
             for name in names
@@ -100,12 +102,11 @@ class Log(PacedWriter):
 
         The next part of this log names what was found.
         """
-        recovered = recover(self._attempt.store, parts, self._schema, self._accepted)
-        found = found_metadata(recovered, self._attempt.name)
-        if found is not None and self._groups != frozenset():
-            self._write_part(self._schema.empty_table(), found)
+        recovered, metadata = recover(self._attempt, parts, self._schema, self._accepted)
+        if metadata is not None and self._groups != frozenset():
+            self._write_part(self._schema.empty_table(), metadata)
         tables = []
-        for part, table in recovered.tables:
+        for part, table in recovered:
             groups = set() if table is None else set(table["group_id"].to_pylist())
             if table is not None and self._groups is not None:
                 groups &= self._groups
@@ -116,11 +117,12 @@ class Log(PacedWriter):
         self._open_parts.remove_used_up()
         return tables
 
-    def _write_rows(self, number: int, items: list[Any]) -> None:
+    def _write_rows(self, items: list[Any]) -> pa.Table:
         table = self._encode(items)
         self._write_part(table)
         if self._groups is None:
             self._written.append(table)
+        return table
 
     def _write_part(
         self,

@@ -4,7 +4,6 @@ The items appended during the last write and the following `PACE` seconds form t
 rate with one write at a time, and `append` never waits for a write.
 """
 
-import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,11 +22,11 @@ class PacedWriter:
     `append` and `close` raise the error that stopped the background thread, if any.
     """
 
-    def __init__(self, write: Callable[[int, list[Any]], None], what: str, deadline: float = 120.0) -> None:
+    def __init__(self, write: Callable[[list[Any]], object], what: str, deadline: float = 120.0) -> None:
         """Create a writer. Its thread starts with the first item.
 
         Args:
-            write: `write(number, items)` makes a part durable.
+            write: makes the items of a part durable.
             what: what it writes, for messages.
             deadline: greatest number of seconds for `close`.
         """
@@ -55,7 +54,7 @@ class PacedWriter:
             return
         try:
             self.close()
-        except Exception as second:  # what broke the work off is what its caller must hear of
+        except Exception as second:  # the caller must see the error that ended the work
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
     def append(
@@ -113,18 +112,20 @@ class PacedWriter:
 
     def _write_parts(self) -> None:
         then: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        pace = 0.0  # the first part is written at once
         try:
-            for number in itertools.count():
+            while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._urgent, PACE if number else 0)
+                    self._changed.wait_for(lambda: self._closed or self._urgent, pace)
                     self._changed.wait_for(lambda: self._waiting or self._then or self._closed)
                     waiting, self._waiting = self._waiting, []
                     then, self._then = self._then, []
                     self._urgent = False
                 if not waiting and not then:
                     return
+                pace = PACE
                 if waiting:
-                    self._write(number, waiting)
+                    self._write(waiting)
                 while then:
                     then.pop(0)[0]()
         except Exception as error:

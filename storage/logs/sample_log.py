@@ -21,15 +21,14 @@ Parts are never committed: a commit names one compacted file.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.schemas import ROLLOUT, Status
-from cairn.storage.ledger.snapshots import PARTS, AttemptFolder
+from cairn.storage.ledger.schemas import Status
+from cairn.storage.ledger.snapshots import PARTS
 from cairn.storage.logs.log import Log
 from cairn.storage.logs.parts import Part, read_any_part
 from cairn.storage.store.store import Store
@@ -38,28 +37,7 @@ from cairn.storage.store.store import Store
 class SampleLog(Log):
     """Log of the samples of a rollout shard, an evaluation, or a stream's driver."""
 
-    def __init__(
-        self,
-        attempt: AttemptFolder,
-        inputs_digest: str,
-        *,
-        schema: pa.Schema = ROLLOUT,
-        encode: Callable[[list[Any]], pa.Table] = pa.concat_tables,
-        earlier_digests: Collection[str] = (),
-        groups: Collection[int] | None = None,
-        deadline: float = 120.0,
-    ) -> None:
-        """Begin the log. `encode`: by default the appended items are tables. For the rest see `Log`."""
-        super().__init__(
-            attempt,
-            inputs_digest,
-            "finished samples",
-            schema=schema,
-            encode=encode,
-            earlier_digests=earlier_digests,
-            groups=groups,
-            deadline=deadline,
-        )
+    contents = "finished samples"
 
     def recover(self) -> pa.Table:
         """Return the rows of other attempts with which samples ended, or from which they resume; one for each sample.
@@ -67,7 +45,7 @@ class SampleLog(Log):
         Call it once, before anything is appended, and before the calls of the samples are read: the calls of a finished
         sample were made before it ended.
         """
-        store, folder = self._attempt.store, self._attempt.beside
+        store, folder = self._attempt.store, self._attempt.attempts
         parts = [part for name in self._attempts() for part in _parts(store, folder, name)]
         tables = [self._schema.empty_table(), *(table for _, table in self._recovered(parts))]
         rows = pa.concat_tables(tables)
@@ -112,12 +90,12 @@ def waiting_groups(store: Store, run: str, iteration: int, committed: Collection
 
     A finished group has `size` samples.
     """
-    found = {
+    samples = {
         (shard, group, sample)
         for shard, table in _waiting(store, run, iteration, committed)
         for group, sample in _samples(table)
     }
-    finished = Counter((shard, group) for shard, group, _ in found)
+    finished = Counter((shard, group) for shard, group, _ in samples)
     return sum(count >= size for count in finished.values())
 
 
@@ -150,8 +128,8 @@ def prompts_in_stream(store: Store, run: str) -> set[int]:
 
 def stream_parts(store: Store, run: str) -> dict[str, int]:
     """Return store paths and sizes in bytes of the parts of all logs of a run's drivers, including those of calls."""
-    found = store.find(layout.stream(run))
-    return {path: size for path, size in found.items() if path.endswith(".arrow")}
+    sizes = store.find(layout.stream(run))
+    return {path: size for path, size in sizes.items() if path.endswith(".arrow")}
 
 
 def groups_of_part(store: Store, path: str) -> set[int]:

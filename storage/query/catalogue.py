@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step, require_readable
 from cairn.storage.ledger.decisions import Decisions, redacted_files
-from cairn.storage.ledger.ledger import Ledger, iterations_with_files
+from cairn.storage.ledger.ledger import Ledger, is_marker, iterations_with_files
 from cairn.storage.ledger.manifest import Manifest, list_runs, read_manifest
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import BeingDeleted, Damaged
@@ -105,8 +105,8 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
             "rows": sum(output.get("rows") or 0 for output in tables),
             "tables": [_table_path(run, output["path"]) for output in tables],
             "table_bytes": [output["bytes"] for output in tables],
-            **_beside(run, "calls", layout.CALLS_FILE, outputs),
-            **_beside(run, "results", layout.RESULTS_FILE, outputs),
+            **_side_columns(run, "calls", layout.CALLS_FILE, outputs),
+            **_side_columns(run, "results", layout.RESULTS_FILE, outputs),
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"commit {path} cannot be read: {error}") from None
@@ -134,12 +134,12 @@ def _table_path(run: str, path: str) -> str:
     return full
 
 
-def _beside(run: str, column: str, name: str, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return path and size of the file with a given name, as two columns of a row; empty if there is no such file."""
-    found = [output for output in outputs if output["path"].endswith(f"/{name}")]
+def _side_columns(run: str, column: str, name: str, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return path and size of the file of that name, as two columns of a row; empty if there is no such file."""
+    files = [output for output in outputs if output["path"].endswith(f"/{name}")]
     return {
-        column: [_table_path(run, output["path"]) for output in found],
-        f"{column}_bytes": [output["bytes"] for output in found],
+        column: [_table_path(run, output["path"]) for output in files],
+        f"{column}_bytes": [output["bytes"] for output in files],
     }
 
 
@@ -285,25 +285,25 @@ class Catalogue:
     @cached_property
     def shares(self) -> tuple[Share, ...]:
         """Shares of all runs. A commit that a run shares with its forks is in one share of each."""
-        found: list[Share] = []
+        shares: list[Share] = []
         for manifest in self.runs:
             last = layout.LAST_NUMBER
             for ledger in self._chain(self._ledgers[manifest.run]):
                 first = ledger.first_iteration
-                found.append(Share(manifest.run, ledger.run, first, last))
+                shares.append(Share(manifest.run, ledger.run, first, last))
                 if first:
                     checkpoints = frozenset({str(Step.CHECKPOINT)})
-                    found.append(Share(manifest.run, ledger.run, 0, min(first - 1, last), checkpoints))
+                    shares.append(Share(manifest.run, ledger.run, 0, min(first - 1, last), checkpoints))
                 last = min(last, first - 1)
-        return tuple(share for share in found if share.first <= share.last)
+        return tuple(share for share in shares if share.first <= share.last)
 
     def commits(self, steps: Collection[str]) -> pa.Table:
         """Return the commits of some steps in all shares: columns `run` and `owner`, then those of `COMMITS`."""
         pieces = []
         for share in self.shares:
-            found = self._of_share(share, frozenset(steps))
-            labels = [pa.array([name] * found.num_rows, pa.string()) for name in (share.run, share.owner)]
-            pieces.append(pa.table([*labels, *found.columns], names=["run", "owner", *found.column_names]))
+            commits = self._of_share(share, frozenset(steps))
+            labels = [pa.array([name] * commits.num_rows, pa.string()) for name in (share.run, share.owner)]
+            pieces.append(pa.table([*labels, *commits.columns], names=["run", "owner", *commits.column_names]))
         if pieces:
             return pa.concat_tables(pieces)
         return pa.schema([("run", pa.string()), ("owner", pa.string()), *COMMITS]).empty_table()
@@ -314,7 +314,7 @@ class Catalogue:
         `kind` is `table`, or `calls` or `results` for files stored next to the table.
         """
         columns_of_files = ("tables", "table_bytes") if kind == "table" else (kind, f"{kind}_bytes")
-        found = []
+        tables = []
         for share in self.shares:
             commits = self._of_share(share, frozenset({step}))
             if step == Step.FILTER:
@@ -329,8 +329,8 @@ class Catalogue:
                 for path, size in zip(paths, sizes, strict=True)
             ]
             if files:
-                found.append(Tables(share, *zip(*files, strict=True)))
-        return found
+                tables.append(Tables(share, *zip(*files, strict=True)))
+        return tables
 
     def delays(self) -> set[int]:
         """Return the delays, in iterations, that occur between the rollout of a sample and its training.
@@ -338,7 +338,7 @@ class Catalogue:
         These are 0, and others if a batch used samples of earlier iterations. They are derived from the inputs of the
         advantage steps.
         """
-        found = {0}
+        delays = {0}
         for share in self.shares:
             commits = self._of_share(share, frozenset({str(Step.ADVANTAGE)}))
             inputs = commits.column("inputs").combine_chunks()
@@ -346,8 +346,8 @@ class Catalogue:
                 for name, _ in inputs[index].as_py():
                     made_in, _, step = name.partition("/")
                     if step.startswith(f"{Step.ROLLOUT}.") or step == Step.ROLLOUT:
-                        found.add(iteration - int(made_in))
-        return found
+                        delays.add(iteration - int(made_in))
+        return delays
 
     def last_iteration(self, run: str) -> int | None:
         """Return the newest iteration of a run with a commit, or None."""
@@ -394,26 +394,21 @@ class Catalogue:
         return self._commits[owner, steps]
 
     def _read_commits(self, owner: str, steps: frozenset[str]) -> pa.Table:
-        listed = {
-            f"{layout.digits(iteration)}/{name.removesuffix('.json')}"
-            for iteration, names in self._listed(owner).items()
-            for name in names
-            if name.partition(".")[0] in steps
-        }
+        listed = self._names(owner, steps)
         known = self._index(owner)
         missing = sorted(listed.difference(known.column("name").to_pylist()))
         read = self._read(owner, missing)
         if read.num_rows:
             known = self._indexes[owner] = pa.concat_tables([known, read])
             write_index(self.store.url, self._ledgers[owner].manifest, known)
-        mine = known.filter(pc.is_in(known.column("name"), pa.array(sorted(listed), pa.string())))
-        return mine.sort_by([("name", "ascending")])
+        own = known.filter(pc.is_in(known.column("name"), pa.array(sorted(listed), pa.string())))
+        return own.sort_by([("name", "ascending")])
 
     def _index(self, owner: str) -> pa.Table:
         """Return the cached commits of a run that the store still has."""
         if owner not in self._indexes:
             known = read_index(self.store.url, self._ledgers[owner].manifest)
-            known = known.filter(pc.is_in(known.column("name"), pa.array(sorted(self._all(owner)), pa.string())))
+            known = known.filter(pc.is_in(known.column("name"), pa.array(sorted(self._names(owner)), pa.string())))
             if known.num_rows and not self._same_history(owner, known):
                 known = known.slice(0, 0)
             self._indexes[owner] = known
@@ -444,32 +439,33 @@ class Catalogue:
     def _listed(self, owner: str) -> dict[int, list[str]]:
         """Return the names of an owner's markers by iteration."""
         if owner not in self._markers:
-            iterations = iterations_with_files(self.store, owner)
             if isinstance(self.store, LocalStore):
-                names = [self.store.list(layout.iteration(owner, iteration)) for iteration in iterations]
-                found = dict(zip(iterations, names, strict=True))
+                iterations = iterations_with_files(self.store, owner)
+                entries = {i: self.store.list(layout.iteration(owner, i)) for i in iterations}
             else:
-                found = self._listed_at_once(owner)
-            markers = {i: [name for name in names if _is_marker(name)] for i, names in found.items()}
+                entries = self._listed_at_once(owner)
+            markers = {i: [name for name in names if is_marker(name)] for i, names in entries.items()}
             self._markers[owner] = {i: names for i, names in sorted(markers.items()) if names}
         return self._markers[owner]
 
     def _listed_at_once(self, owner: str) -> dict[int, list[str]]:
         """Return the same with one request for every thousand files, instead of one for each iteration."""
-        folder, found = layout.iterations(owner), dict[int, list[str]]()
+        folder, names = layout.iterations(owner), dict[int, list[str]]()
         for path in self.store.find(folder):
             iteration, _, name = path.removeprefix(f"{folder}/").partition("/")
             number = layout.parse_iteration(f"{iteration}/")
             if number is not None and "/" not in name:
-                found.setdefault(number, []).append(name)
-        return found
+                names.setdefault(number, []).append(name)
+        return names
 
-    def _all(self, owner: str) -> list[str]:
-        return [
+    def _names(self, owner: str, steps: frozenset[str] = frozenset(Step)) -> set[str]:
+        """Return the names of the commits of some steps that the store lists."""
+        return {
             f"{layout.digits(iteration)}/{name.removesuffix('.json')}"
             for iteration, names in self._listed(owner).items()
             for name in names
-        ]
+            if name.partition(".")[0] in steps
+        }
 
     def _redacted_sizes(self, owner: str) -> dict[str, int]:
         """Return the sizes in bytes, by store path, of the files in the folders of a run's redacted tables.
@@ -489,14 +485,6 @@ class Catalogue:
             names = self.store.list(layout.retirements(owner))
             self._retired[owner] = {place for name in names if (place := layout.parse_retired(name)) is not None}
         return self._retired[owner]
-
-
-def _is_marker(name: str) -> bool:
-    place = layout.parse_commit(name)
-    return place is not None and place[0] in _STEPS
-
-
-_STEPS = frozenset(map(str, Step))
 
 
 def _newest_rounds(commits: pa.Table) -> pa.Table:

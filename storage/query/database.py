@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from cairn.storage.ledger import layout
 from cairn.storage.query.catalogue import Catalogue
-from cairn.storage.query.relations import excluded, quoted, unreadable
+from cairn.storage.query.relations import Relations, quoted, unreadable
 from cairn.storage.query.views import VIEWS
 from cairn.storage.store.errors import BadQuery
 from cairn.storage.store.store import Store
@@ -76,7 +76,7 @@ def names_in(connection: duckdb.DuckDBPyConnection, text: str) -> Names:
         tree = json.loads(answer)
         if tree["error"]:
             raise BadQuery(tree["error_message"])
-        nodes = list(_nodes(tree["statements"]))  # what stands around them has names of its own, such as `error`
+        nodes = list(_nodes(tree["statements"]))  # the rest of the tree has other names, such as `error`
     except RecursionError:
         raise BadQuery("the query is nested too deeply: write parts of it as WITH name AS (…)") from None
     words = frozenset(value.lower() for node in nodes for value in _texts(node))
@@ -100,7 +100,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 def _texts(node: dict[str, Any]) -> Iterator[str]:
     for key, value in node.items():
-        yield key  # the names of ordinary tables stand as keys of maps in places
+        yield key  # some names of tables are keys of maps
         if isinstance(value, str):
             yield value
         elif isinstance(value, list):
@@ -108,7 +108,7 @@ def _texts(node: dict[str, Any]) -> Iterator[str]:
 
 
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
-    "python_enable_replacements": "false",  # a name in a query is no variable of the caller's
+    "python_enable_replacements": "false",  # a name in a query must not refer to a variable of the caller
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
 }
@@ -134,7 +134,7 @@ class Query:
         lost: dict[str, str] = {}
         while True:
             catalogue = Catalogue(self.store, self.run)
-            relations = excluded(catalogue, without=lost, run=self.run)
+            relations = Relations(catalogue, without=lost, run=self.run)
             with closing(duckdb.connect(config=_SETTINGS)) as connection:
                 views: frozenset[str] = frozenset()
                 try:
@@ -177,9 +177,9 @@ def _require_select(connection: duckdb.DuckDBPyConnection, text: str) -> None:
 
 
 def _confine(connection: duckdb.DuckDBPyConnection, folders: Sequence[str]) -> None:
-    """Restrict the connection for good to reading files below the given folders."""
+    """Restrict the connection for good to reading files below these folders."""
     connection.execute("SET TimeZone = 'UTC'")
-    connection.execute("SET enable_progress_bar = false")  # it would stand in the command's output
+    connection.execute("SET enable_progress_bar = false")  # it would appear in the command's output
     connection.execute(f"SET allowed_directories = [{', '.join(map(quoted, folders))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -7,7 +7,7 @@ A step's relation has the columns `run`, `owner`, `iteration` and `shard`, then 
 import io
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -43,11 +43,11 @@ class LedgerFiles(AbstractFileSystem):
     protocol = SCHEME
     cachable = False
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, sizes: Mapping[str, int]):
+        """`sizes` are sizes in bytes by store path; files may be added later."""
         super().__init__()
         self.store = store
-        self.sizes: dict[str, int] = {}
-        """Sizes in bytes by store path."""
+        self.sizes = sizes
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
@@ -79,7 +79,7 @@ class _Part(AbstractBufferedFile):
 
 def unreadable(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
     """Return the files that are lost or not Parquet files, each with a sentence that says what is wrong."""
-    found = {}
+    problems = {}
     for path, size in sizes.items():
         try:
             tail = store.read_range(path, max(0, size - 8), size)
@@ -88,10 +88,10 @@ def unreadable(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
                 raise ValueError("it does not end like a Parquet file")
             pq.read_schema(pa.BufferReader(b"PAR1" + store.read_range(path, size - 8 - length, size)))
         except FileNotFoundError:
-            found[path] = f"{path} is committed but missing; it is left out, see `cairn verify`"
+            problems[path] = f"{path} is committed but missing; it is left out, see `cairn verify`"
         except (ValueError, OSError, pa.ArrowException, StoreError) as error:
-            found[path] = f"{path} cannot be read ({error!s:.100}); it is left out, see `cairn verify`"
-    return found
+            problems[path] = f"{path} cannot be read ({error!s:.100}); it is left out, see `cairn verify`"
+    return problems
 
 
 # Results of evaluations as the relation `cairn_results`, one row each. Their samples are `cairn_evaluations`.
@@ -157,13 +157,14 @@ _EVALUATIONS = "evaluations"
 _SIDE_RELATIONS = {"calls": "calls", "long_results": "results"}
 """Relations of files stored next to the tables of rollouts, with their kinds in the catalogue."""
 _TABLES: dict[str, pa.Schema] = {
-    Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
+    Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.SUPPORT, *schemas.SEQUENCES, schemas.IMAGES]),
     Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS, schemas.RAW_REWARD]),
-    Step.FILTER: schemas.FILTER.append(schemas.PRIORITY)
-    .append(schemas.BUFFER_KEY)
-    .append(schemas.REMOVED)
-    .append(schemas.STALE_TOKENS)
-    .append(schemas.STALE_WEIGHTS),
+    Step.FILTER: pa.schema(
+        [
+            *schemas.FILTER,
+            *(schemas.PRIORITY, schemas.BUFFER_KEY, schemas.REMOVED, schemas.STALE_TOKENS, schemas.STALE_WEIGHTS),
+        ]
+    ),
     Step.SCORE: schemas.SCORE,
     Step.ADVANTAGE: schemas.ADVANTAGE,
     Step.EVAL: pa.schema([*schemas.EVAL, *schemas.SEQUENCES, schemas.IMAGES]),
@@ -196,7 +197,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-class excluded:
+class Relations:
     """Relations on which the views of one query are built."""
 
     def __init__(self, catalogue: Catalogue, without: Collection[str] = (), run: str | None = None):
@@ -214,9 +215,9 @@ class excluded:
         self._without = without
         self._defined: set[str] = set()
         store = catalogue.store
-        self._files = None if isinstance(store, LocalStore) else LedgerFiles(store)
+        self._files = None if isinstance(store, LocalStore) else LedgerFiles(store, self.sizes)
         self._root = f"{store.url}/" if self._files is None else f"{SCHEME}://"
-        self.folders = [self._root + layout.runs(), self._root + layout.evals()]
+        self.folders = [self._root + layout.RUNS, self._root + layout.EVALS]
         """Folders in which DuckDB finds the files."""
 
     def select(self, view: View, columns: Collection[str]) -> str:
@@ -281,7 +282,7 @@ class excluded:
         """
         delays = self.catalogue.delays()
         branches = [f"SELECT *, iteration - {delay} AS generated_in FROM cairn_{step}" for delay in sorted(delays)]
-        if len(branches) > _DELAYS:  # each is a look at every file
+        if len(branches) > _DELAYS:  # each scans every file
             branches = [
                 f"SELECT t.*, f.generated_in FROM cairn_{step} t JOIN cairn_filter f ON f.run = t.run "
                 "AND f.iteration = t.iteration AND f.group_id = t.group_id AND f.disposition = 'train'"
@@ -291,43 +292,39 @@ class excluded:
 
     def _define_tables(self, connection: duckdb.DuckDBPyConnection, step: str) -> None:
         branches = []
-        found = (
-            self.catalogue.tables(Step.ROLLOUT, _SIDE_RELATIONS[step])
-            if step in _SIDE_RELATIONS
-            else self.catalogue.tables(step)
-        )
-        for number, tables in enumerate(found):
-            paths = self._usable(tables)
+        kind = _SIDE_RELATIONS.get(step)
+        shares = self.catalogue.tables(step) if kind is None else self.catalogue.tables(Step.ROLLOUT, kind)
+        for number, tables in enumerate(shares):
+            paths = self._allow(tables.paths, tables.sizes)
             if paths:
                 variable = f"cairn_{step}_{number}"
                 connection.execute(f"SET VARIABLE {variable} = $1", [paths])
                 branches.append(self._branch(step, tables, variable))
-        select = " UNION ALL ".join(branches) or _nothing(step)
+        if not branches:
+            place = {"run": "VARCHAR", "owner": "VARCHAR", "iteration": "BIGINT", "shard": "VARCHAR"}
+            own = {_RENAMED.get(name, name): type_ for name, type_ in _columns(step).items() if name != "shard"}
+            branches = [_no_rows(place | own)]
+        select = " UNION ALL ".join(branches)
         connection.execute(f"CREATE TEMP VIEW cairn_{step} AS {select}")
 
-    def _usable(self, tables: Tables) -> list[str]:
-        files = {p: size for p, size in zip(tables.paths, tables.sizes, strict=True) if p not in self._without}
+    def _allow(self, paths: Iterable[str], sizes: Iterable[int]) -> list[str]:
+        """Allow reading files. Return them as DuckDB finds them, without those that cannot be read."""
+        files = {path: size for path, size in zip(paths, sizes, strict=True) if path not in self._without}
         self.sizes |= files
-        if self._files is not None:
-            self._files.sizes |= files
         return [self._root + path for path in files]
 
     def _define_evaluations(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Define the samples of results in `evals/`, joined with their results."""
         results = results_table(self.catalogue, self._run)
-        files = dict(zip(results["file"].to_pylist(), results["bytes"].to_pylist(), strict=True))
-        files = {path: size for path, size in files.items() if path not in self._without}
-        self.sizes |= files
-        if self._files is not None:
-            self._files.sizes |= files
-        paths = pa.array([self._root + path for path in results["file"].to_pylist()], pa.string())
+        files = results["file"].to_pylist()
+        usable = self._allow(files, results["bytes"].to_pylist())
+        paths = pa.array([self._root + path for path in files], pa.string())
         connection.register("cairn_results", results.set_column(0, "file", paths))
-        if files:
-            connection.execute("SET VARIABLE cairn_evaluations = $1", [[self._root + path for path in files]])
-            read = f"read_parquet(getvariable('cairn_evaluations'), {_known(_EVALUATIONS)}, filename = true)"
+        if usable:
+            connection.execute("SET VARIABLE cairn_evaluations = $1", [usable])
+            read = _read_parquet("cairn_evaluations", _EVALUATIONS)
         else:
-            own = ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in _columns(_EVALUATIONS))
-            read = f"(SELECT {own}, NULL::VARCHAR AS filename WHERE false)"
+            read = f"({_no_rows({**_columns(_EVALUATIONS), 'filename': 'VARCHAR'})})"
         connection.execute(
             f"CREATE TEMP VIEW cairn_evaluations AS SELECT * FROM cairn_results r JOIN {read} s ON s.filename = r.file"
         )
@@ -336,10 +333,10 @@ class excluded:
         start = len(self._root) + len(layout.iterations(tables.share.owner)) + 2
         after = start + len(layout.digits(0)) + len(f"/{Step.ROLLOUT if step in _SIDE_RELATIONS else step}/")
         at = f"substr(filename, {start}, 6)::BIGINT AS iteration, {_shard(step, tables, after)} AS shard"
-        read = f"read_parquet(getvariable('{variable}'), {_known(step)}, filename = true)"
+        own = ", ".join(f'"{name}" AS "{_RENAMED.get(name, name)}"' for name in _columns(step) if name != "shard")
         return (
             f"SELECT {quoted(tables.share.run)} AS run, {quoted(tables.share.owner)} AS owner, "
-            f"{at}, {_renamed(step)} FROM {read}"
+            f"{at}, {own} FROM {_read_parquet(variable, step)}"
         )
 
 
@@ -348,18 +345,18 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _known(step: str) -> str:
-    """Return the columns of a step's tables as an argument of `read_parquet`. Columns that a file lacks are NULL."""
+def _read_parquet(variable: str, step: str) -> str:
+    """Return the SQL that reads a step's files, which a variable lists. Columns that a file lacks are NULL."""
     known = ", ".join(
         f"{quoted(name)}: {{name: {quoted(name)}, type: {quoted(type_)}, default_value: NULL}}"
-        for name, type_ in _columns(step)
+        for name, type_ in _columns(step).items()
     )
-    return f"schema = MAP {{{known}}}"
+    return f"read_parquet(getvariable('{variable}'), schema = MAP {{{known}}}, filename = true)"
 
 
-def _columns(step: str) -> list[tuple[str, str]]:
-    """Return names and SQL types of a step's columns."""
-    return [(field.name, _sql_type(field.type)) for field in _TABLES[step]]
+def _columns(step: str) -> dict[str, str]:
+    """Return the SQL types of the columns of a step's tables, by name."""
+    return {field.name: _sql_type(field.type) for field in _TABLES[step]}
 
 
 def _sql_type(type_: pa.DataType) -> str:
@@ -386,17 +383,7 @@ def _shard(step: str, tables: Tables, start: int) -> str:
     return f"nullif(regexp_replace({attempt}, '\\.?\\d{{6}}-[0-9a-f]+$', ''), '')"
 
 
-def _own(step: str) -> dict[str, str]:
-    """Return the SQL types of a step's columns without `shard`, by their names in its tables."""
-    return {name: type_ for name, type_ in _columns(step) if name != "shard"}
-
-
-def _renamed(step: str) -> str:
-    return ", ".join(f'"{name}" AS "{_RENAMED.get(name, name)}"' for name in _own(step))
-
-
-def _nothing(step: str) -> str:
-    place = {"run": "VARCHAR", "owner": "VARCHAR", "iteration": "BIGINT", "shard": "VARCHAR"}
-    own = {_RENAMED.get(name, name): type_ for name, type_ in _own(step).items()}
-    columns = ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in (place | own).items())
-    return f"SELECT {columns} WHERE false"
+def _no_rows(columns: Mapping[str, str]) -> str:
+    """Return a SELECT without rows, from the SQL types of its columns by name."""
+    values = ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in columns.items())
+    return f"SELECT {values} WHERE false"

@@ -7,6 +7,7 @@ from typing import Any
 
 MAX_DEPTH = 200
 """Greatest nesting depth of JSON that is read. Code that walks a value needs a few stack frames for each level."""
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} lists and objects"
 
 
 def from_json(data: str | bytes) -> Any:
@@ -14,7 +15,7 @@ def from_json(data: str | bytes) -> Any:
     try:
         value = json.loads(data)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} lists and objects") from None
+        raise ValueError(_TOO_DEEP) from None
     openings = (b"[", b"{") if isinstance(data, bytes) else ("[", "{")
     if sum(map(data.count, openings)) > MAX_DEPTH:  # type: ignore[arg-type]
         _require_shallow(value)
@@ -31,7 +32,7 @@ def _require_shallow(value: Any) -> None:
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     if any(isinstance(inner, dict | list) for inner in level):
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} lists and objects")
+        raise ValueError(_TOO_DEEP)
 
 
 def _plain(value: Any) -> Any:
@@ -70,16 +71,16 @@ def seal(fields: dict[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Return the fields of a sealed file, including `digest`.
+    """Return the fields of a sealed file, without `digest`.
 
     Raises ValueError, saying what is wrong, unless these are exactly the bytes that `seal` made.
     """
-    sealed = from_json(data)
-    if not isinstance(sealed, dict) or "digest" not in sealed:
+    fields = from_json(data)
+    if not isinstance(fields, dict) or "digest" not in fields:
         raise ValueError("it has no digest")
-    found = digest({key: value for key, value in sealed.items() if key != "digest"})
-    if found != sealed["digest"]:
-        raise ValueError(f"it records the digest {sealed['digest']}, but its content has {found}")
-    if to_bytes(sealed) != data:
+    recorded = fields.pop("digest")
+    if (actual := digest(fields)) != recorded:
+        raise ValueError(f"it records the digest {recorded}, but its content has {actual}")
+    if seal(fields) != data:
         raise ValueError("its bytes are not those that were sealed")
-    return sealed
+    return fields

@@ -92,7 +92,7 @@ class RunDiffers(BadInput):
         self.stale: list[tuple[int, str, str | None, str]] = []
         """Committed steps that do not match the current values, as in StaleCommits, if a caller has determined them."""
         fields = "; ".join(
-            f"{field} is {recorded!r} in the ledger, {given!r} now" for field, recorded, given in differences
+            f"{field} is {recorded!r} in the ledger, {current!r} now" for field, recorded, current in differences
         )
         super().__init__(
             f"run {run!r} exists with another configuration: {fields}. Give the new run another name, or use the "
@@ -134,10 +134,19 @@ def naming_full(place: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = named(error, place)
-        if found is error:
+        named_error = named(error, place)
+        if named_error is error:
             raise
-        raise found from error
+        raise named_error from error
+
+
+@contextmanager
+def naming_damaged(file: str) -> Iterator[None]:
+    """Raise Damaged, naming the file, if the block finds that it is not what was written: raises ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise Damaged(f"{file} cannot be trusted: {error}") from None
 
 
 class BadQuery(Exception):

@@ -127,15 +127,15 @@ def _names(page: dict[str, Any], prefix: str) -> Iterator[str]:
     yield from (name for key in found if is_path((name := key.removeprefix(prefix)).removesuffix("/")))
 
 
-class _NotSentAgain(OSError):
-    """Stops botocore from sending a conditional PUT again."""
+class _RetryRefused(OSError):
+    """Stops botocore's retry of a conditional PUT."""
 
 
 def _send_a_creation_once(request: Any, **_: Any) -> None:
-    """Raise _NotSentAgain if botocore retries a creation, because botocore does not call the guard before a retry."""
+    """Raise _RetryRefused if botocore retries a creation, because botocore does not call the guard before a retry."""
     attempt = re.search(r"attempt=(\d+)", str(request.headers.get("amz-sdk-request", "")))
     if "If-None-Match" in request.headers and attempt is not None and int(attempt[1]) > 1:
-        raise _NotSentAgain("only the creator may retry a creation")
+        raise _RetryRefused("only the creator may retry a creation")
 
 
 class _Retries:
@@ -155,7 +155,7 @@ class _Retries:
 
     def add_requests(self, context: dict[str, Any], exception: Exception | None = None, **_: Any) -> None:
         """Count the requests that botocore sent more than once, when a call has ended."""
-        sent = context["retries"]["attempt"] - isinstance(exception, _NotSentAgain)
+        sent = context["retries"]["attempt"] - isinstance(exception, _RetryRefused)
         self.add(sent - 1)
 
 
@@ -188,7 +188,8 @@ class S3Store:
 
     def check(self) -> None:
         try:
-            self._list_page(self._prefix, {"MaxKeys": 1})
+            where = {"Bucket": self._bucket, "Prefix": self._prefix, "MaxKeys": 1}
+            self._call(self._prefix, self._s3.call_s3, "list_objects_v2", **where)
         except StoreRefused:
             raise
         except StoreError as error:
@@ -209,10 +210,11 @@ class S3Store:
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         part = {"start": start, "end": end}
-        return self._retrying(lambda: self._call(path, self._s3.cat_file, self._full(path), **part))
+        data: bytes = self._request(path, self._s3.cat_file, self._full(path), **part)
+        return data
 
     def write(self, path: str, data: bytes) -> None:
-        self._retrying(lambda: self._call(path, self._s3.pipe_file, self._full(path), data))
+        self._request(path, self._s3.pipe_file, self._full(path), data)
 
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not 0 < len(data) <= _LARGEST_MARKER:
@@ -250,25 +252,19 @@ class S3Store:
         return {path: size for path, size in sizes.items() if is_path(path)}
 
     def delete(self, path: str) -> None:
-        self._retrying(
-            lambda: self._call(path, self._s3.call_s3, "delete_object", Bucket=self._bucket, Key=self._key(path))
-        )
+        self._request(path, self._s3.call_s3, "delete_object", Bucket=self._bucket, Key=self._key(path))
 
     def unfinished(self, folder: str) -> list[Unfinished]:
         found: list[Unfinished] = []
-        after: dict[str, str] = {}
+        where = {"Bucket": self._bucket, "Prefix": self._key(folder) + "/"}
         while True:
-            page = self._retrying(lambda after=after: self._uploads_page(folder, after))  # type: ignore[misc]
+            page = self._request(folder, self._s3.call_s3, "list_multipart_uploads", **where)
             for upload in page.get("Uploads", []):
                 path, began = upload["Key"][len(self._prefix) :], upload["Initiated"].timestamp()
                 found.append(Unfinished(path, None, began, upload["UploadId"]))
             if not page.get("IsTruncated"):
                 return found
-            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    def _uploads_page(self, folder: str, after: dict[str, str]) -> dict[str, Any]:
-        where = {"Bucket": self._bucket, "Prefix": self._key(folder) + "/", **after}
-        return self._call(folder, self._s3.call_s3, "list_multipart_uploads", **where)
+            where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def list(self, folder: str) -> list[str]:
         prefix = self._key(folder) + "/"
@@ -277,7 +273,7 @@ class S3Store:
     def discard(self, unfinished: Unfinished) -> None:
         where = {"Bucket": self._bucket, "Key": self._key(unfinished.path), "UploadId": unfinished.upload}
         with suppress(FileNotFoundError):
-            self._retrying(lambda: self._call(unfinished.path, self._s3.call_s3, "abort_multipart_upload", **where))
+            self._request(unfinished.path, self._s3.call_s3, "abort_multipart_upload", **where)
 
     def remove_empty_folders(self, folder: str) -> None:
         pass
@@ -291,7 +287,7 @@ class S3Store:
 
     def put_file(self, local: Path, path: str) -> None:
         parts = {"chunksize": max(_CHUNK, local.stat().st_size // _MOST_PARTS), "max_concurrency": _PARTS_AT_A_TIME}
-        self._retrying(lambda: self._call(path, self._s3.put_file, str(local), self._full(path), **parts))
+        self._request(path, self._s3.put_file, str(local), self._full(path), **parts)
 
     def get_file(self, path: str, local: Path) -> None:
         with naming_full(local.parent):
@@ -351,8 +347,9 @@ class S3Store:
         return self._call(path, self._s3.cat_file, self._full(path), max_concurrency=1)
 
     def _size(self, path: str) -> int:
-        where = {"Bucket": self._bucket, "Key": self._key(path)}
-        return self._retrying(lambda: self._call(path, self._s3.call_s3, "head_object", **where))["ContentLength"]
+        head = self._request(path, self._s3.call_s3, "head_object", Bucket=self._bucket, Key=self._key(path))
+        size: int = head["ContentLength"]
+        return size
 
     def _chunks(self, path: str) -> Iterator[bytes]:
         """Yield a file's bytes in order, prefetched by a few ranged requests."""
@@ -367,16 +364,13 @@ class S3Store:
                 yield from readers.map(read, window)
 
     def _pages(self, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:
-        token: dict[str, str] = {}
+        where = {"Bucket": self._bucket, "Prefix": prefix, **options}
         while True:
-            page = self._retrying(lambda token=token: self._list_page(prefix, options | token))  # type: ignore[misc]
+            page = self._request(prefix, self._s3.call_s3, "list_objects_v2", **where)
             yield page
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
-
-    def _list_page(self, prefix: str, options: dict[str, Any]) -> dict[str, Any]:
-        return self._call(prefix, self._s3.call_s3, "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **options)
+            where["ContinuationToken"] = page["NextContinuationToken"]
 
     def _retrying(self, operation: Callable[[], T]) -> T:
         return Retrying(
@@ -387,7 +381,12 @@ class S3Store:
             reraise=True,
         )(operation)
 
+    def _request(self, path: str, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a request like `_call`, and retry it."""
+        return self._retrying(lambda: self._call(path, request, *args, **kwargs))
+
     def _call(self, path: str, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a request once, with store errors in place of the client's."""
         try:
             return request(*args, **kwargs)
         except REQUEST_ERRORS as error:

@@ -92,23 +92,24 @@ class _SigningMixin(_AnyStore):
 
     def delete(self, path: str) -> None:
         super().delete(path)
-        if (beside := part_signature(path)) is not None:
-            super().delete(beside)
+        if (signature := part_signature(path)) is not None:
+            super().delete(signature)
 
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not path.startswith(_SIGNED):
             return super().create(path, data, guard)
-        beside = self._sign(path, data)
+        signature = self._sign(path, data)
         created = super().create(path, data, guard)  # after an error it may have been created all the same
         if not created:
-            self.delete(beside)
+            self.delete(signature)
         return created
 
     def _sign(self, path: str, data: bytes) -> str:
-        beside = signature_path(path, data)
-        signature = {"key": public_key(self.key), "signature": self.key.sign(_message(path, data)).hex()}
-        super().write(beside, canonical.to_bytes(signature))
-        return beside
+        """Write the signature of a file. Return the signature's path."""
+        signed = signature_path(path, data)
+        signature = {"key": public_key(self.key), "signature": self.key.sign(message(path, data)).hex()}
+        super().write(signed, canonical.to_bytes(signature))
+        return signed
 
 
 def part_signature(path: str) -> str | None:
@@ -122,5 +123,6 @@ def signature_path(path: str, data: bytes) -> str:
     return f"{path}.{hashlib.sha256(data).hexdigest()[:_DIGITS]}.sig"
 
 
-def _message(path: str, data: bytes) -> bytes:
+def message(path: str, data: bytes) -> bytes:
+    """Return the bytes that the signature of a file covers."""
     return f"{_CONTEXT}\n{path}\n{hashlib.sha256(data).hexdigest()}".encode()

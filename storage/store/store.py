@@ -59,6 +59,9 @@ class StoredFile:
     """SHA-256 of the bytes that the writer passed to the store."""
 
 
+REQUESTS = 8
+"""Requests that a caller sends in parallel: an object store takes tens of milliseconds for each."""
+
 LONGEST_RECORD = 64 * 2**20
 """Greatest number of bytes of a `.json` file, which is a record of the ledger. On an object store markers have at most
 5 MiB."""

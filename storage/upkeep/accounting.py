@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.redacted import Fault, Finding
+from cairn.storage.ledger.redacted import Fault, Finding, commit_finding
 from cairn.storage.ledger.schemas import SCHEMAS, Disposition
 from cairn.storage.ledger.snapshots import read_columns
 from cairn.storage.records import Record
@@ -172,10 +172,10 @@ class Accounting:
     def _generated(self, tables: Sequence[GroupTable]) -> dict[int, str]:
         """Return the rollout with the newest samples of each group that an iteration generated or continued."""
         rollouts = sorted((table for table in tables if table.commit.step is Step.ROLLOUT), key=_round_and_part)
-        found: dict[int, str] = {}
+        generated: dict[int, str] = {}
         for rollout, ids in zip(rollouts, self._readers.map(self._ids, rollouts), strict=True):
-            found |= dict.fromkeys(ids, rollout.commit.name)
-        return found
+            generated |= dict.fromkeys(ids, rollout.commit.name)
+        return generated
 
     def _ids(self, rollout: GroupTable) -> list[int]:
         ids: list[int] = rollout.read(self._store, ["group_id"]).column("group_id").unique().to_pylist()
@@ -212,7 +212,7 @@ class Accounting:
                 was = f"was generated in {expected[id]}"
             else:
                 was = f"was {_VERBS[carried[id].disposition]} by {before.name if before is not None else 'a cut'}"
-            yield _finding(cut, Fault.GROUP_LOST, f"group {id} {was} and is not among the groups of {cut.name}")
+            yield commit_finding(cut, Fault.GROUP_LOST, f"group {id} {was} and is not among the groups of {cut.name}")
 
     def _contradictions(
         self, cut: Commit, row: _Row, rollout: str | None, seen: set[int], known: bool
@@ -227,26 +227,20 @@ class Accounting:
             known: whether all commits before were read.
         """
         id, verb, fate = row.group_id, _VERBS[row.disposition], self._fates.get(row.group_id)
-        trains = row.disposition is Disposition.TRAIN
+        repeats = fate is not None and fate.disposition is row.disposition is Disposition.TRAIN
+        fault = Fault.TRAINED_TWICE if repeats else Fault.GROUP_DIFFERS
         if id in seen:
-            again = trains and fate is not None and fate.disposition is Disposition.TRAIN
-            fault = Fault.TRAINED_TWICE if again else Fault.GROUP_DIFFERS
-            yield _finding(cut, fault, f"group {id} is {'trained on twice' if again else 'named twice'} in {cut.name}")
+            message = f"group {id} is {'trained on twice' if repeats else 'named twice'} in {cut.name}"
+            yield commit_finding(cut, fault, message)
         elif fate is not None:
-            again = trains and fate.disposition is Disposition.TRAIN
-            fault = Fault.TRAINED_TWICE if again else Fault.GROUP_DIFFERS
             message = f"group {id} is {verb} in {cut.name}, although {_VERBS[fate.disposition]} in {fate.cut}"
-            yield _finding(cut, fault, message)
+            yield commit_finding(cut, fault, message)
         elif rollout is None and (known or row.iteration == cut.iteration):
             message = f"group {id} is {verb} in {cut.name}, but neither the cut before nor a rollout has it"
-            yield _finding(cut, Fault.GROUP_DIFFERS, message)
+            yield commit_finding(cut, Fault.GROUP_DIFFERS, message)
         elif rollout is not None and rollout != row.rollout:
             message = f"group {id} is {verb} in {cut.name} with samples of {row.rollout}, its newest are in {rollout}"
-            yield _finding(cut, Fault.GROUP_DIFFERS, message)
-
-
-def _finding(cut: Commit, fault: Fault, message: str) -> Finding:
-    return Finding(fault=fault, path=layout.commit(cut.run, cut.iteration, cut.step, cut.shard), message=message)
+            yield commit_finding(cut, Fault.GROUP_DIFFERS, message)
 
 
 def _round_and_part(rollout: GroupTable) -> tuple[str, ...]:

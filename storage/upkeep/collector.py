@@ -1,6 +1,6 @@
 """Garbage collection: files that no commit names, left by interrupted and beaten attempts.
 
-| found | garbage |
+| file | garbage |
 |---|---|
 | a file of an attempt at a step for which another attempt was committed | yes |
 | a file that its own attempt's commit does not name, such as a write-ahead part | yes |
@@ -79,21 +79,34 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
         yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
     yield from _of_stream(ledger, live_epoch)
     # A driver may have started since the first check. One that starts after this second check writes its files later.
-    looked_at = time.time()
-    oldest = looked_at if _live_epoch(ledger) is None else looked_at - _DAY
-    for write in ledger.store.unfinished(layout.run(ledger.run)):
+    checked_at = time.time()
+    yield from unfinished(ledger.store, layout.run(ledger.run), checked_at, alive=_live_epoch(ledger) is not None)
+
+
+def unfinished(store: Store, folder: str, checked_at: float, alive: bool) -> Iterator[Garbage]:
+    """Yield the writes below a folder that did not finish by `checked_at`, in Unix seconds.
+
+    `alive`: a process that writes there may be alive; then a write counts only after a day.
+    """
+    oldest = checked_at - _DAY if alive else checked_at
+    for write in store.unfinished(folder):
         if write.touched_at < oldest:
             yield Garbage(path=write.path, bytes=write.bytes, reason=Reason.UNFINISHED)
 
 
-def collect(ledger: Ledger, found: Iterable[Garbage]) -> None:
-    """Delete what `garbage` found, as far as it still exists."""
-    found = list(found)
-    remove(ledger.store, [one.path for one in found if one.reason is not Reason.UNFINISHED])
-    unfinished = {one.path for one in found if one.reason is Reason.UNFINISHED}
-    for write in ledger.store.unfinished(layout.run(ledger.run)) if unfinished else ():
-        if write.path in unfinished:
-            ledger.store.discard(write)
+def collect(ledger: Ledger, items: Iterable[Garbage]) -> None:
+    """Delete garbage as far as it still exists."""
+    items = list(items)
+    remove(ledger.store, [item.path for item in items if item.reason is not Reason.UNFINISHED])
+    discard_unfinished(ledger.store, layout.run(ledger.run), items)
+
+
+def discard_unfinished(store: Store, folder: str, items: Iterable[Garbage]) -> None:
+    """Discard the unfinished writes below a folder that are among `items`."""
+    paths = {item.path for item in items if item.reason is Reason.UNFINISHED}
+    for write in store.unfinished(folder) if paths else ():
+        if write.path in paths:
+            store.discard(write)
 
 
 def _of_stream(ledger: Ledger, live_epoch: int | None) -> Iterator[Garbage]:
@@ -194,7 +207,8 @@ def delete_run(store: Store, run: str) -> None:
             require_note()
             store.write(manifest, before)
             raise
-        delete_all(store, (path for path in store.find(layout.run(run)) if not _is_last(run, path)), require_note)
+        files = store.find(layout.run(run)).keys() - store.find(layout.leases(run)).keys() - {manifest}
+        delete_all(store, sorted(files), require_note)
         for write in store.unfinished(layout.run(run)):
             require_note()
             store.discard(write)
@@ -207,12 +221,7 @@ def delete_run(store: Store, run: str) -> None:
     store.remove_empty_folders(layout.run(run))
 
 
-def _is_last(run: str, path: str) -> bool:
-    return path == layout.run_manifest(run) or path.startswith(f"{layout.leases(run)}/")
-
-
 def _require_unshared(store: Store, run: str) -> None:
-    found = forks(store, run)
-    if found:
-        names = ", ".join(f"{name} (up to iteration {iteration})" for name, iteration in sorted(found.items()))
+    if readers := forks(store, run):
+        names = ", ".join(f"{name} (up to iteration {iteration})" for name, iteration in sorted(readers.items()))
         raise SharedWithForks(f"run {run!r} is still read by its forks {names}; delete these first")

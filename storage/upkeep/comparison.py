@@ -29,64 +29,66 @@ class Comparison(NamedTuple):
     one version of the code wrote both, their values differ; if two versions wrote them, their values may be equal."""
 
 
-def compare(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) -> Comparison:
+def compare(first: Commit, first_store: Store, second: Commit, second_store: Store) -> Comparison:
     """Compare two commits. Reads tables only if their digests differ. Raises Damaged."""
     retired: list[str] = []
-    found = [
-        f"{field} is {getattr(ours, field)} and {getattr(theirs, field)}"
+    differences = [
+        f"{field} is {getattr(first, field)} and {getattr(second, field)}"
         for field in _COMPARED
-        if getattr(ours, field) != getattr(theirs, field)
+        if getattr(first, field) != getattr(second, field)
     ]
-    our_values, their_values = (
-        {name: commit.values[name] for name in ours.values.keys() & theirs.values.keys()} for commit in (ours, theirs)
+    first_values, second_values = (
+        {name: commit.values[name] for name in first.values.keys() & second.values.keys()} for commit in (first, second)
     )
-    if our_values != their_values:
-        found.append(f"values is {our_values} and {their_values}")
-    our_files, their_files = _files(ours), _files(theirs)
-    for name in sorted({*our_files, *their_files}):
-        first, second = our_files.get(name), their_files.get(name)
-        if first is None or second is None:
-            found.append(f"{name} is in only one of them")
-        elif (first.content or first.sha256) != (second.content or second.sha256):
+    if first_values != second_values:
+        differences.append(f"values is {first_values} and {second_values}")
+    first_files, second_files = _files(first), _files(second)
+    for name in sorted({*first_files, *second_files}):
+        file, other = first_files.get(name), second_files.get(name)
+        if file is None or other is None:
+            differences.append(f"{name} is in only one of them")
+        elif (file.content or file.sha256) != (other.content or other.sha256):
             if not name.endswith(_TABLE):
-                found.append(f"{name} has other bytes")
-            elif first.rows != second.rows:
-                found.append(f"{name}: {first.rows} and {second.rows} rows")
+                differences.append(f"{name} has other bytes")
+            elif file.rows != other.rows:
+                differences.append(f"{name}: {file.rows} and {other.rows} rows")
             else:
                 try:
                     tables = (
-                        read_recorded_table(our_store, ours.run, first),
-                        read_recorded_table(their_store, theirs.run, second),
+                        read_recorded_table(first_store, first.run, file),
+                        read_recorded_table(second_store, second.run, other),
                     )
                 except Retired as error:
                     retired.append(f"{name} has another digest, and its rows cannot be compared: {error}")
                     continue
-                found += [f"{name}: {sentence}" for sentence in table_differences(*tables, SCHEMAS.get(ours.step))]
-    return Comparison(found, retired)
+                differences += [
+                    f"{name}: {sentence}" for sentence in table_differences(*tables, SCHEMAS.get(first.step))
+                ]
+    return Comparison(differences, retired)
 
 
-def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None = None) -> list[str]:
+def table_differences(first: pa.Table, second: pa.Table, schema: pa.Schema | None = None) -> list[str]:
     """Return the differences between the values of two tables, in sentences.
 
     Ignores measured columns, and columns that one table lacks because it is older than their entry in the schema.
     """
     later = {field.name for field in schema or () if field.nullable}
-    later &= {*ours.column_names} ^ {*theirs.column_names}
-    ours, theirs = (table.select([n for n in table.column_names if n not in later]) for table in (ours, theirs))
-    if ours.schema != theirs.schema:
+    later &= {*first.column_names} ^ {*second.column_names}
+    first, second = (table.select([n for n in table.column_names if n not in later]) for table in (first, second))
+    if first.schema != second.schema:
         return ["the columns differ"]
-    if ours.num_rows != theirs.num_rows:
-        return [f"{ours.num_rows} and {theirs.num_rows} rows"]
+    if first.num_rows != second.num_rows:
+        return [f"{first.num_rows} and {second.num_rows} rows"]
     rows_by_column = {
-        name: _differing_rows(ours.column(name).to_pylist(), theirs.column(name).to_pylist())
-        for name in ours.column_names
+        name: _differing_rows(first.column(name).to_pylist(), second.column(name).to_pylist())
+        for name in first.column_names
         if name not in ALL_MEASURED
     }
     columns = [name for name, rows in rows_by_column.items() if rows]
     rows = sorted(set().union(*rows_by_column.values()))
     if not rows:
         return [] if later else ["other bytes for equal values"]
-    return [f"{', '.join(columns)} differ in {len(rows)} of {ours.num_rows} rows, first in row {rows[0]}"]
+    return [f"{', '.join(columns)} differ in {len(rows)} of {first.num_rows} rows, first in row {rows[0]}"]
 
 
 def _files(commit: Commit) -> dict[str, OutputFile]:
@@ -94,6 +96,6 @@ def _files(commit: Commit) -> dict[str, OutputFile]:
     return {output.path.partition(f"/{commit.attempt}/")[2]: output for output in commit.outputs}
 
 
-def _differing_rows(ours: Sequence[Any], theirs: Sequence[Any]) -> set[int]:
+def _differing_rows(first: Sequence[Any], second: Sequence[Any]) -> set[int]:
     # NaN is not equal to itself, but its repr is.
-    return {row for row, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b and repr(a) != repr(b)}
+    return {row for row, (a, b) in enumerate(zip(first, second, strict=True)) if a != b and repr(a) != repr(b)}

@@ -1,6 +1,6 @@
 """Maintenance of evaluations: verification of results, and removal of what interrupted evaluations left.
 
-| found in a result's folder | garbage |
+| file in a result's folder | garbage |
 |---|---|
 | a file that the result names, the result, its claims | no |
 | any other file, if there is a result | yes |
@@ -19,11 +19,9 @@ from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.snapshots import PARTS
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
-from cairn.storage.upkeep.collector import Garbage, Reason
+from cairn.storage.upkeep.collector import Garbage, Reason, discard_unfinished, unfinished
 from cairn.storage.upkeep.retention import delete_all
 from cairn.storage.upkeep.verification import Verified, verify_file
-
-_DAY = 24 * 3600.0
 
 
 def verify(store: Store) -> Iterator[Verified]:
@@ -36,16 +34,16 @@ def verify(store: Store) -> Iterator[Verified]:
         try:
             data = store.read(path)
         except FileNotFoundError:
-            continue  # nobody has finished it
-        name = folder.removeprefix(f"{layout.evals()}/")
+            continue  # no process has finished it
+        name = folder.removeprefix(f"{layout.EVALS}/")
         try:
             result = Evaluation.from_bytes(data, path)
         except Damaged as error:
             finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
             yield Verified(name=name, files=1, bytes=len(data), findings=(finding,))
             continue
-        read = [verify_file(store, f"{folder}/{output.path}", output) for output in result.outputs]
-        findings = [found for found in read if isinstance(found, Finding)]
+        checks = [verify_file(store, f"{folder}/{output.path}", output) for output in result.outputs]
+        findings = [check for check in checks if isinstance(check, Finding)]
         size = len(data) + sum(output.bytes for output in result.outputs)
         yield Verified(name=name, files=1 + len(result.outputs), bytes=size, findings=tuple(findings))
 
@@ -57,9 +55,10 @@ def garbage(store: Store) -> Iterator[Garbage]:
         try:
             result = evals.read(store, folder)
         except Damaged:
-            continue  # what it names cannot be told
+            continue  # the files that it names are unknown
         named = {f"{folder}/{output.path}" for output in (result.outputs if result is not None else ())}
-        alive = _has_live_claimant(store, folder)
+        lease = evals.claimant(store, folder)
+        alive = lease is not None and not lease.is_over()
         for file, size in files.items():
             if file in named or _attempt(folder, file) is None:
                 continue
@@ -68,32 +67,21 @@ def garbage(store: Store) -> Iterator[Garbage]:
                 yield Garbage(path=file, bytes=size, reason=Reason.LOST if lost else Reason.SUPERSEDED)
             elif not alive and f"/{PARTS}/" not in file:
                 yield Garbage(path=file, bytes=size, reason=Reason.ABANDONED)
-        oldest = time.time() - (_DAY if alive else 0)
-        for write in store.unfinished(folder):
-            if write.touched_at < oldest:
-                yield Garbage(path=write.path, bytes=write.bytes, reason=Reason.UNFINISHED)
+        yield from unfinished(store, folder, time.time(), alive)
 
 
-def collect(store: Store, found: Iterable[Garbage]) -> None:
-    """Delete what `garbage` found, as far as it still exists."""
-    found = list(found)
-    files = [one.path for one in found if one.reason is not Reason.UNFINISHED]
+def collect(store: Store, items: Iterable[Garbage]) -> None:
+    """Delete garbage as far as it still exists."""
+    items = list(items)
+    files = [item.path for item in items if item.reason is not Reason.UNFINISHED]
     delete_all(store, files)
     for folder in sorted({file.rpartition("/")[0] for file in files}, reverse=True):
         store.remove_empty_folders(folder)
         store.remove_empty_folders(folder.removesuffix(f"/{PARTS}"))
-    unfinished = {one.path for one in found if one.reason is Reason.UNFINISHED}
-    for write in store.unfinished(layout.evals()) if unfinished else ():
-        if write.path in unfinished:
-            store.discard(write)
+    discard_unfinished(store, layout.EVALS, items)
 
 
 def _attempt(folder: str, file: str) -> str | None:
     """Return the attempt that a file in a result's folder belongs to, or None."""
     name, slash, _ = file.removeprefix(f"{folder}/").partition("/")
     return layout.parse_attempt(f"{name}{slash}")
-
-
-def _has_live_claimant(store: Store, folder: str) -> bool:
-    lease = evals.claimant(store, folder)
-    return lease is not None and not lease.is_over()

@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 from cairn.storage import evals
 from cairn.storage.ledger import layout
 from cairn.storage.ledger import snapshots as tables
-from cairn.storage.ledger.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step, parse_commit_name
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, pinned, redacted_files
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import redact_rows
@@ -55,7 +55,7 @@ are last."""
 
 
 @dataclass(frozen=True)
-class Found:
+class PromptData:
     """Data of a run that belong to a prompt."""
 
     prompt: int
@@ -94,32 +94,32 @@ def redact(
         on_remaining: called with a sentence about each result of an evaluation, and about running episodes, that may
             hold the same text and are not changed.
     """
-    found = find(ledger, prompt, progress)
-    decision = _unfinished_decision(ledger, found)
+    affected = find(ledger, prompt, progress)
+    decision = _unfinished_decision(ledger, affected)
     if decision is None:
-        require_unneeded(ledger, found)
-        decision = ledger.decisions.record(lambda so_far: _decision(ledger, found, so_far), by=by, why=why)
-    require_unneeded(ledger, found)  # somebody may have forked the run or pinned something before it was recorded
-    for sentence in _unreached(ledger, found.seen):
+        require_unneeded(ledger, affected)
+        decision = ledger.decisions.record(lambda so_far: _decision(ledger, affected, so_far), by=by, why=why)
+    require_unneeded(ledger, affected)  # somebody may have forked the run or pinned something before it was recorded
+    for sentence in _unreached(ledger, affected.seen):
         on_remaining(sentence)
-    forget(ledger.store, found.seen.texts)
-    for number, file in enumerate(found.files):
-        progress(f"{number} of {len(found.files)} tables redacted, next: the table of {file.commit}")
-        _replace(ledger, file, found)
+    forget(ledger.store, affected.seen.texts)
+    for number, file in enumerate(affected.files):
+        progress(f"{number} of {len(affected.files)} tables redacted, next: the table of {file.commit}")
+        _replace(ledger, file, affected)
     assert isinstance(decision.what, Redaction)
     touched = {_iteration_of(ledger, layout.in_run(ledger.run, file.path)) for file in decision.what.files}
     collect(ledger, [one for one in garbage(ledger) if _iteration_of(ledger, one.path) in touched])
     return decision
 
 
-def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Redaction:
+def _decision(ledger: Ledger, affected: PromptData, so_far: tuple[Decision, ...]) -> Redaction:
     """Return the redaction to record.
 
     Raises ValueError if a table differs from what the redactions so far leave: the replacement would then match neither
     these nor this one.
     """
     earlier = redacted_files(so_far)
-    for file in found.files:
+    for file in affected.files:
         for decision, before in earlier.get(file.path, ())[-1:]:
             if file.old_sha256 != before.new_sha256:
                 raise ValueError(
@@ -127,15 +127,15 @@ def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Red
                     f"{decision.by}: run the command again when that is done"
                 )
     return Redaction(
-        prompt=found.prompt,
-        samples=found.samples,
-        files=found.files,
-        trained_in=found.trained_in,
-        weight_versions=found.weight_versions,
+        prompt=affected.prompt,
+        samples=affected.samples,
+        files=affected.files,
+        trained_in=affected.trained_in,
+        weight_versions=affected.weight_versions,
     )
 
 
-def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda sentence: None) -> Found:
+def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda sentence: None) -> PromptData:
     """Return what a run holds of a prompt's text and tokens. Reads the samples of all iterations that still have
     them."""
     seen = _Seen()
@@ -169,7 +169,7 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
             )
             iterations |= set() if commit.step is Step.EVAL else {commit.iteration}
     updates = [trained_by for i in sorted(trained) if (trained_by := ledger.find(i, Step.TRAIN)) is not None]
-    return Found(
+    return PromptData(
         prompt=prompt,
         samples=seen.own_samples,
         files=tuple(file for step in _ORDER for file in changed[step]),
@@ -181,18 +181,18 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
     )
 
 
-def require_unneeded(ledger: Ledger, found: Found) -> None:
+def require_unneeded(ledger: Ledger, affected: PromptData) -> None:
     """Raise ValueError, saying what needs them, unless a prompt's samples can be removed."""
-    place = f"prompt {found.prompt} of run {ledger.run!r} cannot be redacted"
+    place = f"prompt {affected.prompt} of run {ledger.run!r} cannot be redacted"
     newest = ledger.last_iteration() or 0
     for iteration in range(max(0, newest - ledger.lag), newest + ledger.lag + 2):
         done = {commit.shard for commit in ledger.commits(iteration) if commit.step is Step.ROLLOUT}
-        if found.prompt in waiting_prompts(ledger.store, ledger.run, iteration, done):
+        if affected.prompt in waiting_prompts(ledger.store, ledger.run, iteration, done):
             raise ValueError(f"{place} yet: samples of it are being generated in iteration {iteration}")
-    if found.prompt in prompts_in_stream(ledger.store, ledger.run):
+    if affected.prompt in prompts_in_stream(ledger.store, ledger.run):
         raise ValueError(f"{place} yet: it has samples that no iteration has taken; run the command again later")
     for one in _with_forks(ledger):
-        clash = sorted(found.iterations & _needed_for_recovery(one))
+        clash = sorted(affected.iterations & _needed_for_recovery(one))
         if clash:
             raise ValueError(
                 f"{place} yet: run {one.run!r} needs its samples of iteration {clash[-1]} to recover, as no later "
@@ -201,7 +201,7 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
     for pin in pinned(ledger.decisions.all()):
         saved = newest_checkpoint(ledger, pin)
         needed = {i for i, kind in recovery_needs(ledger, pin) if kind is layout.Kind.SNAPSHOTS}
-        if (saved is None or saved.iteration < pin) and (clash := sorted(found.iterations & needed)):
+        if (saved is None or saved.iteration < pin) and (clash := sorted(affected.iterations & needed)):
             raise ValueError(
                 f"{place}: iteration {pin} is pinned, and its weights are recomputed from samples of iteration "
                 f"{clash[-1]}; run cairn unpin {ledger.run} {pin}"
@@ -261,12 +261,12 @@ def _read(ledger: Ledger, commit: Commit, output: OutputFile) -> bytes | None:
 def _rows(step: Step, table: pa.Table, prompt: int, seen: _Seen) -> pa.Array:
     """Return a mask of the prompt's rows."""
     if step is Step.ROLLOUT and "prompt_index" in table.column_names:
-        found = pc.equal(table.column("prompt_index"), prompt)
+        mask = pc.equal(table.column("prompt_index"), prompt)
     elif step is Step.EVAL:
-        found = pc.is_in(table.column("prompt_text"), pa.array(sorted(seen.texts), pa.string()))
+        mask = pc.is_in(table.column("prompt_text"), pa.array(sorted(seen.texts), pa.string()))
     else:
-        found = pc.is_in(table.column("group_id"), pa.array(sorted(seen.groups), pa.int64()))
-    return found.combine_chunks()
+        mask = pc.is_in(table.column("group_id"), pa.array(sorted(seen.groups), pa.int64()))
+    return mask.combine_chunks()
 
 
 def _bytes_without(
@@ -278,7 +278,7 @@ def _bytes_without(
     prompt's samples have them.
     """
     table = tables.from_parquet(data)
-    if output in (commit.images, commit.beside(layout.RESULTS_FILE)):
+    if output in (commit.images, commit.side_file(layout.RESULTS_FILE)):
         is_image = output == commit.images
         used_elsewhere = (
             _images_of_others(ledger, commit, prompt) if is_image else _results_of_others(ledger, commit, seen)
@@ -301,7 +301,7 @@ def _images_of_others(ledger: Ledger, commit: Commit, prompt: int) -> set[str]:
 
 def _results_of_others(ledger: Ledger, commit: Commit, seen: _Seen) -> set[str]:
     """Return the SHA-256 of the long results in a rollout that calls of other prompts' samples received."""
-    output = commit.beside(layout.CALLS_FILE)
+    output = commit.side_file(layout.CALLS_FILE)
     data = None if output is None else _read(ledger, commit, output)
     assert data is not None  # as above, and long results are of calls
     calls = tables.from_parquet(data)
@@ -309,23 +309,16 @@ def _results_of_others(ledger: Ledger, commit: Commit, seen: _Seen) -> set[str]:
     return set(others.column("result_digest").drop_null().to_pylist())
 
 
-def _replace(ledger: Ledger, file: RedactedFile, found: Found) -> None:
-    commit = _commit(ledger, file)
+def _replace(ledger: Ledger, file: RedactedFile, affected: PromptData) -> None:
+    commit = ledger.find(*parse_commit_name(file.commit))
+    assert commit is not None
     (output,) = (output for output in commit.outputs if output.path == file.path)
     before = read_bytes(ledger.store, ledger.run, output)
-    data, _ = _bytes_without(ledger, before, commit, output, found.prompt, found.seen)
+    data, _ = _bytes_without(ledger, before, commit, output, affected.prompt, affected.seen)
     ledger.store.write(layout.in_run(ledger.run, file.path), data)
 
 
-def _commit(ledger: Ledger, file: RedactedFile) -> Commit:
-    iteration, _, rest = file.commit.partition("/")
-    step, _, shard = rest.partition(".")
-    commit = ledger.find(int(iteration), Step(step), shard or None)
-    assert commit is not None
-    return commit
-
-
-def _unfinished_decision(ledger: Ledger, found: Found) -> Decision | None:
+def _unfinished_decision(ledger: Ledger, affected: PromptData) -> Decision | None:
     """Return the decision that covers what is left, or None.
 
     Raises ValueError if there is nothing to do, or if another prompt's redaction must be finished first.
@@ -335,7 +328,7 @@ def _unfinished_decision(ledger: Ledger, found: Found) -> Decision | None:
     for path, versions in redacted_files(decisions).items():
         decision, file = versions[-1]
         assert isinstance(decision.what, Redaction)
-        if decision.what.prompt == found.prompt:
+        if decision.what.prompt == affected.prompt:
             continue
         if _sha256(ledger, path) == file.old_sha256:
             raise ValueError(
@@ -343,12 +336,12 @@ def _unfinished_decision(ledger: Ledger, found: Found) -> Decision | None:
                 f"--prompt {decision.what.prompt} first"
             )
     for decision in decisions:
-        if isinstance(decision.what, Redaction) and decision.what.prompt == found.prompt:
+        if isinstance(decision.what, Redaction) and decision.what.prompt == affected.prompt:
             made = {(file.path, file.new_sha256) for file in decision.what.files}
-            own = decision if {(file.path, file.new_sha256) for file in found.files} <= made else None
-    if own is None and not found.files:
-        elsewhere = f"; {', '.join(found.owners)} holds the shared ones" if found.owners else ""
-        raise ValueError(f"run {ledger.run!r} holds no text of prompt {found.prompt} in its own samples{elsewhere}")
+            own = decision if {(file.path, file.new_sha256) for file in affected.files} <= made else None
+    if own is None and not affected.files:
+        elsewhere = f"; {', '.join(affected.owners)} holds the shared ones" if affected.owners else ""
+        raise ValueError(f"run {ledger.run!r} holds no text of prompt {affected.prompt} in its own samples{elsewhere}")
     return own
 
 

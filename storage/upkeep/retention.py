@@ -51,9 +51,8 @@ from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore, Redacted, Retired
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 
-_REQUESTS = 8
 _WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
 
 
@@ -74,24 +73,24 @@ def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False
 
     Raises LeaseLost if this process was the run's driver and is not any more.
     """
-    found = list(due(ledger, config, everything=everything))
+    candidates = list(due(ledger, config, everything=everything))
     marked: set[str] = set()
-    for one in found:
+    for one in candidates:
         fields = {"run": ledger.run, "id": uuid.uuid4().hex, "retired_at": time.time()}
         path = layout.retired(ledger.run, one.iteration, one.kind)
         marker = canonical.seal(fields | one.model_dump(mode="json", exclude={"files"}))
-        if ledger.store.create(path, marker, ledger.require_held):
+        if ledger.store.create(path, marker, ledger.require_lease):
             marked.add(path)
-    shared = shared_with_forks(ledger) if found else -1
-    wanted = protected_by_pins(ledger, marked=marked) if found else set()
-    staying = [one for one in found if one.iteration <= shared or (one.iteration, one.kind) in wanted]
+    shared = shared_with_forks(ledger) if candidates else -1
+    wanted = protected_by_pins(ledger, marked=marked) if candidates else set()
+    staying = [one for one in candidates if one.iteration <= shared or (one.iteration, one.kind) in wanted]
     for one in staying:
         path = layout.retired(ledger.run, one.iteration, one.kind)
-        if path in marked:  # someone else's may stand for files that are gone
-            ledger.require_held()
+        if path in marked:  # files of another process's marker may be gone
+            ledger.require_lease()
             ledger.store.delete(path)
-    going = [one for one in found if one not in staying]
-    remove(ledger.store, [path for one in going for path in one.files], ledger.require_held)
+    going = [one for one in candidates if one not in staying]
+    remove(ledger.store, [path for one in going for path in one.files], ledger.require_lease)
     return going
 
 
@@ -109,10 +108,10 @@ def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = l
     `guard` is called before each eight; what it raises ends the deletion and propagates.
     """
     paths = list(paths)
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        for first in range(0, len(paths), _REQUESTS):
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        for first in range(0, len(paths), REQUESTS):
             guard()
-            list(pool.map(store.delete, paths[first : first + _REQUESTS]))
+            list(pool.map(store.delete, paths[first : first + REQUESTS]))
 
 
 def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:
@@ -164,7 +163,7 @@ def candidates(
     """
     interval = config.save_retain_interval
     if interval is not None:
-        for iteration in range(checkpoint - 1, first - 1, -1):  # those of preempted drivers lie anywhere
+        for iteration in range(checkpoint - 1, first - 1, -1):  # preempted drivers save anywhere
             if (iteration + 1) % interval != 0:
                 yield iteration, Kind.CHECKPOINT
     if config.retain_snapshots is not None:
@@ -179,14 +178,13 @@ def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = 
     Weights of that age are recovered from it. Checks every iteration, because a preempted driver leaves a checkpoint
     where none is due. `marked` are store paths of markers whose files still exist.
     """
-    found = (ledger.find(i, Step.CHECKPOINT) for i in range(iteration, -1, -1))
-    return next(
-        (one for one in found if one is not None and (_mark(one) in marked or not is_retired(ledger, one))), None
-    )
-
-
-def _mark(saved: Commit) -> str:
-    return layout.retired(saved.run, saved.iteration, Kind.CHECKPOINT)
+    for i in range(iteration, -1, -1):
+        saved = ledger.find(i, Step.CHECKPOINT)
+        if saved is None:
+            continue
+        if layout.retired(saved.run, i, Kind.CHECKPOINT) in marked or not is_retired(ledger, saved):
+            return saved
+    return None
 
 
 def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
@@ -201,11 +199,11 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
         commits = ledger.commits(iteration) if iteration >= 0 else []
         if iteration > checkpoint:
             needed |= _input_iterations(commits)
-        if (found := newest_selection(commits)) is None:
+        if (newer := newest_selection(commits)) is None:
             continue
-        selection = found
+        selection = newer
         if iteration > checkpoint and not any(commit.step is Step.TRAIN for commit in commits):
-            needed |= _places_of_groups(ledger, found, {Disposition.TRAIN})
+            needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN})
     if selection is not None:
         needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, *_WAITING})
     return needed
@@ -233,8 +231,8 @@ def recovery_needs(ledger: Ledger, iteration: int, marked: Collection[str] = ())
     since = -1 if saved is None else saved.iteration
     samples = {iteration, *range(since + 1, iteration + 1)}
     samples |= {i for one in samples for i in _input_iterations(ledger.commits(one))}
-    kept = {(i, Kind.SNAPSHOTS) for i in samples}
-    return kept if saved is None else kept | {(since, Kind.CHECKPOINT)}
+    needed = {(i, Kind.SNAPSHOTS) for i in samples}
+    return needed if saved is None else needed | {(since, Kind.CHECKPOINT)}
 
 
 def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
@@ -307,10 +305,10 @@ def forks(store: Store, run: str) -> dict[str, int]:
             return None
         return parent.iteration if parent is not None and parent.run == run else None
 
-    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) not in (None, run)]
-    with ThreadPoolExecutor(_REQUESTS) as readers:
-        found = dict(zip(names, readers.map(parent, names), strict=True))
-    return {name: iteration for name, iteration in found.items() if iteration is not None}
+    names = [name for entry in store.list(layout.RUNS) if (name := layout.parse_run(entry)) not in (None, run)]
+    with ThreadPoolExecutor(REQUESTS) as readers:
+        shared = zip(names, readers.map(parent, names), strict=True)
+        return {name: iteration for name, iteration in shared if iteration is not None}
 
 
 def shared_with_forks(ledger: Ledger) -> int:

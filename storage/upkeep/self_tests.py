@@ -37,7 +37,6 @@ def find_self_test(store: Store, fingerprint: str) -> SelfTest | None:
     path = layout.self_test(fingerprint)
     try:
         fields = canonical.unseal(store.read(path))
-        del fields["digest"]
         return SelfTest.model_validate(fields)
     except FileNotFoundError:
         return None
@@ -45,6 +44,6 @@ def find_self_test(store: Store, fingerprint: str) -> SelfTest | None:
         raise Damaged(f"{path} cannot be trusted: {error}; remove it to repeat the self-test") from None
 
 
-def record_self_test(store: Store, found: SelfTest, guard: Callable[[], None]) -> None:
+def record_self_test(store: Store, result: SelfTest, guard: Callable[[], None]) -> None:
     """Store a self-test unless there is one. `guard` is that of `Store.create`."""
-    store.create(layout.self_test(found.fingerprint), canonical.seal(found.model_dump(mode="json")), guard)
+    store.create(layout.self_test(result.fingerprint), canonical.seal(result.model_dump(mode="json")), guard)

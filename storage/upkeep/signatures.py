@@ -21,7 +21,6 @@ of everything made from it, the signature for the new content is still missing.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -31,13 +30,8 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
 from cairn.storage.store.canonical import from_json
-from cairn.storage.store.signed import _message, part_signature, signature_path
+from cairn.storage.store.signed import message, part_signature, signature_path
 from cairn.storage.store.store import Store
-
-if TYPE_CHECKING:
-    from cairn.storage.store.local import LocalStore as _AnyStore
-else:
-    _AnyStore = object
 
 
 class Signed(Record):
@@ -56,7 +50,7 @@ def read_signers(file: Path) -> dict[str, str]:
 
     Each line has a name and the key in hex; `#` starts a comment. Raises ValueError, saying what is wrong.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -66,10 +60,10 @@ def read_signers(file: Path) -> dict[str, str]:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
         except ValueError:
             raise ValueError(f"{file}, line {number} is not of the form NAME KEY: a name and 64 hex digits") from None
-        found[key.lower()] = name
-    if not found:
+        names[key.lower()] = name
+    if not names:
         raise ValueError(f"{file} names no signer: add a line NAME KEY for each")
-    return found
+    return names
 
 
 def check_signatures(ledger: Ledger, signers: Mapping[str, str]) -> Iterator[Signed]:
@@ -82,7 +76,7 @@ def check_result_signatures(store: Store, signers: Mapping[str, str]) -> Iterato
     """Check the signatures of all results of evaluations, claims, write-ahead parts, and files of graders' answers."""
     for folder in evals.folders(store):
         claims, result = layout.evaluation_claims(folder), layout.evaluation_result(folder)
-        paths = [f"{claims}/{name}" for name in store.list(claims) if layout.parse_lease(name) is not None]
+        paths = [f"{claims}/{name}" for name in store.list(claims) if layout.parse_number(name) is not None]
         for path in [*paths, *([result] if store.exists(result) else []), *_parts(store, folder)]:
             yield check_signature(store, path, signers)
     for path in _parts(store, layout.ANSWERS):
@@ -98,7 +92,7 @@ def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Sign
     try:
         fields = from_json(store.read(signature_path(path, data)))
         key, signature = str(fields["key"]), bytes.fromhex(fields["signature"])
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, _message(path, data))
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, message(path, data))
     except FileNotFoundError:
         return Signed(path=path, signer=None, problem=f"{path} has no signature of its present content")
     except (ValueError, TypeError, KeyError, InvalidSignature):
@@ -116,9 +110,9 @@ def _signed_files(ledger: Ledger) -> Iterator[str]:
         store, run = ledger.store, owner.run
         yield layout.run_manifest(run)
         for folder, parse in (
-            (layout.upgrades(run), layout.parse_decision),
-            (layout.decisions(run), layout.parse_decision),
-            (layout.leases(run), layout.parse_lease),
+            (layout.upgrades(run), layout.parse_number),
+            (layout.decisions(run), layout.parse_number),
+            (layout.leases(run), layout.parse_number),
             (layout.retirements(run), layout.parse_retired),
         ):
             yield from (f"{folder}/{name}" for name in store.list(folder) if parse(name) is not None)

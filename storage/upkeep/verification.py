@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.commits import Commit, OutputFile, Step, parse_commit_name
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, read_decision, redacted_files
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import Fault, Finding
@@ -23,7 +23,7 @@ from cairn.storage.logs.admissions import Admitted, Claim, claimed_numbers, read
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import REQUESTS, Store
 from cairn.storage.upkeep.accounting import Accounting, GroupCounts, GroupTable, records_groups
 
 # Check that the tokens of committed samples match their committed calls, even if several drivers made them.
@@ -91,10 +91,9 @@ def _is_after(recorded: Mapping[str, Any], before: Sequence[int]) -> bool:
     return bool(recorded["arguments"] == canonical.to_json({"sha256": sha256.hexdigest()}))
 
 
-_REQUESTS = 8
 _RETIRED: Final = "retired"
 _REDACTED: Final = "redacted"
-_Found = Finding | Literal["retired", "redacted"] | None
+_FileCheck = Finding | Literal["retired", "redacted"] | None
 """Result of reading a file again; None if it is as committed."""
 _Redactions = Mapping[str, tuple[tuple[Decision, RedactedFile], ...]]
 _GROUPS = "groups"
@@ -144,14 +143,15 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     it is checked; reads everything, changes nothing.
     """
     store = ledger.store
-    yield _verify_manifest(store, ledger.run)
+    manifest = layout.run_manifest(ledger.run)
+    yield _verify_sealed("run.json", manifest, store.read(manifest))
     yield from _verify_upgrades(store, ledger.run)
     yield from _verify_decisions(ledger)
     claims: list[Claim] = []
     yield from _verify_claims(ledger, claims)
     digests: dict[str, str] = {}
     redactions = _redactions(ledger)
-    with ThreadPoolExecutor(_REQUESTS) as readers:
+    with ThreadPoolExecutor(REQUESTS) as readers:
         accounting, contradictions = Accounting(store, readers), list[Finding]()
         # Newest first: a running driver commits inputs before the commits made from them.
         markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
@@ -165,24 +165,22 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     continue
                 files = [layout.in_run(commit.run, output.path) for output in commit.outputs]
                 own = commit.run, redactions[commit.run]
-                read = list(readers.map(verify_file, repeat(store), files, commit.outputs, *map(repeat, own)))
-                redacted = [found for found in read if found == _REDACTED]
-                there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
-                faults = [found for found in read if isinstance(found, Finding)]
+                checks = list(readers.map(verify_file, repeat(store), files, commit.outputs, *map(repeat, own)))
+                present = [output for output, check in zip(commit.outputs, checks, strict=True) if check != _RETIRED]
                 admitted.take(commit)
                 _read_late_admissions(ledger, commit, digests, admitted)
-                tables += _group_tables(commit, read, redactions[commit.run])
+                tables += _group_tables(commit, checks, redactions[commit.run])
                 yield Verified(
                     name=commit.name,
-                    files=1 + len(there),
-                    bytes=len(commit.to_bytes()) + sum(output.bytes for output in there),
-                    retired=len(read) - len(there),
-                    redacted=len(redacted),
+                    files=1 + len(present),
+                    bytes=len(commit.to_bytes()) + sum(output.bytes for output in present),
+                    retired=len(checks) - len(present),
+                    redacted=checks.count(_REDACTED),
                     findings=(
-                        *faults,
+                        *(check for check in checks if isinstance(check, Finding)),
                         *_verify_terms(ledger, commit),
                         *_verify_inputs(commit, path, digests),
-                        *(() if any(read) else mixed_histories(store, commit)),
+                        *(() if any(checks) else mixed_histories(store, commit)),
                     ),
                 )
             damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
@@ -200,11 +198,9 @@ def _read_late_admissions(ledger: Ledger, commit: Commit, digests: dict[str, str
     The admissions of a stream can be in later iterations than the commit.
     """
     for name in commit.inputs.keys() - digests.keys():
-        iteration, _, rest = name.partition("/")
-        step, _, shard = rest.partition(".")
-        if step == Step.ADMIT and (found := ledger.find(int(iteration), Step.ADMIT, shard)) is not None:
-            digests[name] = found.digest
-            admitted.take(found)
+        if f"/{Step.ADMIT}." in name and (admission := ledger.find(*parse_commit_name(name))) is not None:
+            digests[name] = admission.digest
+            admitted.take(admission)
 
 
 def _read_all(
@@ -234,11 +230,6 @@ def _name(path: str) -> str:
     return path.partition("/iterations/")[2].removesuffix(".json")
 
 
-def _verify_manifest(store: Store, run: str) -> Verified:
-    path = layout.run_manifest(run)
-    return _verify_sealed("run.json", path, store.read(path))
-
-
 def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
     for number in itertools.count(1):
         path = layout.upgrade(run, number)
@@ -252,33 +243,27 @@ def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
 def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
     """Verify each decision, and that each names the digest of the one before."""
     store, run = ledger.store, ledger.run
-    names = store.list(layout.decisions(run))
-    numbers = [number for name in names if (number := layout.parse_decision(name)) is not None]
+    numbers = layout.numbers(store.list(layout.decisions(run)))
     before: str | None = None
     for number in range(1, max(numbers, default=0) + 1):
-        path, name = layout.decision(run, number), f"decisions/{number:06d}.json"
+        path = layout.decision(run, number)
+        files, size, fault, message = 1, 0, None, ""
         try:
             data = store.read(path)
             decision = read_decision(data, path)
+            size = len(data)
             if decision.previous != before:
+                fault = Fault.INPUT_DIFFERS
                 message = (
                     f"{path} follows a decision with digest {decision.previous}, but the one before it has {before}"
                 )
-                yield Verified(
-                    name=name,
-                    files=1,
-                    bytes=len(data),
-                    findings=(Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message),),
-                )
-            else:
-                yield Verified(name=name, files=1, bytes=len(data))
             before = decision.digest
         except FileNotFoundError:
-            finding = Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing, although later ones exist")
-            yield Verified(name=name, files=0, bytes=0, findings=(finding,))
+            files, fault, message = 0, Fault.MISSING, f"{path} is missing, although later ones exist"
         except Damaged as error:
-            finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
-            yield Verified(name=name, files=1, bytes=0, findings=(finding,))
+            fault, message = Fault.UNREADABLE, str(error)
+        findings = () if fault is None else (Finding(fault=fault, path=path, message=message),)
+        yield Verified(name=f"decisions/{number:06d}.json", files=files, bytes=size, findings=findings)
 
 
 def _verify_claims(ledger: Ledger, claims: list[Claim]) -> Iterator[Verified]:
@@ -323,19 +308,19 @@ def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
 
     Ignores damaged decisions, which are findings of their own.
     """
-    found: dict[str, _Redactions] = {}
+    redactions: dict[str, _Redactions] = {}
     while ledger is not None:
         try:
-            found[ledger.run] = redacted_files(ledger.decisions.all())
+            redactions[ledger.run] = redacted_files(ledger.decisions.all())
         except Damaged:
-            found[ledger.run] = {}
+            redactions[ledger.run] = {}
         ledger = ledger.parent
-    return found
+    return redactions
 
 
 def verify_file(
     store: Store, path: str, output: OutputFile, run: str | None = None, redactions: _Redactions | None = None
-) -> _Found:
+) -> _FileCheck:
     """Compare a committed file with its digest. `run`: the run that may have retired it; None for another file.
     `redactions`: those of the run."""
     expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
@@ -359,20 +344,20 @@ def verify_file(
         expected = f"expected {redacted.new_bytes} bytes with sha256 {redacted.new_sha256} since it was redacted"
     elif (size, sha256) == (output.bytes, output.sha256):
         return None
-    found = f"found {size} bytes with sha256 {sha256}"
-    return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")
+    message = f"{path} is altered: {expected}, found {size} bytes with sha256 {sha256}"
+    return Finding(fault=Fault.ALTERED, path=path, message=message)
 
 
-def _group_tables(commit: Commit, read: Sequence[_Found], redactions: _Redactions) -> Iterator[GroupTable]:
+def _group_tables(commit: Commit, checks: Sequence[_FileCheck], redactions: _Redactions) -> Iterator[GroupTable]:
     """Yield the tables of a commit that record groups, each with the result of reading its file."""
-    for output, found in zip(commit.outputs, read, strict=True) if records_groups(commit.name) else ():
+    for output, check in zip(commit.outputs, checks, strict=True) if records_groups(commit.name) else ():
         if output in commit.tables:
             versions = redactions.get(output.path, ())
             yield GroupTable(
                 commit,
                 layout.in_run(commit.run, output.path),
                 versions[-1][1].new_bytes if versions else output.bytes,
-                unread="retired" if found == _RETIRED else "unreadable" if isinstance(found, Finding) else None,
+                unread="retired" if check == _RETIRED else "unreadable" if isinstance(check, Finding) else None,
             )
 
 

@@ -11,7 +11,7 @@ from cairn.engines.training.needs import loss_needs
 from cairn.engines.types.images import Image
 from cairn.engines.types.types import SamplingSupport, TrainBatch
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.schemas import IMAGES, KEPT, RAW_REWARD, ROUTED, SEQUENCES
+from cairn.storage.ledger.schemas import IMAGES, RAW_REWARD, ROUTED, SEQUENCES, SUPPORT
 from cairn.tasks.batch.sequences import own_prompts, routed_experts, several_trajectories, split_trajectories
 from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.durable.selection import max_ages, removed_samples, stale_weights, trained_groups
@@ -94,7 +94,7 @@ def train_batch(
     """Return the batch of an iteration: trained groups in order, with advantages and scores if passed. A sample with
     several trajectories becomes as many sequences."""
     columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions"]
-    columns += [field.name for field in (KEPT, *SEQUENCES, IMAGES)]
+    columns += [field.name for field in (SUPPORT, *SEQUENCES, IMAGES)]
     replays = run.config.algorithm.use_rollout_routing_replay
     columns += [ROUTED.name] if replays else []
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
@@ -138,10 +138,10 @@ def train_batch(
 
 
 def kept_column(kept: Sequence[SamplingSupport]) -> pa.Array:
-    """Return the sampling support of each sample's tokens as a column of type `cairn.storage.ledger.schemas.KEPT`."""
+    """Return the sampling support of each sample's tokens as a column (`cairn.storage.ledger.schemas.SUPPORT`)."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
-    return _nested(ids, counts, list(map(len, kept)), KEPT.type)
+    return _nested(ids, counts, list(map(len, kept)), SUPPORT.type)
 
 
 def rows_column(rows: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
@@ -171,7 +171,7 @@ def _nested(values: np.ndarray, counts: np.ndarray, tokens: Sequence[int], kind:
 def sampling_supports(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[SamplingSupport] | None:
     """Return the sampling support of each sample's tokens; the whole vocabulary for a sample whose column is null. None
     where that holds for all samples."""
-    lists = samples.column(KEPT.name).combine_chunks()
+    lists = samples.column(SUPPORT.name).combine_chunks()
     if lists.null_count == len(lists):
         return None
     tokens = lists.values
@@ -201,7 +201,7 @@ def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> 
 
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return some columns of a table. An optional column that the step did not write is null."""
-    for field in (KEPT, *SEQUENCES, ROUTED, IMAGES, RAW_REWARD):
+    for field in (SUPPORT, *SEQUENCES, ROUTED, IMAGES, RAW_REWARD):
         if field.name in columns and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(columns))

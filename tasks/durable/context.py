@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.trajectories import SampleRequest
-from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Disposition, Status
 from cairn.storage.records import Environment
@@ -309,9 +309,7 @@ class RunContext(RecordedRun):
 
     def input_commit(self, commit: Commit, name: str) -> Commit:
         """Return the commit that `commit` names as an input. Raises Damaged if it is not the one that was read then."""
-        iteration, _, rest = name.partition("/")
-        step, _, shard = rest.partition(".")
-        found = self.committed(int(iteration), Step(step), shard or None)
+        found = self.committed(*parse_commit_name(name))
         if found.digest != commit.inputs[name]:
             raise Damaged(
                 f"{commit.name} was made from {name} with digest {commit.inputs[name]}, but the ledger holds "

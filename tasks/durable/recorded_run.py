@@ -89,7 +89,7 @@ class RecordedRun:
     def calls(self, commit: Commit) -> tuple[pa.Table, pa.Table | None] | None:
         """Return the recorded calls of the code behind a step's samples, and its long results, checked as in `read`:
         rows of CALLS and of LONG_RESULTS. None where nothing was recorded."""
-        calls, results = (commit.beside(name) for name in (CALLS_FILE, RESULTS_FILE))
+        calls, results = (commit.side_file(name) for name in (CALLS_FILE, RESULTS_FILE))
         if calls is None:
             return None
         long = None if results is None else self._read(commit.run, results, read_recorded_table)

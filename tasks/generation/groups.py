@@ -27,11 +27,11 @@ from cairn.engines.types.types import FinishReason, SamplingSupport
 from cairn.storage.ledger.schemas import (
     IMAGE_BYTES,
     IMAGES,
-    KEPT,
-    RETOLD,
+    RETOKENIZED,
     ROLLOUT,
     ROUTED,
     SEQUENCES,
+    SUPPORT,
     TRAJECTORIES,
     TRAJECTORY_PROMPTS,
     TRAJECTORY_REWARDS,
@@ -153,7 +153,7 @@ def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSam
             rewards=_optional_tuple(sample.get(TRAJECTORY_REWARDS.name)),
             roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
             error=sample["error"],
-            retold=sample.get(RETOLD.name) or 0,
+            retold=sample.get(RETOKENIZED.name) or 0,
         )
         for sample in samples
     }
@@ -176,7 +176,7 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
     if segments is None:
         reason = FinishReason(row["finish_reason"])
         segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
-    kept = None if row.get(KEPT.name) is None else SamplingSupport.of(row[KEPT.name])
+    kept = None if row.get(SUPPORT.name) is None else SamplingSupport.of(row[SUPPORT.name])
     routes, prompt = routes_of(row.get(ROUTED.name)), len(row["prompt_ids"])
     rewards = row.get(TURN_REWARDS.name) or [None] * len(segments)
     found, start = [], 0
@@ -299,8 +299,8 @@ def sample_table(
         "metadata": [metadata[s.group_id] for s in samples],
     }
     arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
-    if KEPT.name in schema.names:
-        arrays[KEPT.name] = kept_column([trajectory.kept for trajectory in trajectories])
+    if SUPPORT.name in schema.names:
+        arrays[SUPPORT.name] = kept_column([trajectory.kept for trajectory in trajectories])
     if ROUTED.name in schema.names:
         lengths = [len(row.prompt_ids) for row in rows]
         arrays[ROUTED.name] = routed_column(
@@ -340,7 +340,7 @@ def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array
         TRAJECTORY_REWARDS.name: pa.array([sample.rewards for sample in samples], TRAJECTORY_REWARDS.type),
         TRAJECTORY_ROLES.name: pa.array([sample.roles for sample in samples], TRAJECTORY_ROLES.type),
         TURN_REWARDS.name: pa.array([_turn_rewards(sample) for sample in samples], TURN_REWARDS.type),
-        RETOLD.name: pa.array([sample.retold or None for sample in samples], RETOLD.type),
+        RETOKENIZED.name: pa.array([sample.retold or None for sample in samples], RETOKENIZED.type),
     }
 
 

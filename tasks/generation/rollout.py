@@ -23,7 +23,7 @@ from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleR
 from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE
-from cairn.storage.ledger.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
+from cairn.storage.ledger.schemas import RETOKENIZED, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.batch.batch import with_optional
 from cairn.tasks.data.prompts import PromptRow
@@ -328,7 +328,7 @@ def retold_metrics(config: RunConfig, samples: pa.Table) -> dict[str, int]:
     other tokens."""
     if "." not in config.rollout.custom_generate_function_path:
         return {}
-    segments, retold = with_optional(samples, ["segments", RETOLD.name]).columns
+    segments, retold = with_optional(samples, ["segments", RETOKENIZED.name]).columns
     lengths = pc.list_value_length(samples.column("response_ids")).to_pylist()
     sampled = 0
     for length, parts in zip(lengths, segments.to_pylist(), strict=True):

@@ -91,7 +91,7 @@ def _self_test(run: RunContext, trained: Commit) -> None:
         seconds=time.perf_counter() - began,
         tested_at=time.time(),
     )
-    record_self_test(run.ledger.store, found, run.ledger.require_held)
+    record_self_test(run.ledger.store, found, run.ledger.require_lease)
     run.emit(Message(sentence(found), "info" if found.agrees else "warning"))
 
 

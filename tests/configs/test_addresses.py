@@ -117,8 +117,8 @@ def filled(value: Any, address: str) -> Any:
 def test_an_option_refuses_a_secret_without_repeating_it(option: str, sections: dict[str, Any]) -> None:
     for address in SECRET:
         values = copy.deepcopy(RECIPE)
-        for section, given in filled(sections, address).items():
-            values[section] = values.get(section, {}) | given
+        for section, options in filled(sections, address).items():
+            values[section] = values.get(section, {}) | options
         with pytest.raises(ConfigError) as refused:
             parse(values)
         assert KEY not in str(refused.value), address

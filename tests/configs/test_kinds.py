@@ -65,9 +65,14 @@ def test_an_option_of_some_estimators_is_known_by_those_that_read_it() -> None:
 
 
 def test_what_names_code_counts_where_it_is_read(tiny_assets: Path) -> None:
-    assert code_options(["reward", "rollout.seed"]) == ("reward.custom_rm_path",)
-    assert code_options(["rollout.dynamic_sampling_filter"]) == ("rollout.dynamic_sampling_filter",)
-    assert code_options(["rollout.dynamic"]) == ()
+    assert code_options(
+        (
+            "reward",
+            "rollout.seed",
+        )
+    ) == ("reward.custom_rm_path",)
+    assert code_options(("rollout.dynamic_sampling_filter",)) == ("rollout.dynamic_sampling_filter",)
+    assert code_options(("rollout.dynamic",)) == ()
     assert set(user_code(tiny_config(tiny_assets))) == {"reward.custom_rm_path"}
     assert "algorithm.advantage_estimator" in OPTIONS
 
@@ -87,7 +92,7 @@ def test_code_that_members_of_a_list_name_is_found_in_each_and_counts_together(t
     }
     assert user_code(config("mean", "mean")).keys() == {"reward.custom_rm_path"}
     assert user_code(config("a.b", "mean", "c.py:d"))[option] == ["a.b", "c.py:d"]
-    assert option in code_options(["eval.benchmarks"])
+    assert option in code_options(("eval.benchmarks",))
     assert named(config("mean"), "rollout.dynamic_sampling_filter") == {}
 
 

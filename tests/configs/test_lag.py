@@ -12,8 +12,8 @@ LAGGED = {"pipeline": "lagged"}
 
 def config(**sections: dict[str, Any]) -> dict[str, Any]:
     rollout = {"num_rollout": 2, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4}
-    given = {"model": {"path": "m"}, "data": {"path": "d"}, **sections}
-    return {**given, "rollout": {**rollout, **sections.get("rollout", {})}}
+    values = {"model": {"path": "m"}, "data": {"path": "d"}, **sections}
+    return {**values, "rollout": {**rollout, **sections.get("rollout", {})}}
 
 
 @pytest.mark.parametrize(

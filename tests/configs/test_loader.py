@@ -335,8 +335,8 @@ def test_each_mistake_gets_one_sentence_that_names_it(recipe: Path) -> None:
         except ConfigError as error:
             found[override] = error.problems
     of_pairs = "rollout.rollout_max_response_len (16) has no effect while algorithm.advantage_estimator is dpo"
-    told = {override: tuple(one for one in said if of_pairs not in one) for override, said in found.items()}
-    assert told == {override: (sentence,) for override, sentence in MISTAKES}
+    own = {override: tuple(one for one in said if of_pairs not in one) for override, said in found.items()}
+    assert own == {override: (sentence,) for override, sentence in MISTAKES}
 
 
 def test_all_problems_are_listed_at_once(recipe: Path) -> None:
@@ -424,8 +424,8 @@ def test_a_base_that_is_none_is_an_error_that_names_both_files(recipe: Path, tmp
 
 def test_yaml_values_follow_the_core_schema(recipe: Path) -> None:
     kwargs = "data.apply_chat_template_kwargs="
-    given = "{a: 1e-4, b: no, c: 2026-01-02, d: 0x10, e: 010, f: ~, g: .5, h: 1_000, i: 1:30, j: -3}"
-    assert load(recipe, [kwargs + given]).data.apply_chat_template_kwargs == {
+    values = "{a: 1e-4, b: no, c: 2026-01-02, d: 0x10, e: 010, f: ~, g: .5, h: 1_000, i: 1:30, j: -3}"
+    assert load(recipe, [kwargs + values]).data.apply_chat_template_kwargs == {
         "a": 1e-4, "b": "no", "c": "2026-01-02", "d": 16, "e": 10, "f": None, "g": 0.5, "h": "1_000", "i": "1:30",
         "j": -3,
     }  # fmt: skip

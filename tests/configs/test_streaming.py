@@ -62,12 +62,12 @@ CORRECTED = {"use_tis": True}
     ],
 )
 def test_what_a_stream_does_not_go_with_is_refused_by_a_sentence(sections: dict[str, Any], says: str) -> None:
-    given = {"algorithm": CORRECTED, **sections, "rollout": {**STREAMING, **sections.get("rollout", {})}}
+    options = {"algorithm": CORRECTED, **sections, "rollout": {**STREAMING, **sections.get("rollout", {})}}
     with pytest.raises(ConfigError, match=says):
-        parse(config(**given))
+        parse(config(**options))
 
 
-@pytest.mark.parametrize(("given", "age"), [({}, 1), ({"max_age": 3}, 3)])
-def test_its_greatest_age_is_how_far_sampling_may_be_ahead(given: dict[str, int], age: int) -> None:
-    rollout = parse(config(rollout={**STREAMING, **given}, algorithm=CORRECTED)).rollout
+@pytest.mark.parametrize(("options", "age"), [({}, 1), ({"max_age": 3}, 3)])
+def test_its_greatest_age_is_how_far_sampling_may_be_ahead(options: dict[str, int], age: int) -> None:
+    rollout = parse(config(rollout={**STREAMING, **options}, algorithm=CORRECTED)).rollout
     assert (rollout.weights_lag, rollout.oldest_trained) == (age, age)

@@ -72,6 +72,6 @@ def test_a_section_that_is_read_as_a_whole_has_nothing_undeclared() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         training.lr = 2.0
     assert not hasattr(training, "no_such_option")
-    again = pickle.loads(pickle.dumps(training))
+    copy = pickle.loads(pickle.dumps(training))
     with pytest.raises(UndeclaredRead, match=r"reads training\.dtype "):
-        _ = again.dtype
+        _ = copy.dtype

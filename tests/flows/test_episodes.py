@@ -333,9 +333,9 @@ def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_pat
     others = calls_of(ledger.store, commit, {0})
     assert [row["result"] for row in others if row["call"] == "c2"] == [json.dumps("1 2 3 " * 300)] * 2
     (_, commit) = rollout(tmp_path)
-    assert commit.beside(CALLS_FILE) is not None
+    assert commit.side_file(CALLS_FILE) is not None
     redact(ledger, row_of(tmp_path, 0, 0)["prompt_index"], by="ada", why="asked")
-    output = commit.beside(RESULTS_FILE)
+    output = commit.side_file(RESULTS_FILE)
     assert output is not None
     assert read_recorded_table(ledger.store, "tiny", output).num_rows == 0, "a result that no other prompt has goes"
     refused = cairn("episode", "tiny", "0", "3", "--replay", "--store", str(tmp_path / "store"))

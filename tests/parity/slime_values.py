@@ -20,7 +20,7 @@ import torch
 from recording import OWN, Batch, Fields, record
 
 LOGS = {"train": "old", "rollout": "rollout"}
-FOUND: dict[str, Any] = {}
+SOURCES: dict[str, Any] = {}
 
 
 def load(checkout: Path) -> None:
@@ -28,11 +28,11 @@ def load(checkout: Path) -> None:
     megatron, core = ModuleType("megatron"), ModuleType("megatron.core")
     core.mpu = SimpleNamespace(get_context_parallel_world_size=lambda: 1)  # type: ignore[attr-defined]
     sys.modules |= {"megatron": megatron, "megatron.core": core}
-    FOUND["ppo"] = module(checkout / "slime/utils/ppo_utils.py")
-    FOUND["mis"] = module(checkout / "examples/train_infer_mismatch_helper/mis.py")
-    FOUND["icepop"] = function(checkout / "slime/backends/megatron_utils/loss.py", "icepop_function")
-    FOUND["tis"] = function(checkout / "slime/backends/megatron_utils/loss.py", "vanilla_tis_function")
-    FOUND["opd"] = function(checkout / "slime/backends/megatron_utils/loss.py", "apply_opd_kl_to_advantages")
+    SOURCES["ppo"] = module(checkout / "slime/utils/ppo_utils.py")
+    SOURCES["mis"] = module(checkout / "examples/train_infer_mismatch_helper/mis.py")
+    SOURCES["icepop"] = function(checkout / "slime/backends/megatron_utils/loss.py", "icepop_function")
+    SOURCES["tis"] = function(checkout / "slime/backends/megatron_utils/loss.py", "vanilla_tis_function")
+    SOURCES["opd"] = function(checkout / "slime/backends/megatron_utils/loss.py", "apply_opd_kl_to_advantages")
 
 
 def module(path: Path) -> ModuleType:
@@ -67,7 +67,7 @@ def masked(fields: Fields, masks: Fields) -> Fields:
 
 def advantages(batch: Batch) -> dict[str, torch.Tensor | Fields]:
     """Of every response token; `_unmasked` of a batch without tokens of the environment."""
-    ppo, masks = FOUND["ppo"], batch.of_tokens("loss_masks")
+    ppo, masks = SOURCES["ppo"], batch.of_tokens("loss_masks")
     lengths = [len(mask) for mask in masks]
     pairs = zip(batch.of_tokens("old_log_probs"), batch.of_tokens("ref_log_probs"), strict=True)
     kl = [ppo.compute_approx_kl(policy, ref, "k1").to(batch.dtype) for policy, ref in pairs]
@@ -84,7 +84,7 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor | Fields]:
     baseline = ppo.get_reinforce_plus_plus_baseline_advantages(centred, kl, masks, OWN["kl_coef"])
     distilled = batch.of_tokens("advantages")
     args = Namespace(opd_kl_coef=OWN["opd_kl_coef"], opd_type="megatron")
-    FOUND["opd"](
+    SOURCES["opd"](
         args, {"teacher_log_probs": batch.of_tokens("teacher_log_probs")}, distilled, batch.of_tokens("old_log_probs")
     )
     return {
@@ -99,9 +99,9 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor | Fields]:
 
 def losses(batch: Batch) -> dict[str, torch.Tensor | Fields]:
     """Of every token, and the gradients of log-probs by their sum over trained tokens."""
-    ppo, masks = FOUND["ppo"], batch.of_tokens("loss_masks")
+    ppo, masks = SOURCES["ppo"], batch.of_tokens("loss_masks")
     lengths, mask = [len(field) for field in masks], torch.cat(masks)
-    old, given = batch.of_tokens("old_log_probs"), torch.cat(batch.of_tokens("advantages"))
+    old, advantages = batch.of_tokens("old_log_probs"), torch.cat(batch.of_tokens("advantages"))
     spread = [torch.full_like(m, float(a)) for m, a in zip(masks, batch.of_samples("sample_advantages"), strict=True)]
     low, high = OWN["eps_clip"], OWN["eps_clip_high"]
     found: dict[str, torch.Tensor | Fields] = {}
@@ -120,12 +120,12 @@ def losses(batch: Batch) -> dict[str, torch.Tensor | Fields]:
         return ppo.compute_policy_loss(of_responses, torch.cat(spread), low, high)[0]
 
     def opsm(log_probs: Fields) -> torch.Tensor:
-        kept, _ = ppo.compute_opsm_mask(Namespace(**OWN), [p.detach() for p in log_probs], old, spread, masks)
-        return ppo.compute_policy_loss(moved(log_probs), torch.cat(spread), low, high)[0] * kept
+        unmasked, _ = ppo.compute_opsm_mask(Namespace(**OWN), [p.detach() for p in log_probs], old, spread, masks)
+        return ppo.compute_policy_loss(moved(log_probs), torch.cat(spread), low, high)[0] * unmasked
 
-    case("policy_loss", lambda p: ppo.compute_policy_loss(moved(p), given, low, high)[0])
-    case("dual_clip", lambda p: ppo.compute_policy_loss(moved(p), given, low, high, OWN["eps_clip_c"])[0])
-    case("cispo", lambda p: ppo.compute_cispo_loss(moved(p), torch.cat(p), given, low, high)[0])
+    case("policy_loss", lambda p: ppo.compute_policy_loss(moved(p), advantages, low, high)[0])
+    case("dual_clip", lambda p: ppo.compute_policy_loss(moved(p), advantages, low, high, OWN["eps_clip_c"])[0])
+    case("cispo", lambda p: ppo.compute_cispo_loss(moved(p), torch.cat(p), advantages, low, high)[0])
     case(
         "gspo",
         lambda p: ppo.compute_policy_loss(ppo.compute_gspo_kl(p, old, p, masks), torch.cat(spread), low, high)[0],
@@ -145,7 +145,7 @@ def corrections(batch: Batch) -> dict[str, torch.Tensor | Fields]:
     found: dict[str, torch.Tensor | Fields] = {}
     for name in ("tis", "icepop"):
         ones = torch.cat(masks)  # the loss of a token is its mask, so what comes back is its weight
-        weights, _, _ = FOUND[name](Namespace(**OWN), pg_loss=ones, loss_masks=masks, **logs)
+        weights, _, _ = SOURCES[name](Namespace(**OWN), pg_loss=ones, loss_masks=masks, **logs)
         found[f"correction/{name}"] = list(weights.split(lengths))
     for level in ("token", "sequence"):
         for mode in ("truncate", "clip"):
@@ -170,16 +170,16 @@ def corrections(batch: Batch) -> dict[str, torch.Tensor | Fields]:
 
 def mis(batch: Batch, masks: Fields, logs: dict[str, Fields], **options: Any) -> Fields:
     """Masked importance sampling."""
-    given = {"use_tis": True, "use_rs": False, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate"}
-    given |= {"tis_lower_bound": OWN["tis_clip_low"], "tis_upper_bound": OWN["tis_clip"], "tis_batch_normalize": False}
-    given |= {"rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": None, **options}
-    weights, kept, _ = FOUND["mis"].compute_mis_weights(Namespace(**given), loss_masks=masks, **logs)
-    return [w.to(batch.dtype) * k.to(batch.dtype) for w, k in zip(weights, kept, strict=True)]
+    config = {"use_tis": True, "use_rs": False, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate"}
+    config |= {"tis_lower_bound": OWN["tis_clip_low"], "tis_upper_bound": OWN["tis_clip"], "tis_batch_normalize": False}
+    config |= {"rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": None, **options}
+    weights, accepted, _ = SOURCES["mis"].compute_mis_weights(Namespace(**config), loss_masks=masks, **logs)
+    return [w.to(batch.dtype) * k.to(batch.dtype) for w, k in zip(weights, accepted, strict=True)]
 
 
 def divergences(batch: Batch) -> dict[str, torch.Tensor | Fields]:
     """Estimates of the divergence from the reference model; slime computes them in float32."""
-    masks, kl = batch.of_tokens("loss_masks"), FOUND["ppo"].compute_approx_kl
+    masks, kl = batch.of_tokens("loss_masks"), SOURCES["ppo"].compute_approx_kl
     log_probs, ref, old = (batch.of_tokens(f"{name}log_probs") for name in ("", "ref_", "old_"))
     found: dict[str, torch.Tensor | Fields] = {}
     for kind in ("k1", "k2", "k3", "low_var_kl"):

@@ -30,10 +30,10 @@ def recorded(peer: str, name: str, dtype: str) -> Values:
 
 def furthest(peer: str, name: str, case: Case, dtype: str) -> float:
     """The largest difference, of numbers of the order of 1."""
-    ours, theirs = case.compute(getattr(torch, dtype)), recorded(peer, name, dtype)
-    assert ours.shape == theirs.shape, name
-    assert np.abs(theirs).max() > 1e-3, f"{name} has nothing to compare"
-    return float(np.abs(ours - theirs).max())
+    own, peers = case.compute(getattr(torch, dtype)), recorded(peer, name, dtype)
+    assert own.shape == peers.shape, name
+    assert np.abs(peers).max() > 1e-3, f"{name} has nothing to compare"
+    return float(np.abs(own - peers).max())
 
 
 def test_the_batch_is_the_one_that_its_script_writes() -> None:

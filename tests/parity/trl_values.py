@@ -2,7 +2,7 @@
 
 It is a method of a trainer that asks a model for log-probs: here one that says those of the batch. Two samples that
 follow each other are a pair, of which the first is preferred. TRL smooths labels in its loss `aot` alone, which differs
-from that of the paper by sorting the pairs: it is given them one by one.
+from that of the paper by sorting the pairs: it gets them one by one.
 """
 
 import sys
@@ -48,12 +48,12 @@ def loss(batch: Batch, log_probs: torch.Tensor, preferred: list[int], *, smoothe
         "ref_chosen_logps": ref_chosen,
         "ref_rejected_logps": ref_rejected,
     }
-    found: torch.Tensor = DPOTrainer._compute_loss(trainer(smoothed), Told(log_probs[samples]), inputs, False)
+    found: torch.Tensor = DPOTrainer._compute_loss(trainer(smoothed), FixedModel(log_probs[samples]), inputs, False)
     return found
 
 
-class Told(torch.nn.Module):
-    """A model that says log-probs [N, T] which it was given; 0, as the fused head of TRL, where there is no label."""
+class FixedModel(torch.nn.Module):
+    """A model that returns fixed log-probs [N, T]; 0, as the fused head of TRL, where there is no label."""
 
     def __init__(self, log_probs: torch.Tensor) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Told(torch.nn.Module):
     def forward(self, *, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
         """What the loss reads, and zeros for its metrics."""
         nothing = torch.zeros_like(self._log_probs)
-        kept = self._log_probs.masked_fill(labels[:, 1:] == -100, 0)
-        return SimpleNamespace(log_probs=kept, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+        log_probs = self._log_probs.masked_fill(labels[:, 1:] == -100, 0)
+        return SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
 
 
 def trainer(smoothed: bool) -> SimpleNamespace:

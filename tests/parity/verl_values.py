@@ -74,10 +74,10 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor | Fields]:
             batch={"prompts": mask[:, :0], "attention_mask": (mask * 0 + 1).long()},
         )[0],
     }
-    for name, given in {"": rewards, "_kl": lowered}.items():
-        found = core.compute_reinforce_plus_plus_outcome_advantage(given, mask, config=config)
+    for name, values in {"": rewards, "_kl": lowered}.items():
+        found = core.compute_reinforce_plus_plus_outcome_advantage(values, mask, config=config)
         raw[f"reinforce_plus_plus{name}"], raw[f"reinforce_plus_plus{name}_returns"] = found
-        found = core.compute_gae_advantage_return(given, batch.padded("values"), mask, OWN["gamma"], OWN["lambd"])
+        found = core.compute_gae_advantage_return(values, batch.padded("values"), mask, OWN["gamma"], OWN["lambd"])
         raw[f"ppo{name}"], raw[f"ppo{name}_returns"] = found
     return {f"advantage/{name}": ragged(values, mask, lengths) for name, values in raw.items()}
 
@@ -99,10 +99,10 @@ def losses(batch: Batch) -> dict[str, torch.Tensor | Fields]:
         "kl_cov": (core.compute_policy_loss_kl_cov, per_token, actor()),
     }
     found: dict[str, torch.Tensor | Fields] = {}
-    for name, (function, given, config) in cases.items():
+    for name, (function, advantages, config) in cases.items():
         for option, mode in AGGREGATIONS.items():
             log_probs = batch.padded("log_probs").requires_grad_()
-            loss, _ = function(old, log_probs, given, mask, mode, config)
+            loss, _ = function(old, log_probs, advantages, mask, mode, config)
             (gradient,) = torch.autograd.grad(loss, log_probs)
             found[f"loss/{name}/{option}"] = loss
             found[f"gradient/{name}/{option}"] = ragged(gradient, mask, lengths)
@@ -115,7 +115,7 @@ def losses(batch: Batch) -> dict[str, torch.Tensor | Fields]:
 
 
 def corrections(batch: Batch) -> dict[str, torch.Tensor | Fields]:
-    """Weights of tokens against the rollout engine's distribution, and who is kept."""
+    """Weights of tokens against the rollout engine's distribution, and which tokens stay."""
     mask, lengths = batch.padded("loss_masks"), [len(field) for field in batch.of_tokens("loss_masks")]
     log_ratio = batch.padded("old_log_probs") - batch.padded("rollout_log_probs")
     low, high = OWN["tis_clip_low"], OWN["tis_clip"]

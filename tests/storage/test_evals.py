@@ -1,6 +1,7 @@
 """Results of evaluations in a store: computed once, whoever asks, and lost by nobody."""
 
 import hashlib
+import json
 import threading
 from pathlib import Path
 
@@ -58,12 +59,12 @@ def test_a_result_that_is_there_is_found_and_nothing_is_claimed(store: Store) ->
 
 
 def test_who_asks_while_another_computes_gets_that_result(store: Store) -> None:
-    told: list[object] = []
+    reported: list[object] = []
     answers: list[Evaluation | Claim] = []
     with claimed(store) as claim:
-        asking = threading.Thread(target=lambda: answers.append(find_or_claim(store, KEY, told.append)))
+        asking = threading.Thread(target=lambda: answers.append(find_or_claim(store, KEY, reported.append)))
         asking.start()
-        while not told:
+        while not reported:
             asking.join(0.01)
         made = commit(store, claim)
     asking.join()
@@ -124,7 +125,7 @@ def test_a_result_whose_bytes_were_altered_is_not_believed(store: Store) -> None
     with claimed(store) as claim:
         made = commit(store, claim, score=0.5)
     path = layout.evaluation_result(KEY.folder)
-    store.write(path, canonical.to_bytes({**canonical.unseal(store.read(path)), "metrics": {"score": 1.0}}))
+    store.write(path, canonical.to_bytes({**json.loads(store.read(path)), "metrics": {"score": 1.0}}))
     with pytest.raises(Damaged, match=r"result\.json cannot be trusted"):
         find(store, KEY)
     store.write(f"{KEY.folder}/{made.outputs[0].path}", b"other rows")
@@ -138,7 +139,7 @@ def test_results_of_all_models_are_listed_and_what_else_lies_there_is_passed_ove
         with claimed(store, key) as claim:
             commit(store, claim)
     claimed(store, KEY.model_copy(update={"benchmark": "unfinished"}))
-    store.write(f"{layout.evals()}/.DS_Store", b"")
+    store.write(f"{layout.EVALS}/.DS_Store", b"")
     assert {result.key.digest for result in results(store)} == {key.digest for key in keys}
 
 
@@ -194,6 +195,6 @@ def test_sql_reads_the_samples_of_results_with_whose_weights_they_are(store: Sto
                 started_at=0.0,
                 environment=Environment(device="cpu", threads=1),
             )
-    asked = "SELECT run, iteration, dtype, score, avg(reward), count(*) FROM evaluations GROUP BY ALL ORDER BY run"
-    found = [tuple(row.values()) for row in open_query(store).sql(asked).to_pylist()]
+    query = "SELECT run, iteration, dtype, score, avg(reward), count(*) FROM evaluations GROUP BY ALL ORDER BY run"
+    found = [tuple(row.values()) for row in open_query(store).sql(query).to_pylist()]
     assert found == [("one", 3, "float32", 0.5, 0.5, 2), ("other", 3, "float32", 1.0, 1.0, 1)]

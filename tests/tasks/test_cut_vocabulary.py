@@ -11,7 +11,7 @@ from cairn.engines.types.types import SamplingSupport
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.schemas import KEPT, ROLLOUT, rollout_schema
+from cairn.storage.ledger.schemas import ROLLOUT, SUPPORT, rollout_schema
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.tasks.batch.batch import kept_column, sampling_supports, train_batch
@@ -52,9 +52,9 @@ def test_a_run_trains_within_what_was_kept_and_goes_on_after_a_kill_to_the_same_
     with tiny_context(str(tmp_path / "resumed"), config) as (run, _):
         (rollout,) = [commit for commit in run.ledger.commits(1) if commit.step is Step.ROLLOUT]
         for row in run.read(rollout).to_pylist():
-            assert len(row[KEPT.name]) == len(row["response_ids"])
-            assert all(token in kept for token, kept in zip(row["response_ids"], row[KEPT.name], strict=True))
-            assert all(1 <= len(kept) <= 40 for kept in row[KEPT.name])
+            assert len(row[SUPPORT.name]) == len(row["response_ids"])
+            assert all(token in kept for token, kept in zip(row["response_ids"], row[SUPPORT.name], strict=True))
+            assert all(1 <= len(kept) <= 40 for kept in row[SUPPORT.name])
         batch = train_batch(run, last_selection(run, 1), [rollout])
         assert batch.kept is not None
         (train,) = [commit for commit in run.ledger.commits(0) if commit.step is Step.TRAIN]
@@ -82,12 +82,14 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
             iteration(run, DirectSteps(run), index)
             for commit in [commit for commit in run.ledger.commits(index) if commit.step is Step.ROLLOUT]:
                 for row in run.read(commit).to_pylist():
-                    assert len(row[KEPT.name]) == len(row["response_ids"])
-                    assert all(token in kept for token, kept in zip(row["response_ids"], row[KEPT.name], strict=True))
+                    assert len(row[SUPPORT.name]) == len(row["response_ids"])
+                    assert all(
+                        token in kept for token, kept in zip(row["response_ids"], row[SUPPORT.name], strict=True)
+                    )
                     before = parts.pop((row["group_id"], row["sample_index"]), None)
                     if before is not None:
-                        assert row[KEPT.name][: len(before[KEPT.name])] == before[KEPT.name]
-                        continued += 0 < len(before[KEPT.name]) < len(row[KEPT.name])
+                        assert row[SUPPORT.name][: len(before[SUPPORT.name])] == before[SUPPORT.name]
+                        continued += 0 < len(before[SUPPORT.name]) < len(row[SUPPORT.name])
                     if row["status"] == "aborted":
                         parts[row["group_id"], row["sample_index"]] = row
     assert continued > 0, "the witness that a sample was continued after tokens"
@@ -96,8 +98,8 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
 def test_the_column_says_what_was_kept_of_rows_that_were_sliced_joined_and_written_without_it() -> None:
     kept = [SamplingSupport.of([[4, 2], [], [7]]), SamplingSupport.whole(0), SamplingSupport.of([[1]])]
     responses = [np.zeros(3), np.zeros(0), np.zeros(1)]
-    cut = pa.table({KEPT.name: kept_column(kept)}, pa.schema([KEPT]))
-    without = pa.table({KEPT.name: pa.nulls(2, KEPT.type)}, pa.schema([KEPT]))
+    cut = pa.table({SUPPORT.name: kept_column(kept)}, pa.schema([SUPPORT]))
+    without = pa.table({SUPPORT.name: pa.nulls(2, SUPPORT.type)}, pa.schema([SUPPORT]))
     joined = pa.concat_tables([without, cut.slice(2), cut.slice(0, 2)]).combine_chunks()
     found = sampling_supports(joined, [np.zeros(5), np.zeros(2), responses[2], responses[0], responses[1]])
     assert found is not None
@@ -113,7 +115,7 @@ def test_finished_groups_survive_a_kill_with_what_they_were_drawn_from(tmp_path:
     ledger.acquire()
     schema = rollout_schema(cut=True)
     plain = rollout_table([0], tokens=3)
-    table = plain.append_column(KEPT, kept_column([SamplingSupport.of([[1], [2, 3], []])] * plain.num_rows))
+    table = plain.append_column(SUPPORT, kept_column([SamplingSupport.of([[1], [2, 3], []])] * plain.num_rows))
     with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
         log.append(table)
     with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:

@@ -45,9 +45,9 @@ def token_weights(
     """
     name, samples = algorithm.custom_pg_loss_reducer_function_path, len(trained)
     counts = list(trained if divisors is None else divisors)
-    found = AGGREGATION.load(name)(counts, algorithm)
+    returned = AGGREGATION.load(name)(counts, algorithm)
     try:
-        losses = [float(weight) for weight in found]
+        losses = [float(weight) for weight in returned]
         fits = len(losses) == samples and all(map(math.isfinite, losses))
     except (TypeError, ValueError):
         fits = False
@@ -80,10 +80,10 @@ def sequence_weights(
         samples: the sample that each sequence belongs to.
         divisors: as in `token_weights`, per sequence.
     """
-    counts, held = Counter[int](), Counter[int]()
+    counts, sample_divisors = Counter[int](), Counter[int]()
     for sample, own, divisor in zip(samples, trained, trained if divisors is None else divisors, strict=True):
         counts[sample] += own
-        held[sample] += divisor
-    found = token_weights(list(counts.values()), algorithm, list(held.values()))
-    weights = dict(zip(counts, found, strict=True))
+        sample_divisors[sample] += divisor
+    by_sample = token_weights(list(counts.values()), algorithm, list(sample_divisors.values()))
+    weights = dict(zip(counts, by_sample, strict=True))
     return [weights[sample] for sample in samples]

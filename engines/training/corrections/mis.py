@@ -57,9 +57,9 @@ def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict
         weights = ratio.masked_fill((ratio < low) | (ratio > high), 0)
     metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).float()}
     if config.use_rs:
-        held = ratio if config.rs_level == config.tis_level else _ratio(log_ratios, tokens, config.rs_level)
+        tested = ratio if config.rs_level == config.tis_level else _ratio(log_ratios, tokens, config.rs_level)
         low, high = config.rs_bounds
-        metrics["rs_rejected"] = ((held < low) | (held > high)).float()
+        metrics["rs_rejected"] = ((tested < low) | (tested > high)).float()
         weights = weights * (1 - metrics["rs_rejected"])
     if config.rs_veto_threshold is not None:
         improbable = (log_ratios < math.log(config.rs_veto_threshold)).float()

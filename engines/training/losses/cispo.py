@@ -29,8 +29,7 @@ def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> To
     """Return [T] losses and metrics; `ppo_kl` measures how far the policy has moved."""
     ppo_kl = (require_field(tokens.old_log_probs) - log_probs).detach()
     ratio = torch.exp(bounded(-ppo_kl))
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    clipped = ratio.clamp(1 - config.eps_clip, 1 + high)
+    clipped = ratio.clamp(1 - config.eps_clip, 1 + config.upper_clip_range)
     return -clipped * require_field(tokens.advantages) * log_probs, {
         "pg_clipfrac": (clipped != ratio).float(),
         "ppo_kl": ppo_kl,

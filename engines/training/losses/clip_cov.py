@@ -31,12 +31,12 @@ def drawn(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig
         advantages: [M].
         log_probs: [M], before the update.
     """
-    found = covariances(advantages, log_probs)
-    candidates = np.flatnonzero((found > config.clip_cov_lb) & (found < config.clip_cov_ub))
-    count = min(max(1, int(config.clip_cov_ratio * len(found))), len(candidates))
-    seed = hashlib.sha256(found.tobytes()).digest()[:8]
+    values = covariances(advantages, log_probs)
+    candidates = np.flatnonzero((values > config.clip_cov_lb) & (values < config.clip_cov_ub))
+    count = min(max(1, int(config.clip_cov_ratio * len(values))), len(candidates))
+    seed = hashlib.sha256(values.tobytes()).digest()[:8]
     chosen = np.random.default_rng(int.from_bytes(seed, "little")).choice(candidates, count, replace=False)
-    return np.isin(np.arange(len(found)), chosen)
+    return np.isin(np.arange(len(values)), chosen)
 
 
 @plugin(
@@ -48,5 +48,5 @@ def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> To
     """Return [T] losses and the metrics of `policy_loss`; `cov_picked` is the share of drawn tokens."""
     losses, metrics = policy_loss.loss(log_probs, tokens, config)
     picked = require_field(tokens.picked)
-    left = 1 - picked * (1 - metrics["pg_clipfrac"])  # one that is clipped has no gradient anyway
+    left = 1 - picked * (1 - metrics["pg_clipfrac"])  # clipped tokens have no gradient anyway
     return losses * left, {**metrics, "cov_picked": picked}

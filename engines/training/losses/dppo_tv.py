@@ -46,8 +46,7 @@ def within_a_divergence(
     advantages, current = require_field(tokens.advantages), log_probs.detach()
     moved = current - tokens.behaviour
     apart = divergence(current, tokens.behaviour)
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    too_high = (advantages > 0) & (moved > 0) & (apart > high)
+    too_high = (advantages > 0) & (moved > 0) & (apart > config.upper_clip_range)
     too_low = (advantages < 0) & (moved < 0) & (apart > config.eps_clip)
     left_out = (too_high | too_low).float()
     weights = torch.exp(bounded(moved)).clamp(max=LARGEST_WEIGHT) * (1 - left_out)

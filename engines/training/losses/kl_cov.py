@@ -23,8 +23,8 @@ def covariances(advantages: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
     """Return [M] float64: for each token, the product of the deviations of its advantage and its log-prob from their
     means."""
     advantages, log_probs = advantages.astype(np.float64), log_probs.astype(np.float64)
-    found: np.ndarray = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
-    return found
+    products: np.ndarray = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+    return products
 
 
 def highest(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
@@ -34,10 +34,10 @@ def highest(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConf
         advantages: [M].
         log_probs: [M], before the update.
     """
-    found = covariances(advantages, log_probs)
-    count = max(1, int(config.kl_cov_ratio * len(found)))
-    order = np.argsort(-found, kind="stable")
-    return np.isin(np.arange(len(found)), order[:count])
+    values = covariances(advantages, log_probs)
+    count = max(1, int(config.kl_cov_ratio * len(values)))
+    order = np.argsort(-values, kind="stable")
+    return np.isin(np.arange(len(values)), order[:count])
 
 
 @plugin(needs={"advantages", "old_log_probs"}, reads={"kl_cov_ratio", "ppo_kl_coef"}, picks=highest)

@@ -12,7 +12,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.corrections import Correction
 from cairn.engines.training.limits import bounded
-from cairn.engines.training.log_probs import entropy, mask_outside_support, token_log_probs
+from cairn.engines.training.log_probs import entropy, policy_log_probs
 from cairn.engines.training.losses.forward_kl_topk import forward_kl
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import is_policy_gradient
@@ -97,10 +97,7 @@ def objective(
         tokens: the T trained tokens.
         temperature: divisor of the logits, as in the rollout.
     """
-    logits = logits.float() if temperature == 1 else logits.float() / temperature
-    logits = mask_outside_support(logits, tokens.kept)
-    normalizer = logits.logsumexp(-1)
-    log_probs = token_log_probs(logits, normalizer, tokens.targets)
+    logits, normalizer, log_probs = policy_log_probs(logits, tokens.targets, tokens.kept, temperature)
     if tokens.teacher_top_ids is not None:
         top = logits.gather(-1, tokens.teacher_top_ids) - normalizer.unsqueeze(-1)
         tokens = replace(tokens, top_log_probs=top)
@@ -190,9 +187,9 @@ def correction_weights(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torc
     )
 
 
-def _per_token(found: Any, count: int, who: str, what: str) -> tuple[torch.Tensor, Metrics]:
+def _per_token(returned: Any, count: int, who: str, what: str) -> tuple[torch.Tensor, Metrics]:
     try:
-        values, observed = found
+        values, observed = returned
         fits = all(tensor.shape == (count,) for tensor in (values, *observed.values()))
     except (TypeError, ValueError, AttributeError):
         fits = False

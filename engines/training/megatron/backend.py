@@ -34,8 +34,8 @@ def backend_for(device: torch.device) -> Backend:
         EngineError: megatron-core has another version than the tested one, or see
             `cairn.engines.training.megatron.cpu.install`.
     """
-    if (found := version("megatron-core")) != TESTED_VERSION:
-        raise EngineError(f"megatron-core {TESTED_VERSION} is needed, and {found} is installed")
+    if (installed := version("megatron-core")) != TESTED_VERSION:
+        raise EngineError(f"megatron-core {TESTED_VERSION} is needed, and {installed} is installed")
     return _cpu() if device.type == "cpu" else _gpu(device)
 
 

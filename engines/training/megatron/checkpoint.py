@@ -32,13 +32,14 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cairn.engines.training.checkpoint import (
     REFERENCE,
     Described,
+    HashedFile,
     check_reference,
     check_trained,
     read_sealed,
@@ -46,7 +47,7 @@ from cairn.engines.training.checkpoint import (
 )
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
-from cairn.engines.training.sharding import raise_together
+from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
 from cairn.storage.store.store import Store, StoredFile
@@ -57,12 +58,10 @@ from cairn.storage.store.store import Store, StoredFile
 UPLOADS_AT_A_TIME = 4
 
 
-class CheckpointFile(BaseModel):
+class CheckpointFile(HashedFile):
     """A file of a checkpoint."""
 
     name: str = Field(pattern=r"^((critic|reference)/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
-    bytes: int
-    sha256: str
 
 
 class Uploads:
@@ -119,20 +118,16 @@ def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: 
         folders: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(folders, own)
         local = Path(folders[mates[0]])
-        error: Exception | None = None
         tensors = [file for file in files if _holds_tensors(file)]
-        try:
+        with raising_together(dist.get_world_size(), device):
             for file in tensors[mates.index(rank) :: len(mates)]:
                 _fetch(store, f"{folder}/{file.name}", file, local / Path(file.name).name)
             if rank == mates[0]:
                 write_folder(local, _described(store, folder, files, local))
-        except Exception as failure:  # raised below, once every rank has come here
-            error = failure
-        raise_together(error, dist.get_world_size(), device)
         try:
             yield local
         finally:
-            dist.barrier()  # the folder goes only when all have read it
+            dist.barrier()  # the folder is deleted only when all ranks have read it
 
 
 def _described(store: Store, folder: str, files: Sequence[CheckpointFile], local: Path) -> Metadata:
@@ -159,12 +154,7 @@ def _fetch(store: Store, path: str, file: CheckpointFile, local: Path) -> None:
         store.get_file(path, local)
     except FileNotFoundError as error:
         raise Damaged(f"checkpoint file {path} is missing") from error
-    found = _sized_and_hashed(local)
-    if found != (file.bytes, file.sha256):
-        raise Damaged(
-            f"checkpoint file {path} is damaged: {file.bytes} bytes with SHA-256 {file.sha256} were written, "
-            f"{found[0]} bytes with {found[1]} were read"
-        )
+    file.check(path, *_sized_and_hashed(local))
 
 
 def _sized_and_hashed(local: Path) -> tuple[int, str]:
@@ -232,9 +222,9 @@ def save(
     raise_together(error, dist.get_world_size(), device)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    files = [file for held in every for file in held]
+    files = [file for own in every for file in own]
     stored: list[StoredFile] = []
-    try:
+    with raising_together(dist.get_world_size(), device):
         if dist.get_rank() == 0:
             state = MegatronState(
                 format=FORMAT,
@@ -246,9 +236,6 @@ def save(
             )
             stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in files]
             stored.append(write_sealed(store, f"{folder}/{STATE}", state))
-    except Exception as failure:
-        error = failure
-    raise_together(error, dist.get_world_size(), device)
     return stored
 
 
@@ -296,7 +283,7 @@ def load(
         Damaged: a file is missing or altered.
     """
     for role, learner in learners.items():
-        learner.set_steps(1)  # Megatron leaves a count of 0 out, and torch's Adam does not load without one
+        learner.set_steps(1)  # Megatron omits a count of 0, and torch's Adam does not load without one
         wanted = _sharded_state(learner, loading=True)
         # The number of optimizers of a model depends on the layout, so everything except tensors is this rank's own. It
         # is not passed to Megatron, which drops empty values. The key separates the tensors from the saved options,
@@ -355,7 +342,7 @@ def _first_failure(errors: CheckpointException) -> BaseException:
 
 
 def _in_short(error: BaseException) -> str:
-    if "weights_only" in str(error):  # PyTorch recommends to read it all the same
+    if "weights_only" in str(error):  # PyTorch suggests to load it without the check
         return "it holds something else instead of a tensor"
     return f"{type(error).__name__}: {error!s:.200}"
 
@@ -448,8 +435,8 @@ def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None])
             when that file is written.
     """
     filesystem_async._results_queue = queue.Queue()
-    held = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 + held // FILE_BYTES)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 + size // FILE_BYTES)
     request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
     failed: list[Exception] = []
     if request.async_fn is not None:
@@ -459,18 +446,18 @@ def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None])
         running: queue.Queue[int] = queue.Queue()
         done = {}
         for index, bucket in enumerate(buckets):
-            (on_host,) = FileSystemWriterAsync.preload_tensors([bucket])
+            (host,) = FileSystemWriterAsync.preload_tensors([bucket])
             running.put(index)
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, on_host, ended, running, use_fsync=False)
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, host, ended, running, use_fsync=False)
             done[index] = ended.get()[1]
             if not isinstance(done[index], Exception):
-                written(Path(on_host[0]))
+                written(Path(host[0]))
         failed = [named(result, folder) for result in done.values() if isinstance(result, Exception)]
         results.put(failed[0] if failed else done)
     try:
         for finalize in request.finalize_fns:
             finalize()
-    except CheckpointException as errors:  # on the first rank alone, of all of them
+    except CheckpointException as errors:  # only the first rank gets the failures of all ranks
         if not failed:
             raise EngineError(f"another rank could not write its files: {_first_failure(errors)}") from errors
     if failed:

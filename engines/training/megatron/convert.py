@@ -69,11 +69,11 @@ def find_torch_dist(source: Path) -> Path | None:
     if not (source / "metadata.json").is_file() or not (source / METADATA).is_file():
         return None
     try:
-        found = from_json((source / "metadata.json").read_bytes()).get("sharded_backend")
+        backend = from_json((source / "metadata.json").read_bytes()).get("sharded_backend")
     except (ValueError, AttributeError) as error:
         raise BadModel(f"{source / 'metadata.json'} does not name a Megatron format: copy it again") from error
-    if found != "torch_dist":
-        raise BadModel(f"checkpoint {source} is in Megatron's format {found}: save it with --ckpt-format torch_dist")
+    if backend != "torch_dist":
+        raise BadModel(f"checkpoint {source} is in Megatron's format {backend}: save it with --ckpt-format torch_dist")
     return source
 
 
@@ -111,9 +111,9 @@ def _wanted(chunks: Sequence[Any], names: Collection[str]) -> dict[str, Any]:
     with _alike(chunks) if stacked else nullcontext():
         wanted = sharded_weights(chunks, non_homogeneous_layers=not stacked, singleton_local_shards=singly)
     for value in _sharded(wanted):
-        for ours, theirs in _FOREIGN_NAMES.items():
-            if value.key not in names and value.key.replace(ours, theirs) in names:
-                value.key = value.key.replace(ours, theirs)
+        for name, foreign_name in _FOREIGN_NAMES.items():
+            if value.key not in names and value.key.replace(name, foreign_name) in names:
+                value.key = value.key.replace(name, foreign_name)
     return wanted
 
 
@@ -192,6 +192,6 @@ def _whole_model(model: Path, target: Path, dtype: str, device: torch.device) ->
     join_groups(training)
     actor = load_model(model, training, backend_for(device), trained=False)
     yield actor.chunks
-    ownership, held = Ownership.agree(actor.parameters), torch.Tensor.detach
-    weights = gather(actor.parameters, ownership, actor.config.params_dtype, device, held)
+    ownership = Ownership.agree(actor.parameters)
+    weights = gather(actor.parameters, ownership, actor.config.params_dtype, device, torch.Tensor.detach)
     write_model_folder(model, weights, target, dtype=actor.config.params_dtype, write=True)

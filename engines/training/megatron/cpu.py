@@ -1,4 +1,4 @@
-"""Support for running megatron-core 0.16.1 without CUDA, and the modules of a layer on the CPU.
+"""Support for running megatron-core 0.16.1 without CUDA.
 
 megatron-core names the CUDA device in its source: `torch.cuda.current_device()`, `tensor.cuda()`, `device="cuda"`.
 `install` adds a finder before the import system's own. While modules below `megatron.core` are imported, the finder
@@ -20,10 +20,6 @@ import torch
 
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.types.errors import EngineError
-
-# Modules of a transformer layer on the CPU, under the names that Transformer Engine gives their parameters.
-# `install` must run before megatron.core is imported for them.
-
 
 TESTED_VERSION = "0.16.1"
 """Version of megatron-core; `backend.py` rejects any other."""
@@ -128,20 +124,9 @@ class _Nothing:
         pass
 
 
-def _none(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    return False
-
-
-def _nothing(*_: Any, **__: Any) -> _Nothing:
-    return _Nothing()
+def _always(value: Any) -> Any:
+    """Return a static method that returns a value whatever its arguments."""
+    return staticmethod(lambda *_, **__: value)
 
 
 class _Cuda:
@@ -151,19 +136,12 @@ class _Cuda:
     Stream = Event = _Nothing
     nvtx = _Nothing()
     default_generators = (torch.default_generator,)
-    set_device = synchronize = empty_cache = staticmethod(_none)
-    current_stream = default_stream = stream = staticmethod(_nothing)
-    is_available = is_current_stream_capturing = staticmethod(_no)
-    memory_allocated = max_memory_allocated = memory_reserved = staticmethod(_zero)
+    set_device = synchronize = empty_cache = _always(None)
+    current_stream = default_stream = stream = _always(_Nothing())
+    is_available = is_current_stream_capturing = _always(False)
+    memory_allocated = max_memory_allocated = memory_reserved = _always(0)
+    current_device, device_count = _always("cpu"), _always(1)
     manual_seed = staticmethod(torch.manual_seed)
-
-    @staticmethod
-    def current_device() -> str:
-        return "cpu"
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
 
     @staticmethod
     def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -239,7 +217,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        # A subclass where some package has replaced Python's own, as beartype does for every package.
+        # Some packages replace Python's own loader by a subclass, as beartype does for every package.
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(fullname, spec.loader.path)
         return spec

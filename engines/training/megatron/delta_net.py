@@ -46,14 +46,14 @@ class PackedDeltaNet(GatedDeltaNet):
         lengths = (ends[1:] - ends[:-1]).tolist()
         group = self.pg_collection.cp
         size, rank = group.size(), group.rank()
-        held = None
+        own = None
         if size > 1:
             everywhere = torch.cat([context_order(lengths, size, other) for other in range(size)]).to(ends.device)
             index = ends[everywhere[:, 0]] + everywhere[:, 1]
-            held = index[rank * len(mixed) : (rank + 1) * len(mixed)]
+            own = index[rank * len(mixed) : (rank + 1) * len(mixed)]
             mixed = gather_from_sequence_parallel_region(mixed, group=group)[index.argsort()]
         outputs = self._mix(mixed, context_order(lengths, 1, 0).to(ends.device), ends)
-        return self.out_proj((outputs if held is None else outputs[held]).unsqueeze(1))
+        return self.out_proj((outputs if own is None else outputs[own]).unsqueeze(1))
 
     def _mix(self, mixed: torch.Tensor, places: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return [T, value heads * width] from the output of the input projection, whole sequences one after the other.

@@ -36,7 +36,7 @@ from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.state import Memory
 from cairn.engines.training.needs import has_critic, is_policy_gradient, teacher_top_k
 from cairn.engines.training.process import join_process_group, prepare_process
-from cairn.engines.training.sharding import raise_together
+from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.weights.checksum import digest
 from cairn.storage.store.store import Store, StoredFile
@@ -260,12 +260,8 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()
-        error = None
-        try:
+        with raising_together(self._world_size, self._device):
             state = checkpoint.read_description(store, folder, self._learners, self._reference)
-        except Exception as failure:  # raised below, once every rank has come here
-            error = failure
-        raise_together(error, self._world_size, self._device)
         self._interrupted = "load"
         checkpoint.load(store, folder, state, self._learners, self._reference, self._device)
         self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
@@ -273,17 +269,17 @@ class MegatronEngine(ExactlyOnceEngine):
     def offload(self) -> None:
         self._require_intact()
         if not self._offloaded:
-            self.state_digest()  # of the position, which is asked for at any time
+            self.state_digest()  # part of the position, which may be requested at any time
             for learner in self._learners.values():
                 learner.state.offload()
-            self._frozen_memory.give(self._frozen, ())
+            self._frozen_memory.free(self._frozen, ())
             self._offloaded = True
 
     def onload(self) -> None:
         if self._offloaded:
             for learner in self._learners.values():
                 learner.state.onload()
-            self._frozen_memory.take()
+            self._frozen_memory.restore()
             self._offloaded = False
 
     def health(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def read_metadata(data: bytes, files: Collection[str]) -> Metadata:
         top = _fields(_Records(io.BytesIO(data)).load(), "Metadata")
         values, places = top["state_dict_metadata"], top["storage_data"]
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            _text(name): _tensor(told) for name, told in values.items() if _name(told) != "BytesStorageMetadata"
+            _text(name): _tensor(value) for name, value in values.items() if _name(value) != "BytesStorageMetadata"
         }
         of_tensors = [(index, info) for index, info in places.items() if _text(_fields(index)["fqn"]) in tensors]
         return Metadata(tensors, storage_data=dict(_place(index, info, files) for index, info in of_tensors))

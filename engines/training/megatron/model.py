@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,6 @@ class ValueHead(torch.nn.Linear):
         return values, None
 
 
-def source_in_critic(family: Family, name: str) -> Source:
-    """Return the source of a parameter, like `Family.parameter`, for a model with this head."""
-    return SOURCES[name] if name in SOURCES else family.parameter(name)
-
-
 def read_values(outputs: torch.Tensor, _: object) -> torch.Tensor:
     """Return [N] values from [N, 1] outputs."""
     return outputs.squeeze(-1)
@@ -180,7 +174,7 @@ def leave_groups() -> None:
 
     Over gloo each group has three threads, one of which wakes a hundred times a second.
     """
-    for group in (parallel_state._global_process_group_list or [])[1:]:  # the first stands for that of all ranks
+    for group in (parallel_state._global_process_group_list or [])[1:]:  # the first is that of all ranks
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
@@ -208,7 +202,7 @@ def transformer_config(
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if training.megatron.get("virtual_pipeline_model_parallel_size") is not None:
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    if fields["activation_func"] == "quick_gelu":  # Megatron compares it with its own
+    if fields["activation_func"] == "quick_gelu":  # Megatron compares it with its own function
         fields["activation_func"] = quick_gelu
     # Megatron's model reads these attributes of the configuration, whose class does not declare them.
     undeclared = {name: fields.pop(name) for name in list(fields) if name.startswith("yarn_")}
@@ -243,7 +237,10 @@ def load_model(
     bare = _build(config, backend, family, hf, critic=critic)
     chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
     _keep_biases_exact(bare)
-    source_of = partial(source_in_critic, family) if critic else family.parameter
+
+    def source_of(name: str) -> Source:
+        return SOURCES[name] if critic and name in SOURCES else family.parameter(name)
+
     parameters = parameters_of(bare, config, source_of, sizes)
     overrides: dict[str, torch.Tensor] = {}
     if critic:
@@ -303,7 +300,8 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
             _let_count_steps(part)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
 
 
@@ -450,7 +448,3 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
         return False
     pattern = config.moe_layer_freq
     return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
-
-
-def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
-    return functions[0] if len(functions) == 1 else functions

@@ -193,9 +193,9 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
 def _width_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages on the widths of experts, which Megatron cuts like dense layers, or over fewer ranks."""
     tensor = training.tensor_model_parallel_size
-    asked = training.megatron.get("expert_tensor_parallel_size")
+    expert = training.megatron.get("expert_tensor_parallel_size")
     cuts = (
-        ("moe_ffn_hidden_size", "an expert", "expert_tensor_parallel_size" if asked else "", asked or tensor),
+        ("moe_ffn_hidden_size", "an expert", "expert_tensor_parallel_size" if expert else "", expert or tensor),
         ("moe_shared_expert_intermediate_size", "the shared experts", "", tensor),
     )
     for field, whose, option, ranks in cuts:
@@ -214,12 +214,12 @@ def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:
     if options.get("pipeline_model_parallel_layout") is not None:
         return True
     ends = [options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
-    given = [count for count in ends if count is not None]
+    configured = [count for count in ends if count is not None]
     counted = [options.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss")]
-    left, stages = layers + sum(counted) - sum(given), pipeline - len(given)
+    left, stages = layers + sum(counted) - sum(configured), pipeline - len(configured)
     parts = options.get("virtual_pipeline_model_parallel_size") or 1
     middle = left > 0 and left % (stages * parts) == 0 if stages > 0 else left == stages == 0
-    return middle and all(count > 0 and count % parts == 0 for count in given)
+    return middle and all(count > 0 and count % parts == 0 for count in configured)
 
 
 def _gpu_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cairn.engines.models.routing import FREE
-from cairn.engines.training.collate import Tokens
+from cairn.engines.training.collate import LOSS_FIELDS, Tokens
 from cairn.engines.types.types import TrainBatch
 
 
@@ -112,56 +112,47 @@ def pack(
     rows = [batch.input_ids[sample] for sample in samples]
     lengths = [padded_length(len(row), alignment) for row in rows]
     device = tokens.input_ids.device
-    held = context_order(lengths, size, rank).to(device)
+    places = context_order(lengths, size, rank).to(device)
     width = tokens.input_ids.shape[1]
     padded = torch.nn.functional.pad(tokens.input_ids, (0, max(lengths) - width))
     # Index among this rank's own tokens of the token at (sample, position), or -1.
     index = torch.full((len(rows), max(lengths)), -1, dtype=torch.int64, device=device)
-    index[held[:, 0], held[:, 1]] = torch.arange(len(held), device=device)
+    index[places[:, 0], places[:, 1]] = torch.arange(len(places), device=device)
     predicted = index[tokens.positions // width, tokens.positions % width]
     order = torch.nonzero(predicted >= 0).squeeze(1)
     return Packed(
-        input_ids=padded[held[:, 0], held[:, 1]].unsqueeze(0),
+        input_ids=padded[places[:, 0], places[:, 1]].unsqueeze(0),
         ends=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
         longest=max(lengths),
         tokens=_chosen(tokens, order, predicted[order], group if size > 1 else None),
         order=order,
-        real=held[:, 1] < torch.tensor([len(row) for row in rows], device=device)[held[:, 0]],
-        routed=_routed(tokens.routed_experts, held, max(lengths) - width),
+        real=places[:, 1] < torch.tensor([len(row) for row in rows], device=device)[places[:, 0]],
+        routed=_routed(tokens.routed_experts, places, max(lengths) - width),
     )
 
 
-def _routed(experts: torch.Tensor | None, held: torch.Tensor, padding: int) -> torch.Tensor | None:
-    """Return the experts of the held (sample, position) pairs, from [B, L, layers, top-k]."""
+def _routed(experts: torch.Tensor | None, places: torch.Tensor, padding: int) -> torch.Tensor | None:
+    """Return the experts at (sample, position) `places`, from [B, L, layers, top-k]."""
     if experts is None:
         return None
     padded = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, padding), value=FREE)
-    return padded[held[:, 0], held[:, 1]]
+    return padded[places[:, 0], places[:, 1]]
 
 
 def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group: dist.ProcessGroup | None) -> Tokens:
-    def pick(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values[order]
-
+    names = ("value_weights", "teacher_top_ids", *LOSS_FIELDS)
+    loss_fields: dict[str, Any] = {
+        name: None if (values := getattr(tokens, name)) is None else values[order] for name in names
+    }
     return replace(
         tokens,
         positions=positions,
         targets=tokens.targets[order],
         weights=tokens.weights[order],
         shares=tokens.shares[order],
-        value_weights=pick(tokens.value_weights),
         samples=tokens.samples[order],
         over_ranks=None if group is None else partial(_SumOverRanks.apply, group),
-        advantages=pick(tokens.advantages),
-        old_log_probs=pick(tokens.old_log_probs),
-        rollout_log_probs=pick(tokens.rollout_log_probs),
-        ref_log_probs=pick(tokens.ref_log_probs),
-        teacher_log_probs=pick(tokens.teacher_log_probs),
-        teacher_top_log_probs=pick(tokens.teacher_top_log_probs),
-        teacher_top_ids=pick(tokens.teacher_top_ids),
-        values=pick(tokens.values),
-        returns=pick(tokens.returns),
-        picked=pick(tokens.picked),
+        **loss_fields,
         kept=None if tokens.kept is None else tokens.kept.at(order, len(tokens.targets)),
     )
 

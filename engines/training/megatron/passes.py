@@ -78,11 +78,11 @@ class Passes:
         def on_outputs(outputs: torch.Tensor, packed: Packed, _: MicroBatch) -> tuple[torch.Tensor, Any]:
             return objective(outputs, packed.tokens)
 
-        kept = self._run(micro_batches, make, on_outputs, forward_only=False)
+        results = self._run(micro_batches, make, on_outputs, forward_only=False)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
-        share = merge(map(numbers, kept)) if counts else {}
+        share = merge(map(numbers, results)) if counts else {}
         if self._replay is not None and (routed := routed_choices(batch, weights)):
-            share[MISMATCH] = self._replay.differing() / routed  # every rank has tokens and layers of its own
+            share[MISMATCH] = self._replay.differing() / routed  # every rank has its own tokens and layers
         return merge_over_ranks(share, dist.get_world_size())
 
     @torch.no_grad()
@@ -108,8 +108,8 @@ class Passes:
 
         self._run(micro_batches, make, on_outputs, forward_only=True)
         if self._replay is not None:
-            self._replay.differing()  # is told of updates
-        dist.all_reduce(scores)  # of one value and zeros: exact
+            self._replay.differing()  # counts are reported only for updates
+        dist.all_reduce(scores)  # one value and zeros: exact
         return scores
 
     def _pack(self, batch: TrainBatch, micro_batch: MicroBatch, tokens: Any) -> Packed:
@@ -158,19 +158,19 @@ class Passes:
 
             def loss_of(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 chosen = outputs[0].index_select(0, packed.tokens.positions).float()
-                loss, kept = on_outputs(chosen, packed, micro_batch)
-                return loss, torch.zeros((), dtype=torch.int, device=loss.device), kept  # 0: nothing to divide by
+                loss, results = on_outputs(chosen, packed, micro_batch)
+                return loss, torch.zeros((), dtype=torch.int, device=loss.device), results  # 0: nothing to divide by
 
             return output, loss_of
 
         data: Any = [iter(micro_batches) for _ in self._chunks]
-        kept: list[Any] = get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data if len(data) > 1 else data[0],
             model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
             num_microbatches=len(micro_batches),
-            seq_length=1,  # every micro-batch has its own
+            seq_length=1,  # every micro-batch has its own length
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return kept
+        return results

@@ -79,9 +79,9 @@ class ReplayedExperts:
         """Index among the whole model's layers with experts."""
         self.forward = False
         """Whether a micro-batch passes through for the first time."""
-        self.given: torch.Tensor | None = None
+        self.experts: torch.Tensor | None = None
         """[T, top-k] experts of that micro-batch's tokens on this rank."""
-        self.again: deque[torch.Tensor | None] = deque()
+        self.to_recompute: deque[torch.Tensor | None] = deque()
         """Experts of micro-batches that may be recomputed."""
         self.differing: torch.Tensor | float = 0.0
         """Number of replayed experts that the router would not have chosen."""
@@ -97,12 +97,12 @@ class ReplayedExperts:
         """Return values and indices [T, top-k] of `scores` [T, experts], as Megatron's router requires them."""
         assert default_compute_topk is not None
         own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        given = self.given if self.forward else self.again.popleft()
-        if given is None:
+        experts = self.experts if self.forward else self.to_recompute.popleft()
+        if experts is None:
             return own
         if self.forward:
-            self.differing = self.differing + differing(own[1], given)
-        return with_replayed(own, given, scores)
+            self.differing = self.differing + differing(own[1], experts)
+        return with_replayed(own, experts, scores)
 
 
 class Replay:
@@ -115,14 +115,14 @@ class Replay:
             has_experts: whether a layer, counted from 0, has experts.
         """
         places = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
-        self._again = config.recompute_granularity is not None
+        self._recomputes = config.recompute_granularity is not None
         self._cut = config.sequence_parallel
         self._by_chunk: dict[int, list[ReplayedExperts]] = {}
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             self._by_chunk[id(chunk)] = [ReplayedExperts(places.index(router.layer_number - 1)) for router in routers]
-            for router, given in zip(routers, self._by_chunk[id(chunk)], strict=True):
-                router.router_replay = given
+            for router, replayed in zip(routers, self._by_chunk[id(chunk)], strict=True):
+                router.router_replay = replayed
 
     @contextmanager
     def forward(self, chunk: Any, routed: torch.Tensor | None) -> Iterator[None]:
@@ -132,23 +132,23 @@ class Replay:
             routed: [T, layers, top-k] of this context-parallel rank's tokens, `cairn.engines.models.routing.FREE` where
                 the router chooses; None: it always chooses.
         """
-        for given in self._by_chunk[id(chunk)]:
-            given.forward = True
-            given.given = None if routed is None else own_tokens(routed[:, given.layer], self._cut)
-            if self._again and torch.is_grad_enabled():
-                given.again.append(given.given)
+        for router in self._by_chunk[id(chunk)]:
+            router.forward = True
+            router.experts = None if routed is None else own_tokens(routed[:, router.layer], self._cut)
+            if self._recomputes and torch.is_grad_enabled():
+                router.to_recompute.append(router.experts)
         yield
-        for given in self._by_chunk[id(chunk)]:
-            given.forward, given.given = False, None
+        for router in self._by_chunk[id(chunk)]:
+            router.forward, router.experts = False, None
 
     def differing(self) -> float:
         """Return the number of experts replayed since the last call that this rank's routers would not have chosen.
 
         Resets that number and drops the experts stored for recomputation, so no micro-batch may be in flight.
         """
-        found = [given for routers in self._by_chunk.values() for given in routers]
-        total = float(sum(given.differing for given in found))
-        for given in found:
-            given.again.clear()
-            given.differing = 0.0
+        routers = [router for of_chunk in self._by_chunk.values() for router in of_chunk]
+        total = float(sum(router.differing for router in routers))
+        for router in routers:
+            router.to_recompute.clear()
+            router.differing = 0.0
         return total

@@ -113,9 +113,9 @@ def _spread(values: torch.Tensor, start: int, block: Block) -> torch.Tensor:
         start: number of elements of the block before them, in the order of the local parameter.
     """
     size = block.height * block.width
-    held = functional.pad(values, (start, size - start - len(values))).view(block.width, block.height)
+    rectangle = functional.pad(values, (start, size - start - len(values))).view(block.width, block.height)
     whole = values.new_zeros(block.height, block.columns)
-    whole[:, block.columns_held] = held.T
+    whole[:, block.column_slice] = rectangle.T
     return whole.flatten()
 
 
@@ -141,50 +141,50 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._away: dict[int, _FreedMemory] = {}
+        self._freed: dict[int, _FreedMemory] = {}
 
-    def give(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
+    def free(self, copied: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
         """Free the memory of all tensors on the device.
 
         Args:
-            kept: tensors whose content is copied to the host, pinned where a GPU will read it.
+            copied: tensors whose content is copied to the host, pinned where a GPU will read it.
             dropped: tensors whose content is not needed again.
         """
-        for tensor in kept:
-            self._give(tensor, keep=True)
+        for tensor in copied:
+            self._free(tensor, copy=True)
         for tensor in dropped:
-            self._give(tensor, keep=False)
+            self._free(tensor, copy=False)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def take(self) -> None:
+    def restore(self) -> None:
         """Restore the memory; dropped content is zero."""
-        for away in self._away.values():
-            away.storage.resize_(away.size)
-            if away.host is None:
-                torch.empty(0, dtype=torch.uint8, device=self._device).set_(away.storage).zero_()
+        for freed in self._freed.values():
+            freed.storage.resize_(freed.size)
+            if freed.host is None:
+                torch.empty(0, dtype=torch.uint8, device=self._device).set_(freed.storage).zero_()
             else:
-                away.storage.copy_(away.host.untyped_storage())
-        self._away.clear()
+                freed.storage.copy_(freed.host.untyped_storage())
+        self._freed.clear()
 
-    def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the content of a kept tensor: the tensor itself, or its copy on the host."""
-        away = self._away.get(tensor.untyped_storage()._cdata)
-        if away is None or away.host is None:
+    def content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the content of a tensor that was not dropped: the tensor itself, or its copy on the host."""
+        freed = self._freed.get(tensor.untyped_storage()._cdata)
+        if freed is None or freed.host is None:
             return tensor
-        on_host = torch.empty(0, dtype=tensor.dtype)
-        return on_host.set_(away.host.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        copy = torch.empty(0, dtype=tensor.dtype)
+        return copy.set_(freed.host.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def _give(self, tensor: torch.Tensor, *, keep: bool) -> None:
+    def _free(self, tensor: torch.Tensor, *, copy: bool) -> None:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if tensor.device.type != self._device.type or not size:
             return
         host = None
-        if keep:
+        if copy:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
             host.untyped_storage().copy_(storage)
-        self._away[storage._cdata] = _FreedMemory(storage, size, host)
+        self._freed[storage._cdata] = _FreedMemory(storage, size, host)
         storage.resize_(0)
 
 
@@ -244,17 +244,19 @@ class State:
 
         This works whether offloaded or not; see `cairn.engines.training.megatron.weights.gather`.
         """
-        return gather(self._parameters, self._ownership, dtype, self._device, self._memory.held, everywhere=everywhere)
+        return gather(
+            self._parameters, self._ownership, dtype, self._device, self._memory.content, everywhere=everywhere
+        )
 
     def offload(self) -> None:
         """Move weights, master weights and moments to host memory. Gradients are dropped."""
         self._optimizer.zero_grad()
         values: list[Any] = [parameter.value for parameter in self._parameters if parameter.trained]
-        self._memory.give(self._tensors(), (value.main_grad for value in values))
+        self._memory.free(self._tensors(), (value.main_grad for value in values))
 
     def onload(self) -> None:
         """Move the state back to the device; gradients are zero."""
-        self._memory.take()
+        self._memory.restore()
 
     def set_rates(self, lr: float, weight_decay: float) -> None:
         """Set learning rate and weight decay of the next step.
@@ -320,9 +322,9 @@ class State:
             if isinstance(part, DistributedOptimizer):
                 for value in part.model_param_group_index_map:
                     parameter = by_parameter[value]
-                    held = part._get_model_param_range_map(value)["param"]
+                    span = part._get_model_param_range_map(value)["param"]
                     tensors = part._get_main_param_and_optimizer_states(value)
-                    yield from self._pieces_of(parameter, tensors, held.start, self._replicas[parameter.expert])
+                    yield from self._pieces_of(parameter, tensors, span.start, self._replicas[parameter.expert])
             else:
                 for group in part.optimizer.param_groups:
                     for main in group["params"]:
@@ -336,9 +338,9 @@ class State:
         return [block for block in parameter.blocks if self._ownership.owner(block) in ranks]
 
     def _pieces_of(
-        self, parameter: Parameter, tensors: dict[str, torch.Tensor], start: int, answering: Sequence[int]
+        self, parameter: Parameter, tensors: dict[str, torch.Tensor], start: int, owners: Sequence[int]
     ) -> Iterator[Piece]:
-        blocks = self._owned(parameter, answering)
+        blocks = self._owned(parameter, owners)
         for name, kind in self._kinds.items():
             yield Piece(kind, tensors[name].detach().reshape(-1), start, blocks)
 
@@ -349,5 +351,5 @@ class State:
             self._of_main: dict[torch.Tensor, torch.Tensor] = {}
         if main not in self._of_main:
             pairs = zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
-            self._of_main |= {copy: own for ours, copies in pairs for own, copy in zip(ours, copies, strict=True)}
+            self._of_main |= {copy: own for group, copies in pairs for own, copy in zip(group, copies, strict=True)}
         return self._of_main.get(main, main)

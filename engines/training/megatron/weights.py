@@ -49,15 +49,15 @@ class Block:
         return (self.rows, self.columns) if self.shape is None else self.shape
 
     @property
-    def columns_held(self) -> slice:
+    def column_slice(self) -> slice:
         """Columns of the tensor that the rectangle covers."""
         return slice(self.column, self.column + (self.width - 1) * self.step + 1, self.step)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return [height, width], a view of the local parameter's matrix."""
         size = self.width if self.transposed else self.height
-        held = local[self.local_row : self.local_row + size]
-        return held.T if self.transposed else held
+        rows = local[self.local_row : self.local_row + size]
+        return rows.T if self.transposed else rows
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ def _biases(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_weights(
-    parameters: Iterable[Parameter], files: Mapping[str, Slice], given: Mapping[str, torch.Tensor]
+    parameters: Iterable[Parameter], files: Mapping[str, Slice], overrides: Mapping[str, torch.Tensor]
 ) -> None:
     """Fill parameters from weight files, reading only what this rank holds.
 
     Args:
         files: from `open_files`.
-        given: whole tensors, each a parameter by itself, to use instead of the files.
+        overrides: whole tensors, each a parameter by itself, to use instead of the files.
 
     Raises:
         BadModel: a tensor is missing or has another shape.
@@ -167,8 +167,8 @@ def load_weights(
             target = parameter.matrix
             target.zero_()
             for block in parameter.blocks:
-                if block.name in given:
-                    target.copy_(as_matrix(given[block.name]))
+                if block.name in overrides:
+                    target.copy_(as_matrix(overrides[block.name]))
                     continue
                 if block.name not in files:
                     raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
@@ -184,7 +184,7 @@ def load_weights(
                     part = tensor[expert : expert + 1, row : row + block.height].flatten(0, 1)
                 else:
                     part = as_matrix(tensor[rows])
-                block.of(target).copy_(part[:, block.columns_held])
+                block.of(target).copy_(part[:, block.column_slice])
 
 
 def open_files(folder: Path) -> dict[str, Slice]:
@@ -349,7 +349,7 @@ def gather(
     ownership: Ownership,
     dtype: torch.dtype,
     device: torch.device,
-    held: Callable[[torch.Tensor], torch.Tensor],
+    content: Callable[[torch.Tensor], torch.Tensor],
     *,
     everywhere: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -360,27 +360,31 @@ def gather(
 
     Args:
         device: device for the exchange of tensors between ranks.
-        held: returns the tensor to read for a parameter's value.
+        content: returns the tensor to read for a parameter's value.
     """
     rank = dist.get_rank()
     local = {
         (block.name, block.row, block.column): block.of(matrix)
         for parameter in parameters
-        for matrix in (as_matrix(held(parameter.value.detach())),)
+        for matrix in (as_matrix(content(parameter.value.detach())),)
         for block in parameter.blocks
     }
     for name, parts in ownership.tensors().items():
         whole, first = None, parts[0][1]
-        held_in = torch.float32 if first.exact else dtype
+        stored_dtype = torch.float32 if first.exact else dtype
         if everywhere or rank == 0:
-            whole = torch.empty(first.rows, first.columns, dtype=held_in, device=device if everywhere else "cpu")
+            whole = torch.empty(first.rows, first.columns, dtype=stored_dtype, device=device if everywhere else "cpu")
         for owner in sorted({owner for owner, _ in parts}):
             blocks = [block for holder, block in parts if holder == owner]
             if owner == rank:
-                values = torch.cat([local[name, block.row, block.column].to(held_in).reshape(-1) for block in blocks])
+                values = torch.cat(
+                    [local[name, block.row, block.column].to(stored_dtype).reshape(-1) for block in blocks]
+                )
                 values = values.to(device)
             else:
-                values = torch.empty(sum(block.height * block.width for block in blocks), dtype=held_in, device=device)
+                values = torch.empty(
+                    sum(block.height * block.width for block in blocks), dtype=stored_dtype, device=device
+                )
             if everywhere:
                 dist.broadcast(values, owner)
             elif owner == rank != 0:
@@ -396,4 +400,4 @@ def gather(
 def _place(whole: torch.Tensor, blocks: list[Block], values: torch.Tensor) -> None:
     for block, part in zip(blocks, values.split([block.height * block.width for block in blocks]), strict=True):
         rows = slice(block.row, block.row + block.height)
-        whole[rows, block.columns_held] = part.view(block.height, block.width)
+        whole[rows, block.column_slice] = part.view(block.height, block.width)

@@ -35,7 +35,14 @@ from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import prepare_process
-from cairn.engines.training.sharding import copy_part, raise_together, shard_model, state_digest, whole
+from cairn.engines.training.sharding import (
+    copy_part,
+    raise_together,
+    raising_together,
+    shard_model,
+    state_digest,
+    whole,
+)
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
@@ -117,7 +124,7 @@ class TorchEngine(ExactlyOnceEngine):
         parts = parts_of(self._model)
         weights = whole_weights(self._model, self._device, self._dtype)
         published = (
-            (part.name, part.of(full.to(self._device)))  # what is offloaded whole, as frozen weights are, is not there
+            (part.name, part.of(full.to(self._device)))  # frozen weights are offloaded whole
             for name, full in weights
             for part in parts[name]
         )
@@ -150,15 +157,14 @@ class TorchEngine(ExactlyOnceEngine):
                 written = write_state(store, folder, files, weight_version=self._version, state_digest=digest)
         except Exception as failure:  # raised below, once the other ranks are free
             error = failure
-        for _ in files:  # the gathering goes on to its end on every rank
+        for _ in files:  # every rank must take part to the end
             pass
         raise_together(error, self._world_size, self._device)
         return written
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()
-        error = None
-        try:
+        with raising_together(self._world_size, self._device):
             state = read_description(store, folder)
             check_reference(folder, REFERENCE in {file.kind for file in state.files}, self._reference is not None)
             actor = self._learners["actor"]
@@ -166,15 +172,12 @@ class TorchEngine(ExactlyOnceEngine):
             self._interrupted = "load"
             with torch.no_grad():
                 read_state(store, folder, state, self._state())
-        except Exception as failure:  # raised below, once every rank has come here
-            error = failure
-        raise_together(error, self._world_size, self._device)
         self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
 
     def offload(self) -> None:
         self._require_intact()
         if not self._offloaded:
-            self.state_digest()  # of the position, which is asked for at any time
+            self.state_digest()  # part of the position, which may be requested at any time
             offload(self._models(), self._optimizers())
             self._offloaded = True
 

@@ -83,8 +83,8 @@ class TorchLearner:
         rate = training.moe_router_bias_update_rate
         self._balance = Balance(model, rate) if rate else None
         self._trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._kept = self._trained if training.lora.r else named
-        self.names = {name for name, _ in (*self._kept, *self._moved_biases())}
+        self._stored = self._trained if training.lora.r else named
+        self.names = {name for name, _ in (*self._stored, *self._moved_biases())}
         self.frozen = self.names - {name for name, _ in self._trained}
         self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
 
@@ -127,7 +127,7 @@ class TorchLearner:
         update them, and the optimizer's moments of each trained parameter.
         """
         moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
-        return {"parameters": [(name, p.detach()) for name, p in (*self._kept, *self._moved_biases())], **moments}
+        return {"parameters": [(name, p.detach()) for name, p in (*self._stored, *self._moved_biases())], **moments}
 
     def _moved_biases(self) -> NamedTensors:
         """Return the routers' biases; empty without an update rate, since they are then those of the model's folder."""

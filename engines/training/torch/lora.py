@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.training import LoraConfig
-from cairn.engines.models.folders import check_model_folder, model_class, ties_embeddings
+from cairn.engines.models.folders import ties_embeddings
+from cairn.engines.training.freezing import preparation_problems
 from cairn.engines.training.sharding import add_to_part, whole
 from cairn.engines.types.errors import BadModel
 
@@ -31,13 +32,7 @@ def lora_problems(lora: LoraConfig, path: str) -> list[str]:
 
     Loads no weights.
     """
-    try:
-        config = check_model_folder(path)
-        with torch.device("meta"):
-            add_adapters(model_class(config).from_config(config), lora)
-    except BadModel as error:
-        return [str(error)]
-    return []
+    return preparation_problems(path, lambda model: add_adapters(model, lora))
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:

@@ -15,7 +15,7 @@ from cairn.engines.models.routing import RouteReplay, chosen_experts, mixtures
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
-from cairn.engines.training.log_probs import mask_outside_support, response_logits, token_log_probs, top_rows
+from cairn.engines.training.log_probs import policy_log_probs, response_logits, top_rows
 from cairn.engines.training.protocol import merge, numbers
 from cairn.engines.types.types import TrainBatch
 
@@ -83,10 +83,7 @@ def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top
 
     With `top_k`, return rows with the most probable tokens too (`cairn.engines.training.log_probs.top_rows`).
     """
-    logits = logits.float() if temperature == 1 else logits.float() / temperature
-    logits = mask_outside_support(logits, tokens.kept)
-    normalizer = logits.logsumexp(-1)
-    log_probs = token_log_probs(logits, normalizer, tokens.targets)
+    logits, normalizer, log_probs = policy_log_probs(logits, tokens.targets, tokens.kept, temperature)
     if not top_k:
         return log_probs
     top = logits.topk(top_k)
@@ -174,8 +171,8 @@ def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, 
     """Return [N, outputs] of the output layer at the chosen tokens."""
     if batch.images is None:
         return response_logits(model, tokens.input_ids, tokens.positions)
-    from cairn.engines.models.vision import seeing  # what few models need
+    from cairn.engines.models.vision import seeing  # only some models need it
 
     sequences = [batch.input_ids[i] for i in micro_batch.samples]
-    with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as beside:
-        return response_logits(model, tokens.input_ids, tokens.positions, **beside)
+    with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as images:
+        return response_logits(model, tokens.input_ids, tokens.positions, **images)

@@ -320,7 +320,7 @@ class Pages:
 
     def _publish(self, *, now: bool) -> None:
         """Create missing pages; replace the run's page if `now`, or if PAGE_INTERVAL has passed."""
-        self._run.ledger.require_held()  # or the next driver has asked what is there, and makes it
+        self._run.ledger.require_lease()  # or the next driver has asked what is there, and makes it
         try:
             self._make_owed()
             if now or time.monotonic() - self._page_made >= PAGE_INTERVAL:

@@ -39,6 +39,6 @@ def test_the_first_stage_keeps_a_micro_batch_for_each_stage_and_an_interleaved_o
 def test_recomputation_keeps_the_input_of_every_layer() -> None:  # table 2
     model = published("Llama-3.1-8B-Instruct")
     training = megatron().model_copy(update={"gradient_checkpointing": True})
-    kept = stage_activations(model, training, range(32), 0, tokens=1000, micro_batches=1, longest=1000)
-    assert kept.kept == 2 * 1000 * 4096 * 32
-    assert kept.again == 1000 * layer_bytes(model, model.layers[0], training, 1000)
+    activations = stage_activations(model, training, range(32), 0, tokens=1000, micro_batches=1, longest=1000)
+    assert activations.retained == 2 * 1000 * 4096 * 32
+    assert activations.recomputed == 1000 * layer_bytes(model, model.layers[0], training, 1000)

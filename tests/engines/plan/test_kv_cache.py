@@ -17,8 +17,8 @@ def test_a_token_takes_what_the_librarys_cache_holds_of_it(name: str) -> None:
     cache = DynamicCache()
     with torch.no_grad():
         made(torch.arange(3, 13)[None], past_key_values=cache, use_cache=True)
-    held = sum(states.numel() * 4 for keys, values, *_ in cache for states in (keys, values))
-    assert cache_need(model_of(made.config), 4).of(10) == held
+    stored = sum(states.numel() * 4 for keys, values, *_ in cache for states in (keys, values))
+    assert cache_need(model_of(made.config), 4).of(10) == stored
 
 
 def test_latent_attention_keeps_a_latent_vector_and_a_rotary_key_on_every_rank() -> None:

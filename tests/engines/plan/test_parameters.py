@@ -4,7 +4,7 @@ import pytest
 
 from cairn.configs.catalogue import published_config
 from cairn.configs.schema.training import LoraConfig, TrainingConfig
-from cairn.engines.plan.ranks import adapter_size, held_by_stage, stages
+from cairn.engines.plan.ranks import adapter_size, parameters_by_stage, stages
 from cairn.engines.plan.tensors import Model, Part, config_of, model_of
 from cairn.engines.types.errors import BadModel
 from tests.architectures import architecture
@@ -67,10 +67,10 @@ def test_stages_hold_the_layers_that_megatron_deals_out(
 def test_the_ranks_of_a_layout_hold_the_model_once_and_its_embedding_twice_where_it_is_tied() -> None:
     model = published("Qwen3-4B")
     options = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
-    held = held_by_stage(model, TrainingConfig(engine="megatron", world_size=8, megatron=options))
+    by_stage = parameters_by_stage(model, TrainingConfig(engine="megatron", world_size=8, megatron=options))
     embedding = next(tensor.size for tensor in model.tensors if tensor.part is Part.EMBEDDING)
     whole = sum(tensor.size for tensor in model.tensors if tensor.part in (Part.WHOLE, Part.END))
-    assert 4 * sum(stage.all for stage in held) == pytest.approx(model.parameters + embedding + 3 * whole)
+    assert 4 * sum(stage.all for stage in by_stage) == pytest.approx(model.parameters + embedding + 3 * whole)
 
 
 def test_adapters_are_those_that_peft_makes() -> None:

@@ -63,8 +63,8 @@ def launched(rank: int, work: Path, megatron: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{work}/{megatron}.rendezvous", rank=rank, world_size=2)
     if megatron:
         for name, layout in MEGATRON.items():
-            again = name == "PP 2"
-            run(work, name, rank, 2, engine="megatron", megatron=layout, gradient_checkpointing=again)
+            recomputes = name == "PP 2"
+            run(work, name, rank, 2, engine="megatron", megatron=layout, gradient_checkpointing=recomputes)
     else:
         run(work, "two ranks", rank, 2)
     dist.destroy_process_group()

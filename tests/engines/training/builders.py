@@ -167,15 +167,15 @@ def cut_vocabulary(batch: TrainBatch, seed: int = 0) -> TrainBatch:
         return np.union1d(draw.choice(VOCABULARY, draw.integers(1, 200), replace=False), token)
 
     pairs = zip(batch.input_ids, batch.response_lengths, strict=True)
-    kept = [SamplingSupport.of([part(token) for token in ids[len(ids) - length :]]) for ids, length in pairs]
-    counts = [np.where(tokens.counts, tokens.counts, VOCABULARY) for tokens in kept]
+    supports = [SamplingSupport.of([part(token) for token in ids[len(ids) - length :]]) for ids, length in pairs]
+    counts = [np.where(tokens.counts, tokens.counts, VOCABULARY) for tokens in supports]
     shifts = [np.log(VOCABULARY / count).astype(np.float32) for count in counts]
     fields = {
-        name: [values + shift for values, shift in zip(given, shifts, strict=True)]
+        name: [values + shift for values, shift in zip(field, shifts, strict=True)]
         for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
-        if (given := getattr(batch, name)) is not None
+        if (field := getattr(batch, name)) is not None
     }
-    return replace(batch, kept=kept, **fields)
+    return replace(batch, kept=supports, **fields)
 
 
 def with_top_tokens(batch: TrainBatch, k: int, seed: int = 0) -> TrainBatch:

@@ -54,7 +54,7 @@ def _launcher() -> "Connection[Any, Any]":
     return here
 
 
-def _launch(asked: "Connection[Any, Any]") -> None:
+def _launch(requests: "Connection[Any, Any]") -> None:
     from cairn.engines.training.megatron.backend import backend_for
 
     backend_for(torch.device("cpu"))
@@ -64,14 +64,14 @@ def _launch(asked: "Connection[Any, Any]") -> None:
     gc.freeze()  # Megatron looks for garbage whenever it writes or reads a checkpoint
     while True:
         try:
-            body, args = asked.recv()
+            body, args = requests.recv()
         except EOFError:
             return
         try:
             torch.multiprocessing.start_processes(_alone, (body, *args), nprocs=1, start_method="fork")
-            asked.send(None)
+            requests.send(None)
         except Exception:
-            asked.send(traceback.format_exc())
+            requests.send(traceback.format_exc())
 
 
 def _alone(_: int, body: Callable[..., None], *args: Any) -> None:

@@ -87,8 +87,8 @@ def test_a_step_moves_each_bias_by_the_sign_of_how_many_tokens_chose_its_expert(
 
 def test_layers_that_are_computed_again_count_their_tokens_once(work: Path) -> None:
     moved = []
-    for again in (False, True):
-        engine = engine_with(work, gradient_checkpointing=again)
+    for recomputes in (False, True):
+        engine = engine_with(work, gradient_checkpointing=recomputes)
         trained(engine)
         moved.append(biases(weights_of(engine)))
     assert all(moved[0][name].equal(moved[1][name]) for name in moved[0])
@@ -133,9 +133,9 @@ def test_rollout_engines_get_them_exactly_in_any_number_format(work: Path) -> No
         rollout.update_weights(bucket)
     rollout.end_weight_update()
     assert rollout.weights_checksum() == engine.weights_checksum("bfloat16")
-    held = {name: value for name, value in rollout._model.named_buffers() if name.endswith(BIAS)}
-    assert held
-    assert all(value.equal(held[name]) for name, value in biases(weights_of(engine)).items())
+    stored = {name: value for name, value in rollout._model.named_buffers() if name.endswith(BIAS)}
+    assert stored
+    assert all(value.equal(stored[name]) for name, value in biases(weights_of(engine)).items())
 
 
 def test_a_folder_that_is_exported_has_them(work: Path, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def expected_weights(apart: list[float], options: dict[str, Any]) -> list[float]
     weights = [bound[options.get("tis_mode", "truncate")](r) for r in ratios(apart, options.get("tis_level", "token"))]
     if options.get("use_rs"):
         least, most = options.get("rs_lower_bound", low), options.get("rs_upper_bound", high)
-        held = ratios(apart, options.get("rs_level", "token"))
-        weights = [weight if least <= ratio <= most else 0.0 for weight, ratio in zip(weights, held, strict=True)]
+        tested = ratios(apart, options.get("rs_level", "token"))
+        weights = [weight if least <= ratio <= most else 0.0 for weight, ratio in zip(weights, tested, strict=True)]
     veto = options.get("rs_veto_threshold")
     if veto is not None and any(value < math.log(veto) for value in apart):
         weights = [0.0] * len(apart)
@@ -183,7 +183,7 @@ def test_measures_of_mismatch_are_those_of_their_formulas(samples: list[Response
         rollout = [other for trained, _, other in sample if trained]
         if not trainer:
             continue
-        mine, theirs = -sum(trainer) / len(trainer), -sum(rollout) / len(rollout)
+        mine, engine = -sum(trainer) / len(trainer), -sum(rollout) / len(rollout)
         whole = sum(trainer) - sum(rollout)
         for one, other in zip(trainer, rollout, strict=True):
             ratio = exp(one - other)
@@ -192,11 +192,11 @@ def test_measures_of_mismatch_are_those_of_their_formulas(samples: list[Response
                 "mis_k3_kl": ratio - 1 - (one - other),
                 "mis_training_log_ppl": mine,
                 "mis_training_ppl": exp(mine),
-                "mis_rollout_log_ppl": theirs,
-                "mis_rollout_ppl": exp(theirs),
-                "mis_log_ppl_diff": mine - theirs,
-                "mis_log_ppl_abs_diff": abs(mine - theirs),
-                "mis_ppl_ratio": exp(mine - theirs),
+                "mis_rollout_log_ppl": engine,
+                "mis_rollout_ppl": exp(engine),
+                "mis_log_ppl_diff": mine - engine,
+                "mis_log_ppl_abs_diff": abs(mine - engine),
+                "mis_ppl_ratio": exp(mine - engine),
                 "mis_chi2_token": ratio**2 - 1,
                 "mis_chi2_seq": exp(whole) ** 2 - 1,
                 "mis_outside": float(not 0.5 <= ratio <= 1.5),

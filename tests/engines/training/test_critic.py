@@ -109,11 +109,13 @@ def test_updates_of_the_critic_equal_those_written_out_in_plain_pytorch(
             assert batch.values is not None
             assert batch.returns is not None
             values = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, -len(mask) - 1 : -1, 0]
-            old, returns, kept = (torch.from_numpy(a) for a in (batch.values[i], batch.returns[i], mask.astype(bool)))
+            old, returns, trained = (
+                torch.from_numpy(a) for a in (batch.values[i], batch.returns[i], mask.astype(bool))
+            )
             error = torch.maximum(
                 (torch.minimum(torch.maximum(values, old - 0.2), old + 0.2) - returns) ** 2, (values - returns) ** 2
             )
-            losses.append(error[kept].mean())
+            losses.append(error[trained].mean())
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -129,11 +131,11 @@ def test_updates_of_the_critic_equal_those_written_out_in_plain_pytorch(
 
 
 def test_the_actor_is_trained_as_it_is_without_a_critic(folder: Path, batch: TrainBatch) -> None:
-    alone, beside = make_engine(folder), make_engine(folder, algorithm=PPO)
-    for engine in (alone, beside):
+    alone, with_critic = make_engine(folder), make_engine(folder, algorithm=PPO)
+    for engine in (alone, with_critic):
         engine.train(batch, num_steps=2, expected_version=0, input_digest="d")
-    assert alone.weights_checksum() == beside.weights_checksum()
-    assert alone.state_digest() != beside.state_digest()
+    assert alone.weights_checksum() == with_critic.weights_checksum()
+    assert alone.state_digest() != with_critic.state_digest()
 
 
 def test_without_training_the_actor_the_critic_alone_learns_and_the_actors_schedule_waits(

@@ -37,12 +37,14 @@ def test_exported_weights_are_copies_that_later_training_leaves_alone(tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("held", ["float32", "bfloat16"])
-def test_the_checksum_is_that_of_an_engine_which_received_the_weights(tmp_path: Path, dtype: str, held: str) -> None:
+@pytest.mark.parametrize("received", ["float32", "bfloat16"])
+def test_the_checksum_is_that_of_an_engine_which_received_the_weights(
+    tmp_path: Path, dtype: str, received: str
+) -> None:
     engine = trained(tmp_path, dtype=dtype)
-    receiver = load_causal_lm(tmp_path, getattr(torch, held))
+    receiver = load_causal_lm(tmp_path, getattr(torch, received))
     receiver.load_state_dict(weights_of(engine), strict=False)
-    assert weights_checksum(receiver.named_parameters()) == engine.weights_checksum(held)  # type: ignore[arg-type]
+    assert weights_checksum(receiver.named_parameters()) == engine.weights_checksum(received)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox", "gemma2"])

@@ -48,7 +48,7 @@ def test_over_the_whole_vocabulary_it_is_the_divergence_and_its_gradient(cut: bo
     draw = torch.Generator().manual_seed(0)
     size = (sum(batch.response_lengths), VOCABULARY)
     possible = torch.ones(size, dtype=torch.bool)
-    sets = [ids for kept in batch.kept or () for ids in np.split(kept.ids, kept.counts.cumsum()[:-1])]
+    sets = [ids for support in batch.kept or () for ids in np.split(support.ids, support.counts.cumsum()[:-1])]
     for row, ids in enumerate(sets):
         possible[row] = torch.from_numpy(np.isin(np.arange(VOCABULARY), ids)) if len(ids) else True
     teacher, logits = (torch.randn(size, generator=draw) for _ in range(2))
@@ -89,8 +89,8 @@ def test_with_fewer_tokens_the_gradient_leaves_out_what_the_teacher_holds_elsewh
     p = tokens.teacher_top_log_probs.exp()
     expected = p.sum(-1, keepdim=True) * logits.softmax(-1)
     expected = 0.3 * expected.scatter_add(-1, tokens.teacher_top_ids, -p)
-    beside = AlgorithmConfig(distillation_loss_coef=0.5, distillation_topk=k)
-    for algorithm, without, weight in ((ALONE, None, 1.0), (beside, AlgorithmConfig(), 0.5)):
+    added = AlgorithmConfig(distillation_loss_coef=0.5, distillation_topk=k)
+    for algorithm, without, weight in ((ALONE, None, 1.0), (added, AlgorithmConfig(), 0.5)):
         loss, metrics = objective(logits, tokens, algorithm, 1)
         (found,) = torch.autograd.grad(loss, logits)
         if without is not None:
@@ -106,12 +106,12 @@ def test_a_teacher_says_its_most_probable_tokens_of_what_each_was_drawn_from(fol
     k, batch = 7, cut_vocabulary(make_batch(6))
     found, model = distilled(batch, folder, teacher, k), load_causal_lm(teacher, torch.float32)
     fewer = 0
-    for i, kept in enumerate(batch.kept or ()):
+    for i, support in enumerate(batch.kept or ()):
         ids, length = torch.from_numpy(batch.input_ids[i].astype(np.int64)), batch.response_lengths[i]
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, -length - 1 : -1] / TEMPERATURE
         for place in range(length):
-            own = kept.at(np.array([place])).ids if kept.counts[place] else np.arange(VOCABULARY)
+            own = support.at(np.array([place])).ids if support.counts[place] else np.arange(VOCABULARY)
             log_probs = logits[place, own].log_softmax(-1).numpy()
             order, count = np.argsort(-log_probs)[:k], min(k, len(own))
             fewer += count < k

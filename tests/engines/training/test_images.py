@@ -79,11 +79,11 @@ def test_gradients_are_those_of_the_librarys_own_passes_over_one_sample_at_a_tim
         batch.input_ids, batch.response_lengths, batch.images, batch.advantages, strict=True
     ):
         tokens = torch.from_numpy(ids.astype(np.int64))[None]
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if images:
-            given = dict(image_processor(str(folder))(images=pictures(images), return_tensors="pt"))
-            given["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
-        logits = model(input_ids=tokens, use_cache=False, **given).logits[0, -length - 1 : -1]
+            inputs = dict(image_processor(str(folder))(images=pictures(images), return_tensors="pt"))
+            inputs["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
+        logits = model(input_ids=tokens, use_cache=False, **inputs).logits[0, -length - 1 : -1]
         model.base_model.rope_deltas = None
         chosen = torch.log_softmax(logits, -1).gather(1, tokens[0, -length:, None])[:, 0]
         (-(torch.from_numpy(advantages) * chosen).mean() / len(batch)).backward()

@@ -35,19 +35,19 @@ def drawn_from(logits: torch.Tensor, top_p: float, top_k: int) -> SamplingSuppor
 def test_the_expected_gradient_of_a_log_prob_over_the_samplers_own_draws_is_zero(top_p: float, top_k: int) -> None:
     """Exact, over every token of a vocabulary of fifty: Σ q(a) ∇ log π(a), with q what the sampler draws by."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
-    kept = drawn_from(logits, top_p, top_k)
-    assert 1 < kept.counts[0] < 50
+    support = drawn_from(logits, top_p, top_k)
+    assert 1 < support.counts[0] < 50
     probs = torch.zeros(50, dtype=torch.float64)
-    probs[kept.ids] = logits[0].softmax(-1)[kept.ids]
+    probs[support.ids] = logits[0].softmax(-1)[support.ids]
     probs /= probs.sum()
 
-    def expected_gradient(kept: LogitSupport | None) -> float:
+    def expected_gradient(support: LogitSupport | None) -> float:
         policy = logits.clone().requires_grad_()
-        log_probs = mask_outside_support(policy, kept).log_softmax(-1)[0]
+        log_probs = mask_outside_support(policy, support).log_softmax(-1)[0]
         (gradient,) = torch.autograd.grad((probs[probs > 0] * log_probs[probs > 0]).sum(), policy)
         return float(gradient.abs().sum())
 
-    assert expected_gradient(LogitSupport.of([kept], CPU)) < 1e-14
+    assert expected_gradient(LogitSupport.of([support], CPU)) < 1e-14
     assert expected_gradient(None) > 0.05, "the witness: scored over the whole vocabulary it is not"
 
 
@@ -55,8 +55,8 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, generator=draw, dtype=torch.float64, requires_grad=True)
     parts = [SamplingSupport.of([[1, 4]]), SamplingSupport.whole(1), SamplingSupport.of([[0, 2, 5, 6]])]
-    kept = LogitSupport.of(parts, CPU)
-    masked = mask_outside_support(logits, kept)
+    support = LogitSupport.of(parts, CPU)
+    masked = mask_outside_support(logits, support)
     for row, ids in enumerate(([1, 4], list(range(7)), [0, 2, 5, 6])):
         expected = logits[row, ids].log_softmax(-1)
         assert torch.allclose(masked.log_softmax(-1)[row, ids], expected, atol=1e-14)
@@ -64,7 +64,7 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_
         assert found.item() == pytest.approx(-float((expected.exp() * expected).detach().sum()), abs=1e-12)
 
     def scores(logits: torch.Tensor) -> torch.Tensor:
-        masked = mask_outside_support(logits, kept)
+        masked = mask_outside_support(logits, support)
         return torch.cat(
             [masked.log_softmax(-1)[[0, 1, 2], [4, 3, 5]], entropy(masked, masked.logsumexp(-1), differentiable=True)]
         )
@@ -74,9 +74,9 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_
 
 def test_each_rank_of_a_vocabulary_hides_its_own_part() -> None:
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
-    kept = LogitSupport.of([SamplingSupport.of([[0, 9], [6]])], CPU)
-    parts = [mask_outside_support(logits[:, first : first + 5], kept, first) for first in (0, 5)]
-    assert torch.equal(torch.cat(parts, 1), mask_outside_support(logits, kept))
+    support = LogitSupport.of([SamplingSupport.of([[0, 9], [6]])], CPU)
+    parts = [mask_outside_support(logits[:, first : first + 5], support, first) for first in (0, 5)]
+    assert torch.equal(torch.cat(parts, 1), mask_outside_support(logits, support))
 
 
 def test_what_was_kept_follows_the_tokens_that_are_picked_and_joined() -> None:
@@ -157,9 +157,9 @@ def test_the_whole_loss_is_that_of_the_smaller_vocabulary() -> None:
     fields |= {"shares": torch.full((6,), 1 / 6)}
     places = torch.zeros(6, dtype=torch.int64)
     fields |= {"samples": places, "groups": places[:1], "counts": torch.tensor([6.0])}
-    kept = LogitSupport.of([SamplingSupport.of([ids.tolist()] * 6)], CPU)
+    support = LogitSupport.of([SamplingSupport.of([ids.tolist()] * 6)], CPU)
     algorithm = AlgorithmConfig(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.1, use_tis=True)
-    cut = objective(logits, Tokens(places, places, ids[targets], kept=kept, **fields), algorithm, 0.9)
+    cut = objective(logits, Tokens(places, places, ids[targets], kept=support, **fields), algorithm, 0.9)
     small = objective(logits[:, ids], Tokens(places, places, targets, **fields), algorithm, 0.9)
     assert cut[0].item() == pytest.approx(small[0].item(), abs=1e-6)
     assert {name: value.item() for name, value in cut[1].items()} == pytest.approx(
@@ -171,7 +171,7 @@ def test_a_batch_of_which_a_part_was_cut_scores_the_rest_as_before(folder: Path)
     batch = make_batch(4)
     engine = make_engine(folder)
     cut = [SamplingSupport.of([[int(token), 5, 300] for token in batch.input_ids[0][-batch.response_lengths[0] :]])]
-    kept = cut + [SamplingSupport.whole(length) for length in batch.response_lengths[1:]]
-    before, after = engine.score(batch, "actor"), engine.score(dataclasses.replace(batch, kept=kept), "actor")
+    support = cut + [SamplingSupport.whole(length) for length in batch.response_lengths[1:]]
+    before, after = engine.score(batch, "actor"), engine.score(dataclasses.replace(batch, kept=support), "actor")
     assert all(np.array_equal(one, other) for one, other in zip(before[1:], after[1:], strict=True))
     assert (after[0] > before[0]).all()

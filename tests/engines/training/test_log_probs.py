@@ -28,8 +28,8 @@ def test_padding_on_the_right_does_not_change_what_comes_before(family: str) -> 
     padded = torch.cat([ids, torch.zeros(1, 25, dtype=torch.int64)], dim=1)
     with torch.no_grad():
         alone = response_logits(model, ids, torch.arange(30))
-        beside = response_logits(model, padded, torch.arange(30))
-    assert torch.allclose(alone, beside, atol=1e-5)
+        batched = response_logits(model, padded, torch.arange(30))
+    assert torch.allclose(alone, batched, atol=1e-5)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -198,9 +198,9 @@ def test_the_reference_is_the_model_without_its_adapters(folder: Path) -> None:
 
 
 def test_recomputed_activations_give_the_same_update(folder: Path) -> None:
-    kept, recomputed = engine_with(folder), engine_with(folder, gradient_checkpointing=True)
-    assert updates(kept, 2) == updates(recomputed, 2)
-    assert kept.state_digest() == recomputed.state_digest()
+    stored, recomputed = engine_with(folder), engine_with(folder, gradient_checkpointing=True)
+    assert updates(stored, 2) == updates(recomputed, 2)
+    assert stored.state_digest() == recomputed.state_digest()
 
 
 def test_a_critic_beside_adapters_is_trained_whole(folder: Path, store: Store) -> None:

@@ -18,32 +18,34 @@ from tests.quantized_models import fp8_folder
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mimo"])
 def test_they_are_in_every_folder_that_is_written_byte_for_byte(name: str, tmp_path: Path) -> None:
-    kept = mtp_folder(name, tmp_path / "model")
+    untrained = mtp_folder(name, tmp_path / "model")
     engine = make_engine(tmp_path / "model", dtype="float32")
     engine.export_hf(tmp_path / "out")
     found = open_weights(tmp_path / "out")
-    for key, tensor in kept.items():
+    for key, tensor in untrained.items():
         assert torch.equal(found[key][...].view(torch.int16), tensor.view(torch.int16)), key
-    assert found.keys() - kept.keys() >= {key for key, _ in engine._model.named_parameters() if "experts" not in key}
+    assert found.keys() - untrained.keys() >= {
+        key for key, _ in engine._model.named_parameters() if "experts" not in key
+    }
 
 
 def test_they_are_kept_again_of_a_folder_that_was_written(tmp_path: Path) -> None:
-    kept = mtp_folder("mimo", tmp_path / "model")
+    untrained = mtp_folder("mimo", tmp_path / "model")
     for source, target in (("model", "first"), ("first", "second")):
         make_engine(tmp_path / source).export_hf(tmp_path / target)
     second = open_weights(tmp_path / "second")
-    assert all(torch.equal(second[key][...], tensor) for key, tensor in kept.items())
+    assert all(torch.equal(second[key][...], tensor) for key, tensor in untrained.items())
     assert second.keys() == open_weights(tmp_path / "model").keys()
     load_causal_lm(tmp_path / "second", torch.float32)
 
 
 def test_a_checkpoint_becomes_a_folder_that_has_them(tmp_path: Path) -> None:
-    kept = mtp_folder("mimo", tmp_path / "model")
+    untrained = mtp_folder("mimo", tmp_path / "model")
     store = open_store(str(tmp_path))
     make_engine(tmp_path / "model").save(store, "checkpoint")
     export_checkpoint(store, "checkpoint", tmp_path / "model", tmp_path / "out", dtype=torch.float32, lora=LoraConfig())
     found = open_weights(tmp_path / "out")
-    assert all(torch.equal(found[key][...], tensor) for key, tensor in kept.items())
+    assert all(torch.equal(found[key][...], tensor) for key, tensor in untrained.items())
 
 
 def test_digests_and_checksums_are_those_of_the_model_without_them(tmp_path: Path) -> None:

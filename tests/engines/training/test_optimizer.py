@@ -87,9 +87,9 @@ def test_rates_are_those_of_megatrons_own_scheduler() -> None:
     for schedule, warm_up, decay in product(SCHEDULES, WARM_UPS, WEIGHT_DECAYS):
         options = SCHEDULES[schedule] | WARM_UPS[warm_up] | WEIGHT_DECAYS[decay]
         config = TrainingConfig(lr=1e-2, min_lr=1e-3, **options)
-        ours = [(learning_rate(config, taken, TOTAL), weight_decay(config, taken, TOTAL)) for taken in range(TOTAL + 4)]
-        theirs = rates_of_megatron(config)
-        steps = [step for step, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != approx(pair[1])]
+        own = [(learning_rate(config, taken, TOTAL), weight_decay(config, taken, TOTAL)) for taken in range(TOTAL + 4)]
+        megatron = rates_of_megatron(config)
+        steps = [step for step, pair in enumerate(zip(own, megatron, strict=True)) if pair[0] != approx(pair[1])]
         if steps:
             differing[schedule, warm_up, decay] = steps
     assert differing == {}
@@ -108,7 +108,7 @@ def rates_of_megatron(config: TrainingConfig) -> list[tuple[float, float]]:
     last = config.lr_decay_iters or TOTAL
     rising = config.lr_warmup_iters or (config.lr_warmup_fraction or 0) * last
     group = {"lr": 0.0, "weight_decay": 0.0}
-    theirs = OptimizerParamScheduler(
+    scheduler = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
@@ -126,7 +126,7 @@ def rates_of_megatron(config: TrainingConfig) -> list[tuple[float, float]]:
     expected = []
     for _ in range(TOTAL + 5):
         expected.append(dict(group))
-        theirs.step(1)
+        scheduler.step(1)
     rates = []
     for taken in range(TOTAL + 4):
         ahead = taken + (taken + 1 <= rising)

@@ -43,8 +43,8 @@ def formula(log_probs: list[torch.Tensor], batch: TrainBatch) -> torch.Tensor:
     assert batch.advantages is not None
     losses = []
     for i, mask in enumerate(batch.loss_mask):
-        kept = torch.from_numpy(mask.astype(bool))
-        ratio = (log_probs[i] - torch.from_numpy(batch.old_log_probs[i]))[kept].mean().exp()
+        trained = torch.from_numpy(mask.astype(bool))
+        ratio = (log_probs[i] - torch.from_numpy(batch.old_log_probs[i]))[trained].mean().exp()
         advantage = float(batch.advantages[i][0])
         losses.append(-min(ratio * advantage, ratio.clamp(0.95, 1.1) * advantage, key=lambda value: value.item()))
     return torch.stack(losses).mean()

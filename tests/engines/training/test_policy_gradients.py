@@ -86,7 +86,7 @@ def kl_of_two(log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
 
 PROXIMAL: dict[str, Formula] = {"gspo": gspo, "cispo": cispo, "policy_loss": ppo}
 FORMULAS = PROXIMAL | {
-    "dppo_tv": dppo(lambda ours, theirs: (ours.exp() - theirs.exp()).abs()),
+    "dppo_tv": dppo(lambda current, behaviour: (current.exp() - behaviour.exp()).abs()),
     "dppo_kl": dppo(kl_of_two),
 }
 

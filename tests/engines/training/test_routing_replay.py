@@ -72,9 +72,9 @@ def test_the_trainer_follows_the_rollout_where_its_own_routing_would_not(folder:
     free, replayed = make_engine(folder), make_engine(folder, algorithm=REPLAY)
     assert sampled.routed_experts is not None
     differ = [
-        np.sort(own, -1) != np.sort(given, -1)
-        for own, given in zip(own_choices(free, sampled), sampled.routed_experts, strict=True)
-        if given is not None
+        np.sort(own, -1) != np.sort(recorded, -1)
+        for own, recorded in zip(own_choices(free, sampled), sampled.routed_experts, strict=True)
+        if recorded is not None
     ]
     assert np.concatenate(differ).mean() > 0, "the witness that free routing differs"
     assert apart(replayed, sampled) < 0.2 * apart(free, sampled)
@@ -130,10 +130,10 @@ def test_samples_without_choices_are_routed_freely_beside_those_that_have_them(
 
 def test_layers_that_are_computed_again_are_given_the_same_choices(folder: Path, sampled: TrainBatch) -> None:
     digests = [
-        make_engine(folder, algorithm=REPLAY, gradient_checkpointing=again)
+        make_engine(folder, algorithm=REPLAY, gradient_checkpointing=recomputes)
         .train(sampled, num_steps=1, expected_version=0, input_digest="d")
         .state_digest
-        for again in (False, True)
+        for recomputes in (False, True)
     ]
     assert digests[0] == digests[1]
 

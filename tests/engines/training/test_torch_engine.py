@@ -147,14 +147,14 @@ def test_micro_batches_change_nothing_but_rounding(
 
 
 def test_recomputed_activations_give_the_same_update(folder: Path, batch: TrainBatch) -> None:
-    kept, recomputed = make_engine(folder), make_engine(folder, gradient_checkpointing=True)
+    stored, recomputed = make_engine(folder), make_engine(folder, gradient_checkpointing=True)
     passes: list[TorchEngine] = []
-    for engine in (kept, recomputed):
+    for engine in (stored, recomputed):
         layer = engine._model.get_submodule("model.layers.0.mlp")
         layer.register_forward_pre_hook(lambda *_, engine=engine: passes.append(engine))
-    assert train(kept, batch) == train(recomputed, batch)
-    assert [passes.count(engine) for engine in (kept, recomputed)] == [1, 2]
-    assert kept.state_digest() == recomputed.state_digest()
+    assert train(stored, batch) == train(recomputed, batch)
+    assert [passes.count(engine) for engine in (stored, recomputed)] == [1, 2]
+    assert stored.state_digest() == recomputed.state_digest()
 
 
 def test_a_sample_without_trained_tokens_adds_nothing_but_counts_in_the_mean(folder: Path, batch: TrainBatch) -> None:
@@ -175,22 +175,22 @@ def test_what_the_world_gave_is_attended_to_and_weighs_nothing(folder: Path, bat
         train(engine, changed)
         return engine.state_digest()
 
-    given, rng = [np.flatnonzero(mask == 0) for mask in batch.loss_mask], np.random.default_rng(5)
+    masked, rng = [np.flatnonzero(mask == 0) for mask in batch.loss_mask], np.random.default_rng(5)
 
-    def at_given(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def with_changed(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         made = [one.copy() for one in values]
-        for one, places in zip(made, given, strict=True):
+        for one, places in zip(made, masked, strict=True):
             one[places] = rng.normal(size=len(places))
         return made
 
     names = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
-    otherwise = {name: at_given(getattr(batch, name)) for name in names}
-    assert any(len(places) for places in given)
+    otherwise = {name: with_changed(getattr(batch, name)) for name in names}
+    assert any(len(places) for places in masked)
     assert trained(dataclasses.replace(batch, **otherwise)) == trained(batch)
 
-    sample = next(i for i, places in enumerate(given) if len(places) and batch.loss_mask[i][places[0] + 1 :].any())
+    sample = next(i for i, places in enumerate(masked) if len(places) and batch.loss_mask[i][places[0] + 1 :].any())
     ids = [one.copy() for one in batch.input_ids]
-    place = len(ids[sample]) - batch.response_lengths[sample] + given[sample][0]
+    place = len(ids[sample]) - batch.response_lengths[sample] + masked[sample][0]
     ids[sample][place] = (ids[sample][place] + 1) % VOCABULARY
     assert trained(dataclasses.replace(batch, input_ids=ids)) != trained(batch)
 
@@ -251,17 +251,17 @@ def test_tokens_that_are_masked_leave_the_others_their_weight(
     masked = dataclasses.replace(batch, loss_mask=left, divisor_mask=batch.loss_mask)
     unpaid = dataclasses.replace(batch, advantages=[a * m for a, m in zip(batch.advantages, left, strict=True)])
     engines = [make_engine(folder, algorithm=algorithm) for _ in range(2)]
-    for engine, given in zip(engines, (masked, unpaid), strict=True):
-        train(engine, given)
+    for engine, trained_on in zip(engines, (masked, unpaid), strict=True):
+        train(engine, trained_on)
     for name, tensor in weights_of(engines[1]).items():
         torch.testing.assert_close(weights_of(engines[0])[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_without_old_log_probs_the_current_policy_stands_in_for_one_step_only(folder: Path, batch: TrainBatch) -> None:
-    scorer, given, own = make_engine(folder), make_engine(folder), make_engine(folder)
+    scorer, scored_before, own = make_engine(folder), make_engine(folder), make_engine(folder)
     scored = dataclasses.replace(batch, old_log_probs=scorer.score(batch, "actor"))
     unscored = dataclasses.replace(batch, old_log_probs=None)
-    expected, found = train(given, scored), train(own, unscored)
+    expected, found = train(scored_before, scored), train(own, unscored)
     assert found["ppo_kl"] == found["pg_clipfrac"] == 0.0
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     with pytest.raises(ValueError, match=r"no old_log_probs.*score the batch first"):
@@ -476,7 +476,7 @@ def test_with_moments_reset_an_iteration_is_that_of_a_new_optimizer(folder: Path
     fresh.train(batch, num_steps=2, expected_version=0, input_digest="second")
     engine.train(batch, num_steps=2, expected_version=2, input_digest="second")
     assert engine.weights_checksum() == fresh.weights_checksum()
-    kept = make_engine(folder)
+    second = make_engine(folder)
     for version in (0, 2):
-        kept.train(batch, num_steps=2, expected_version=version, input_digest="d")
-    assert kept.weights_checksum() != engine.weights_checksum()
+        second.train(batch, num_steps=2, expected_version=version, input_digest="d")
+    assert second.weights_checksum() != engine.weights_checksum()

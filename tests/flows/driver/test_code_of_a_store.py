@@ -87,7 +87,6 @@ def set_option(config: dict[str, Any], option: str, value: str) -> None:
 
 def forge(store: Store, path: str, change: Callable[[dict[str, Any]], object]) -> None:
     fields = canonical.unseal(store.read(path))
-    del fields["digest"]
     change(fields)
     store.write(path, canonical.seal(fields))
 

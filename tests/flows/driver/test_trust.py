@@ -162,7 +162,6 @@ def forked(tiny_assets: Path, store: LocalStore) -> tuple[RunConfig, LocalStore]
 def forge(store: LocalStore, run: str, change: Callable[[dict[str, Any]], object]) -> None:
     path = layout.run_manifest(run)
     fields = canonical.unseal(store.read(path))
-    del fields["digest"]
     change(fields["config"])
     store.write(path, canonical.seal(fields))
 

@@ -134,9 +134,9 @@ def test_a_commits_digest_depends_on_the_order_of_its_groups_and_files_and_not_o
     inputs: dict[str, str], groups: list[int], data: st.DataObject
 ) -> None:
     one = commit(0, inputs, OUTPUTS, groups)
-    again = {name: inputs[name] for name in data.draw(st.permutations(list(inputs)))}
-    assert commit(0, again, OUTPUTS, groups).digest == one.digest
-    assert Commit.unsealed(commit(0, again, OUTPUTS, groups).to_bytes()).digest == one.digest
+    reordered = {name: inputs[name] for name in data.draw(st.permutations(list(inputs)))}
+    assert commit(0, reordered, OUTPUTS, groups).digest == one.digest
+    assert Commit.unsealed(commit(0, reordered, OUTPUTS, groups).to_bytes()).digest == one.digest
     files, order = data.draw(st.permutations(OUTPUTS)), data.draw(st.permutations(groups))
     assert (commit(0, inputs, files, order).digest == one.digest) == (files == OUTPUTS and order == groups)
     for name in inputs:

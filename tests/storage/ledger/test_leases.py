@@ -36,7 +36,7 @@ from tests.storage.builders import commit_step
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 print(ledger.acquire().epoch, flush=True)
 """
-_COMMIT_WHEN_TOLD = """
+_COMMIT_ON_REQUEST = """
 for iteration in range(1000):
     sys.stdin.readline()
     try:
@@ -50,7 +50,7 @@ for iteration in range(1000):
 class Driver:
     """A process that owns run-1 and commits once for each `commit()`."""
 
-    def __init__(self, store: Store, then: str = _COMMIT_WHEN_TOLD):
+    def __init__(self, store: Store, then: str = _COMMIT_ON_REQUEST):
         code = _DRIVER.format(root=str(Path(__file__).parents[3])) + then
         command = [sys.executable, "-c", code, store.url]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -192,7 +192,7 @@ def _lease_from_elsewhere(store: Store, clock: float = 0.0, time_to_live: float 
         "acquired_at": time.time() + clock,
         "time_to_live": time_to_live,
     }
-    assert store.create(layout.lease("run-1", 1), canonical.seal(lease))
+    assert store.create(layout.lease_file(layout.leases("run-1"), 1), canonical.seal(lease))
 
 
 def test_a_driver_elsewhere_that_leaves_its_lease_as_it_is_for_its_time_to_live_is_dead(store: Store) -> None:
@@ -214,7 +214,7 @@ def test_a_driver_elsewhere_is_alive_while_it_renews(store: Store) -> None:
         while not ended.wait(0.1):
             renewals += 1
             sign = canonical.seal({"renewals": renewals, "renewed_at": time.time() + clock})
-            store.write(layout.lease_renewal("run-1", 1), sign)
+            store.write(layout.lease_file(layout.leases("run-1"), 1, ".renewed"), sign)
 
     renewer = threading.Thread(target=renew)
     renewer.start()
@@ -229,7 +229,7 @@ def test_a_driver_elsewhere_is_alive_while_it_renews(store: Store) -> None:
 def test_a_driver_elsewhere_that_ends_while_it_is_watched_is_succeeded_at_once(store: Store) -> None:
     _lease_from_elsewhere(store, time_to_live=600)
     end = canonical.seal({"outcome": Outcome.PREEMPTED, "renewed_at": time.time()})
-    threading.Timer(0.2, lambda: store.create(layout.lease_end("run-1", 1), end)).start()
+    threading.Timer(0.2, lambda: store.create(layout.lease_file(layout.leases("run-1"), 1, ".end"), end)).start()
     assert Lease.acquire(store, "run-1").epoch == 2
 
 
@@ -241,12 +241,12 @@ def test_a_driver_elsewhere_that_renews_while_a_look_takes_long_is_alive(
     read, looks = store.read, []
 
     def read_slowly(path: str) -> bytes:
-        found = None if path == layout.lease_end("run-1", 1) else read(path)
+        found = None if path == layout.lease_file(layout.leases("run-1"), 1, ".end") else read(path)
         if found is None:  # last of each look; the second one hangs until the time is up
             looks.append(path)
             if len(looks) == 2:
                 sign = canonical.seal({"renewals": 1, "renewed_at": time.time()})
-                store.write(layout.lease_renewal("run-1", 1), sign)
+                store.write(layout.lease_file(layout.leases("run-1"), 1, ".renewed"), sign)
                 time.sleep(1.2)
             raise FileNotFoundError(path)
         return found

@@ -85,10 +85,10 @@ def test_a_commit_reads_back_equal_with_all_it_holds(ledger: Ledger) -> None:
     assert found.digest == trained.digest
     assert math.isnan(found.metrics.pop("loss"))
     assert found.metrics == {"grad_norm": math.inf, "kl": 0.1 + 0.2, "count": 3.0}
-    again = ledger.find(0, Step.ROLLOUT, "00-000")
-    assert again == rollout
-    assert again.outputs[0].rows == 4
-    assert read_table(ledger.store, ledger.run, again.outputs[0]).equals(table)
+    stored = ledger.find(0, Step.ROLLOUT, "00-000")
+    assert stored == rollout
+    assert stored.outputs[0].rows == 4
+    assert read_table(ledger.store, ledger.run, stored.outputs[0]).equals(table)
 
 
 def test_the_first_commit_wins_and_the_other_driver_adopts_it(ledger: Ledger) -> None:

@@ -163,13 +163,13 @@ def test_the_commit_removes_the_parts_that_it_made_useless(ledger: Ledger) -> No
 def test_groups_that_finish_during_a_write_are_taken_at_once_and_go_out_together(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing, go_on = threading.Event(), threading.Event()
+    writing, resume = threading.Event(), threading.Event()
     write = ledger.store.write
 
     def slow_write(path: str, data: bytes) -> None:
         if path.endswith(".arrow"):
             writing.set()
-            assert go_on.wait(60)
+            assert resume.wait(60)
         write(path, data)
 
     monkeypatch.setattr(ledger.store, "write", slow_write)
@@ -178,7 +178,7 @@ def test_groups_that_finish_during_a_write_are_taken_at_once_and_go_out_together
         assert writing.wait(60)
         for group in range(1, 30):
             log.append(rollout_table([group]))
-        go_on.set()
+        resume.set()
     assert len(_parts(ledger)) == 2
     with SampleLog(_attempt(ledger), "inputs") as log:
         assert _groups(log.recover()) == list(range(30))
@@ -259,7 +259,7 @@ def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -
 
 def test_a_discarded_attempt_leaves_its_finished_groups_alone(ledger: Ledger, tmp_path: Path) -> None:
     attempt, other = _attempt(ledger), _attempt(ledger)
-    kept = other.write_table("samples.parquet", rollout_table([3]))
+    output = other.write_table("samples.parquet", rollout_table([3]))
     with SampleLog(attempt, "0" * 64) as log:
         log.append(rollout_table([1, 2]))
     attempt.write_table("samples.parquet", rollout_table([1, 2]))
@@ -267,6 +267,6 @@ def test_a_discarded_attempt_leaves_its_finished_groups_alone(ledger: Ledger, tm
     ledger.store.put_file(tmp_path / "file", attempt.path("folder/file"))
     attempt.discard()
     assert list(ledger.store.find(attempt.folder)) == _parts(ledger)
-    assert len(read_table(ledger.store, ledger.run, kept)) == 2
+    assert len(read_table(ledger.store, ledger.run, output)) == 2
     with SampleLog(_attempt(ledger), "0" * 64) as log:
         assert _groups(log.recover()) == [1, 2]

@@ -46,7 +46,7 @@ def test_what_an_iteration_takes_of_a_later_ones_is_open_until_then(ledger: Ledg
 
 
 @pytest.mark.parametrize(
-    ("takes", "left", "fault", "told"),
+    ("takes", "left", "fault", "message"),
     [
         ([[0], [0]], [1, 2, 3], Fault.GROUP_DIFFERS, "group 0 is taken by 000001/rollout.00-000 and 000000/rollout"),
         (
@@ -64,7 +64,7 @@ def test_what_an_iteration_takes_of_a_later_ones_is_open_until_then(ledger: Ledg
     ],
 )
 def test_a_group_that_is_taken_twice_lost_or_never_admitted_is_found(
-    takes: Sequence[Sequence[int]], left: Sequence[int], fault: Fault, told: str, ledger: Ledger
+    takes: Sequence[Sequence[int]], left: Sequence[int], fault: Fault, message: str, ledger: Ledger
 ) -> None:
     admitted(ledger, 0, [0, 1], 0)
     second = admitted(ledger, 1, [2, 3], 1)
@@ -72,7 +72,7 @@ def test_a_group_that_is_taken_twice_lost_or_never_admitted_is_found(
         taken(ledger, index, groups, second, {second.name: left})
     (finding,) = [finding for one in verify(ledger) for finding in one.findings]
     assert finding.fault == fault
-    assert finding.message.startswith(told)
+    assert finding.message.startswith(message)
 
 
 def claimed(ledger: Ledger, number: int, index: int, count: int = 2) -> Claim:
@@ -80,7 +80,7 @@ def claimed(ledger: Ledger, number: int, index: int, count: int = 2) -> Claim:
 
 
 @pytest.mark.parametrize(
-    ("count", "number", "told"),
+    ("count", "number", "message"),
     [
         (2, 0, None),
         (2, 2, None),  # it was about to be made
@@ -89,7 +89,7 @@ def claimed(ledger: Ledger, number: int, index: int, count: int = 2) -> Claim:
     ],
 )
 def test_an_admission_that_is_not_what_was_claimed_is_found(
-    count: int, number: int, told: str | None, ledger: Ledger
+    count: int, number: int, message: str | None, ledger: Ledger
 ) -> None:
     claimed(ledger, number, 0, count)
     for index in range(2):
@@ -97,7 +97,7 @@ def test_an_admission_that_is_not_what_was_claimed_is_found(
     checks = list(verify(ledger))
     assert [one.name for one in checks if "admissions" in one.name] == [f"stream/admissions/00000{number}.json"]
     assert [(f.fault, f.message) for one in checks for f in one.findings] == (
-        [(Fault.ADMISSION_DIFFERS, told)] if told else []
+        [(Fault.ADMISSION_DIFFERS, message)] if message else []
     )
 
 

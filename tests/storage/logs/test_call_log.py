@@ -44,13 +44,13 @@ def written(attempt: Attempt, *records: CallRecord, inputs: str = "inputs") -> N
         log.append(*records)
 
 
-def told(table: pa.Table) -> list[tuple[int, int | None, str | None]]:
+def summary(table: pa.Table) -> list[tuple[int, int | None, str | None]]:
     return [(one.index, one.order, one.result) for one in call_records(table)]
 
 
 def recovered(ledger: Ledger) -> list[tuple[int, int | None, str | None]]:
     with opened(attempt_at(ledger)) as log:
-        return told(log.recovered)
+        return summary(log.recovered)
 
 
 def test_a_later_attempt_finds_the_answers_of_a_sample_in_their_order_and_intents(ledger: Ledger) -> None:
@@ -115,7 +115,7 @@ def test_what_is_answered_after_a_later_attempt_has_begun_never_counts(ledger: L
         while earlier._waiting or len(earlier._attempt.superseded) < 2:
             time.sleep(0.01)
         with opened(attempt_at(ledger)) as later:
-            assert told(later.recovered) == [(0, 0, "1")]
+            assert summary(later.recovered) == [(0, 0, "1")]
             earlier.append(record(1, "2"), record(0, "3", sample=1))
     assert recovered(ledger) == [(0, 0, "1")]
     assert recovered(ledger) == [(0, 0, "1")], "nor after one that found it, and said so"

@@ -101,8 +101,8 @@ def test_what_was_finished_before_a_torn_part_is_recovered_again_and_again(
         end = min(int(at * len(data)), len(data) - 1)
         newest.write_bytes(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :] if flip else data[:end])
         last = history[-1][-1]
-        for again in range(2):
-            log, found = begin(store, len(history) + again)
+        for recovery in range(2):
+            log, found = begin(store, len(history) + recovery)
             log.close()
             assert groups_of(found) == [id for id in finished if id not in last]
             expected = rows([id for id in finished if id not in last]) if len(finished) > len(last) else found[:0]
@@ -120,23 +120,23 @@ def groups_of(table: pa.Table) -> Collection[Any]:
     return sorted(table["group_id"].to_pylist())
 
 
-def test_who_waits_for_what_never_becomes_durable_is_told() -> None:
-    told, breaking = list[str](), threading.Event()
+def test_callers_waiting_for_items_that_never_become_durable_get_the_error() -> None:
+    outcomes, breaking = list[str](), threading.Event()
 
-    def write(number: int, items: list[Any]) -> None:
-        if number:
+    def write(items: list[Any]) -> None:
+        if items != [1]:
             breaking.wait(60)
             raise OSError("the disk is gone")
 
     log = PacedWriter(write, "a log")
-    log.append(1, then=lambda: told.append("durable"), otherwise=lambda: told.append("never"), urgent=True)
-    wait_for(lambda: told == ["durable"])
-    log.append(2, then=lambda: told.append("durable"), otherwise=lambda: told.append("never"), urgent=True)
-    log.append(3, then=lambda: told.append("durable"), otherwise=lambda: 1 / 0)
-    log.append(4, then=lambda: told.append("durable"), otherwise=lambda: told.append("never"))
+    log.append(1, then=lambda: outcomes.append("durable"), otherwise=lambda: outcomes.append("never"), urgent=True)
+    wait_for(lambda: outcomes == ["durable"])
+    log.append(2, then=lambda: outcomes.append("durable"), otherwise=lambda: outcomes.append("never"), urgent=True)
+    log.append(3, then=lambda: outcomes.append("durable"), otherwise=lambda: 1 / 0)
+    log.append(4, then=lambda: outcomes.append("durable"), otherwise=lambda: outcomes.append("never"))
     breaking.set()
-    wait_for(lambda: len(told) == 3)
-    assert told == ["durable", "never", "never"]
-    for asked in (log.require_intact, log.close, lambda: log.append(5)):
+    wait_for(lambda: len(outcomes) == 3)
+    assert outcomes == ["durable", "never", "never"]
+    for call in (log.require_intact, log.close, lambda: log.append(5)):
         with pytest.raises(OSError, match="the disk is gone"):
-            asked()
+            call()

@@ -63,8 +63,8 @@ MEANS = "SELECT iteration, avg(reward) FROM samples WHERE run = 'toy' GROUP BY 1
 
 
 def test_samples_carry_what_later_steps_made_of_them(query: Query) -> None:
-    told = "disposition, reason, trained_in, advantage, response_tokens, weight_version"
-    found = rows(query, f"SELECT group_id % 3, sample_index, reward, {told} FROM samples WHERE run = 'toy' "
+    columns = "disposition, reason, trained_in, advantage, response_tokens, weight_version"
+    found = rows(query, f"SELECT group_id % 3, sample_index, reward, {columns} FROM samples WHERE run = 'toy' "
                  "AND iteration = 2 ORDER BY 1, 2")  # fmt: skip
     assert found == [
         (0, 0, 1, "train", None, 2, 1, 2, 2),
@@ -307,9 +307,9 @@ def test_names_in_a_query_are_no_variables_of_the_caller(query: Query) -> None:
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(query: Query, text: str, message: str) -> None:
-    with pytest.raises(BadQuery, match=message) as told:
+    with pytest.raises(BadQuery, match=message) as error:
         query.sql(text)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,6 @@ def test_snapshots_that_replay_needs_stay_though_the_commits_made_from_them_are_
     _iteration(ledger, 6, buffered=(0,), waiting=(1,))
     lagging.lag = True
     _iteration(ledger, 7, buffered=(1,))
-    kept = CheckpointConfig(save_interval=6, retain_snapshots=2)
-    assert {one.iteration for one in retire(ledger, kept)} == {0, 1, 2, 3, 4}
+    policy = CheckpointConfig(save_interval=6, retain_snapshots=2)
+    assert {one.iteration for one in retire(ledger, policy)} == {0, 1, 2, 3, 4}
     assert not [one for one in verify(ledger) for finding in one.findings]

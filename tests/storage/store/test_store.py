@@ -104,11 +104,11 @@ def test_a_pickled_store_opens_connections_of_its_own(store: Store) -> None:
 def test_a_store_that_nobody_holds_any_more_is_gone_with_its_connections(store: Store) -> None:
     opened = open_store(store.url)
     opened.write("file", b"x")
-    held = [weakref.ref(opened), *(weakref.ref(value) for value in vars(opened).values() if is_connection(value))]
-    assert len(held) == 2
+    references = [weakref.ref(opened), *(weakref.ref(value) for value in vars(opened).values() if is_connection(value))]
+    assert len(references) == 2
     del opened
     gc.collect()
-    assert [reference() for reference in held] == [None, None]
+    assert [reference() for reference in references] == [None, None]
 
 
 def is_connection(value: object) -> bool:

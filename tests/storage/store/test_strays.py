@@ -82,8 +82,8 @@ def test_a_stray_folder_among_the_runs_stops_nobody(
     ledger.lease.release(Outcome.STOPPED)
     delete_run(ledger.store, "run-1")
     assert "run-1" not in list_runs(ledger.store)
-    told = [record.getMessage() for record in caplog.records if "runs/stray is skipped" in record.getMessage()]
-    assert len(told) == (0 if kind in ("pipe", "folder", "empty") else 1), "by its name, once"
+    warnings = [record.getMessage() for record in caplog.records if "runs/stray is skipped" in record.getMessage()]
+    assert len(warnings) == (0 if kind in ("pipe", "folder", "empty") else 1), "by its name, once"
 
 
 READERS: list[Callable[[bytes], object]] = [

@@ -55,8 +55,8 @@ def write(
                 "reason": "zero_std" if place[0] == "drop" else None,
             }
             for part in ([round] if isinstance(round, Mapping) else round)
-            for group, told in part.items()
-            for place in [told if isinstance(told, tuple) else (told, index, _holding(shards, group))]
+            for group, outcome in part.items()
+            for place in [outcome if isinstance(outcome, tuple) else (outcome, index, _holding(shards, group))]
         ]
         made.append(
             commit_step(
@@ -156,13 +156,13 @@ def test_a_generated_group_of_which_the_batch_says_nothing_is_found(ledger: Ledg
     )
 
 
-@pytest.mark.parametrize(("left", "told"), [("buffer", "buffered"), ("continue", "left unfinished")])
-def test_a_group_that_was_left_open_and_is_forgotten_is_found(ledger: Ledger, left: str, told: str) -> None:
+@pytest.mark.parametrize(("left", "verb"), [("buffer", "buffered"), ("continue", "left unfinished")])
+def test_a_group_that_was_left_open_and_is_forgotten_is_found(ledger: Ledger, left: str, verb: str) -> None:
     first = write(ledger, 0, {"00-000": [0, 1]}, {0: "train", 1: left})
     write(ledger, 1, {"00-000": [2]}, {2: "train"}, after=first)
     finding = only_finding(ledger)
     assert finding.fault is Fault.GROUP_LOST
-    assert finding.message == f"group 1 was {told} by 000000/filter.00 and is not among the groups of 000001/filter.00"
+    assert finding.message == f"group 1 was {verb} by 000000/filter.00 and is not among the groups of 000001/filter.00"
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_of_a_large_table_only_the_columns_that_tell_are_read(ledger: Ledger, mo
 
 
 def _not_whole(read: object, path: str) -> object:
-    def refused(store: LocalStore, asked: str) -> bytes:
-        assert asked != path
-        return read(store, asked)  # type: ignore[operator, no-any-return]
+    def refused(store: LocalStore, requested: str) -> bytes:
+        assert requested != path
+        return read(store, requested)  # type: ignore[operator, no-any-return]
 
     return refused

@@ -96,7 +96,7 @@ def ledger(store: Store) -> Ledger:
     return _eleven_iterations(store)
 
 
-def _kept(ledger: Ledger, step: Step) -> list[int]:
+def _retained(ledger: Ledger, step: Step) -> list[int]:
     """Iterations whose file of a step is there."""
     files = ledger.store.find(layout.iterations(ledger.run))
     commits = [commit for index in ledger.iterations() for commit in ledger.commits(index) if commit.step is step]
@@ -111,8 +111,8 @@ def _rollout(ledger: Ledger, iteration: int) -> Commit:
 
 def test_every_kth_checkpoint_and_the_newest_stay_and_the_newest_snapshots(ledger: Ledger) -> None:
     retire(ledger, EVERY_FOURTH)
-    assert _kept(ledger, Step.CHECKPOINT) == [3, 7, 9]
-    assert _kept(ledger, Step.ROLLOUT) == [9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [3, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [9, 10]
     assert retire(ledger, EVERY_FOURTH, everything=True) == [], "nothing is left to retire"
 
 
@@ -151,7 +151,7 @@ def test_snapshots_that_replay_begins_with_stay_however_old_they_are(store: Stor
     for index in range(8):
         _iteration(ledger, index, buffered=(0,) if index == 2 else (), save=index == 1)
     retire(ledger, CheckpointConfig(save_interval=2, retain_snapshots=2), everything=True)
-    assert _kept(ledger, Step.ROLLOUT) == [1, 2, 3, 4, 5, 6, 7]
+    assert _retained(ledger, Step.ROLLOUT) == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("waits", ["buffer", "continue"])
@@ -165,15 +165,15 @@ def test_snapshots_of_groups_that_wait_stay(store: Store, waits: str) -> None:
     commit_step(ledger, 7, Step.FILTER, "00", table=rows, values=FULL)
     commit_step(ledger, 7, Step.CHECKPOINT, table=rollout_table([0]))
     retire(ledger, CheckpointConfig(save_interval=1, retain_snapshots=2), everything=True)
-    assert _kept(ledger, Step.ROLLOUT) == [2, 3, 6]
+    assert _retained(ledger, Step.ROLLOUT) == [2, 3, 6]
 
 
 def test_what_a_fork_shares_stays_whole(store: Store, ledger: Ledger) -> None:
     Ledger.create(store, "fork", CONFIG, parent=Parent(run="run-1", iteration=4))
     gone = retire(ledger, EVERY_FOURTH)
     assert min(one.iteration for one in gone) == 5
-    assert _kept(ledger, Step.CHECKPOINT) == [1, 3, 7, 9]
-    assert _kept(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [1, 3, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 9, 10]
 
 
 @pytest.mark.parametrize("iteration", [3, 7, 9, 10])
@@ -210,16 +210,16 @@ def test_what_brings_a_pinned_iteration_back_stays_and_goes_when_it_is_unpinned(
     pin(ledger, 5)
     pin(ledger, 4, by="ada", why="shipped")
     retire(ledger, EVERY_FOURTH, everything=True)
-    assert _kept(ledger, Step.CHECKPOINT) == [3, 5, 7, 9]
-    assert _kept(ledger, Step.ROLLOUT) == [4, 5, 9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [3, 5, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [4, 5, 9, 10]
     require_restorable(ledger, 4)
     require_restorable(ledger, 5)
     collect(ledger, garbage(ledger))
-    assert _kept(ledger, Step.ROLLOUT) == [4, 5, 9, 10]
+    assert _retained(ledger, Step.ROLLOUT) == [4, 5, 9, 10]
     unpin(ledger, 5)
     retire(ledger, EVERY_FOURTH, everything=True)
-    assert _kept(ledger, Step.CHECKPOINT) == [3, 7, 9]
-    assert _kept(ledger, Step.ROLLOUT) == [4, 9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [3, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [4, 9, 10]
 
 
 def test_what_is_gone_or_not_there_yet_cannot_be_pinned(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_a_pin_set_while_files_are_retired_keeps_them(tmp_path: Path) -> None:
     store.armed = True
     retire(ledger, EVERY_FOURTH)
     collect(ledger, garbage(ledger))
-    assert _kept(ledger, Step.CHECKPOINT) == [3, 5, 7, 9]
-    assert _kept(ledger, Step.ROLLOUT) == [5, 9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [3, 5, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [5, 9, 10]
     assert not {(5, kind) for kind in Kind} & retired(ledger)
 
 
@@ -268,8 +268,8 @@ def test_a_fork_made_while_files_are_retired_keeps_them(tmp_path: Path) -> None:
     store.armed = True
     retire(ledger, EVERY_FOURTH)
     collect(ledger, garbage(ledger))
-    assert _kept(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 5, 6, 9, 10]
-    assert _kept(ledger, Step.CHECKPOINT) == [1, 3, 5, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 5, 6, 9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [1, 3, 5, 7, 9]
     assert min(iteration for iteration, _ in retired(ledger)) == 7
     require_restorable(Ledger.open(store, "fork"), 6)
 
@@ -324,8 +324,8 @@ def test_a_crash_between_marker_and_last_file_leaves_what_the_collector_finishes
     left = list(garbage(ledger))
     assert {one.reason for one in left} == {Reason.RETIRED}
     collect(ledger, left)
-    assert _kept(ledger, Step.CHECKPOINT) == [3, 7, 9]
-    assert _kept(ledger, Step.ROLLOUT) == [9, 10]
+    assert _retained(ledger, Step.CHECKPOINT) == [3, 7, 9]
+    assert _retained(ledger, Step.ROLLOUT) == [9, 10]
 
 
 def test_a_driver_looks_only_as_far_back_as_the_last_that_is_retired(ledger: Ledger) -> None:
@@ -337,17 +337,17 @@ def test_a_driver_looks_only_as_far_back_as_the_last_that_is_retired(ledger: Led
 
 @given(
     save_interval=st.integers(1, 4),
-    kept=st.integers(1, 4),
+    multiple=st.integers(1, 4),
     snapshots=st.integers(2, 6),
     newest=st.integers(0, 30),
     back=st.integers(0, 30),
     first=st.integers(0, 10),
 )
 def test_recovery_never_lacks_anything(
-    save_interval: int, kept: int, snapshots: int, newest: int, back: int, first: int
+    save_interval: int, multiple: int, snapshots: int, newest: int, back: int, first: int
 ) -> None:
     config = CheckpointConfig(
-        save_interval=save_interval, save_retain_interval=kept * save_interval, retain_snapshots=snapshots
+        save_interval=save_interval, save_retain_interval=multiple * save_interval, retain_snapshots=snapshots
     )
     checkpoint = max(0, newest - back)
     found = set(candidates(config, newest=newest, checkpoint=checkpoint, needed=(checkpoint - 1,), first=first))
@@ -383,7 +383,7 @@ class _TakenOver(LocalStore):
 def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.storage.upkeep.retention._REQUESTS", 1)
+    monkeypatch.setattr("cairn.storage.upkeep.retention.REQUESTS", 1)
     whole = tmp_path_factory.mktemp("whole")
     _eleven_iterations(LocalStore(str(whole)))
     moments = 0
@@ -391,13 +391,13 @@ def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
         store = _TakenOver(str(shutil.copytree(whole, tmp_path_factory.mktemp("store"), dirs_exist_ok=True)))
         ledger = Ledger.open(store, "run-1")
         ledger.acquire(takeover=True)
-        before = set(store.find(layout.runs()))
+        before = set(store.find(layout.RUNS))
         store.left = moments
         if not moments:
             Ledger.open(store, "run-1").acquire(takeover=True)
         if _outlives(ledger):
             break
-        after = set(store.find(layout.runs()))
+        after = set(store.find(layout.RUNS))
         touched = {path for path in before ^ after if "/leases/" not in path}
         assert len(touched) == moments
         moments += 1

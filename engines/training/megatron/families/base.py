@@ -137,12 +137,12 @@ class Family:
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
         """Return messages on what Megatron would compute differently."""
-        found = []
+        messages = []
         if hf.hidden_act != "silu":
-            found.append(f"its activation is {hf.hidden_act}, not silu")
+            messages.append(f"its activation is {hf.hidden_act}, not silu")
         if (kind := hf.rope_parameters.get("rope_type", "default")) not in self._rope_types():
-            found.append(f"its rotary embedding is of type {kind}")
-        return found
+            messages.append(f"its rotary embedding is of type {kind}")
+        return messages
 
     def parameter(self, name: str) -> Source:
         """Return the source of a parameter, whose name counts layers and experts over the whole model.

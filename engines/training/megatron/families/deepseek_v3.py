@@ -60,16 +60,16 @@ class DeepseekV3(Routed):
         }
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        found, rope = super().problems(hf), hf.rope_parameters
+        messages, rope = super().problems(hf), hf.rope_parameters
         if hf.attention_bias:
-            found.append("its attention has biases")
+            messages.append("its attention has biases")
         if not hf.rope_interleave:
-            found.append("its rotary embedding does not take neighbours in pairs (rope_interleave is false)")
+            messages.append("its rotary embedding does not take neighbours in pairs (rope_interleave is false)")
         if rope.get("attention_factor") is not None or not rope.get("truncate", True):
-            found.append("its YaRN has an attention_factor of its own, or bounds that are not rounded")
+            messages.append("its YaRN has an attention_factor of its own, or bounds that are not rounded")
         if rope.get("mscale", 1) != 1 and not rope.get("mscale_all_dim"):
-            found.append("its YaRN has an mscale and no mscale_all_dim")
-        return found
+            messages.append("its YaRN has an mscale and no mscale_all_dim")
+        return messages
 
     def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
         """Return Megatron's options of the rotary embedding's scaling (Peng et al., YaRN, 2023, arXiv:2309.00071)."""

@@ -67,12 +67,12 @@ class GptOss(Family):
         return {**super().model(hf), "position_embedding_type": "yarn"}
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        found = super().problems(hf)
+        messages = super().problems(hf)
         if not hf.attention_bias:
-            found.append("its attention has no biases")
+            messages.append("its attention has no biases")
         if getattr(hf, "quantization_config", None):
-            found.append("its experts are quantised: save the model in bfloat16 first, as the torch engine does")
-        return found
+            messages.append("its experts are quantised: save the model in bfloat16 first, as the torch engine does")
+        return messages
 
     def _layer_parameter(self, name: str) -> Source:
         of_expert = expert_parameter(name)

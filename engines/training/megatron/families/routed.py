@@ -55,15 +55,17 @@ class Routed(Qwen3Moe):
         }
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        found = Family.problems(self, hf)
+        messages = Family.problems(self, hf)
         if not hf.norm_topk_prob:
-            found.append("the weights of a token's experts do not add up (norm_topk_prob is false), as Megatron's do")
+            messages.append(
+                "the weights of a token's experts do not add up (norm_topk_prob is false), as Megatron's do"
+            )
         if hf.n_group > 1 and hf.num_experts_per_tok // hf.topk_group != 2:
-            found.append(
+            messages.append(
                 f"it judges a group of experts by the best two, and Megatron by the best num_experts_per_tok // "
                 f"topk_group = {hf.num_experts_per_tok // hf.topk_group}"
             )
-        return found
+        return messages
 
     def _layers_with_experts(self, hf: PretrainedConfig) -> list[int]:
         """Return 1 for every layer with experts and 0 for every dense one."""

@@ -181,8 +181,8 @@ def gradients_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from cairn.engines.training.megatron.weights import Ownership, gather
 
     of_model = engine._actor.state._parameters
-    held = [replace(each, value=each.value.main_grad) for each in of_model if each.trained]
-    yield from gather(held, Ownership.agree(held), torch.float32, torch.device("cpu"), torch.Tensor.detach)
+    gradients = [replace(each, value=each.value.main_grad) for each in of_model if each.trained]
+    yield from gather(gradients, Ownership.agree(gradients), torch.float32, torch.device("cpu"), torch.Tensor.detach)
 
 
 def launched(models: Path, work: Path, cases: Sequence[Case]) -> None:

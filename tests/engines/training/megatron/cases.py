@@ -241,9 +241,9 @@ def bytes_while_exporting(engine: Any) -> int:
     for _ in engine.export_weights(1):
         if counts:
             most = max(most, sum(size for place, size in bytes_of_storages().items() if place not in before))
-    held = torch.tensor(most)
-    dist.broadcast(held, 0)
-    return int(held)
+    most_bytes = torch.tensor(most)
+    dist.broadcast(most_bytes, 0)
+    return int(most_bytes)
 
 
 def bytes_of_storages() -> dict[int, int]:

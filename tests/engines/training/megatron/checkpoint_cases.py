@@ -39,7 +39,7 @@ from tests.engines.training.sharded_cases import raised
 
 DISTILLED = ALGORITHM.model_copy(update={"use_opd": True})
 LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
-HANDED_ON: dict[str, list[dict[str, Any]]] = {
+SUCCESSIONS: dict[str, list[dict[str, Any]]] = {
     "whole": [EP, VPP, EP],
     "distributed": [{**EP, **ZERO}, {**CP, **ZERO}, {**EP, **ZERO}],
 }
@@ -127,11 +127,11 @@ def without_staging(engine: Any, store: Store, small: Path, rank: int) -> list[s
             tempfile.tempdir = None
         return "nothing"
 
-    told = [said(lambda: engine.save(store, "staged"), [1]), said(lambda: engine.load(store, "last"), [0, 1])]
+    messages = [said(lambda: engine.save(store, "staged"), [1]), said(lambda: engine.load(store, "last"), [0, 1])]
     dist.barrier()
-    told += map(str, small.iterdir())
+    messages += map(str, small.iterdir())
     engine.load(store, "last")
-    return told
+    return messages
 
 
 def offloaded(engine: Any, store: Store) -> dict[str, Any]:
@@ -144,10 +144,11 @@ def offloaded(engine: Any, store: Store) -> dict[str, Any]:
     reference = engine.score(BATCH, "ref")
     for _ in range(2):
         engine.offload()
-    given, everywhere = exported(engine.export_weights(50_000)), exported(engine.export_on_device(50_000))
+    exported_weights, everywhere = exported(engine.export_weights(50_000)), exported(engine.export_on_device(50_000))
     report = {
         "digest": engine.position().state_digest == digest,
-        "given": given.keys() == before.keys() and all(given[name].equal(before[name]) for name in before),
+        "given": exported_weights.keys() == before.keys()
+        and all(exported_weights[name].equal(before[name]) for name in before),
         "everywhere": [name for name in everywhere if name in before and not everywhere[name].equal(before[name])],
         "names": sorted(everywhere),
         "refused": [
@@ -168,10 +169,10 @@ def offloaded(engine: Any, store: Store) -> dict[str, Any]:
     return report
 
 
-def handed_on(folder: Path, store: Store, rank: int, optimizer: str) -> dict[str, Any]:
+def succession(folder: Path, store: Store, rank: int, optimizer: str) -> dict[str, Any]:
     """One update by each layout, which goes on from the one before, and the same updates by the first alone."""
     report: dict[str, Any] = {"metrics": [], "straight": [], "saved": [], "read": []}
-    for version, megatron in enumerate(HANDED_ON[optimizer]):
+    for version, megatron in enumerate(SUCCESSIONS[optimizer]):
         engine = engine_of(folder, megatron, rank, AlgorithmConfig())
         if version:
             engine.load(store, f"{optimizer}-{version}")
@@ -181,7 +182,7 @@ def handed_on(folder: Path, store: Store, rank: int, optimizer: str) -> dict[str
         report["saved"].append(engine.state_digest())
         report["weights"] = engine.weights_checksum()
         if version == 0:
-            report["straight"] = report["metrics"] + train(engine, 1, len(HANDED_ON[optimizer]) - 1)
+            report["straight"] = report["metrics"] + train(engine, 1, len(SUCCESSIONS[optimizer]) - 1)
     return report
 
 
@@ -220,8 +221,8 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     store = open_store(str(work / "store"))
     report: dict[str, Any] = {}
     report["frozen"] = frozen(work, store, rank)
-    for optimizer in HANDED_ON:
-        report[optimizer] = handed_on(work / "experts", store, rank, optimizer)
+    for optimizer in SUCCESSIONS:
+        report[optimizer] = succession(work / "experts", store, rank, optimizer)
     for layout in LAYOUTS:
         engine = engine_of(folder, LAYOUTS[layout], rank)
         set_file_bytes(300_000)

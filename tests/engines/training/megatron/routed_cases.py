@@ -75,10 +75,10 @@ def cases(name: str, work: Path, rank: int) -> dict[str, Any]:
     engine.onload()
     report["onloaded"] = [engine._compute_digest(), engine.weights_checksum()]
     metrics, ended = train(engine, 1), engine.state_digest()
-    again = engine_of(folder, rank, FIRST)
-    again.load(store, name)
-    report["read"] = [again.state_digest(), again.weights_checksum()]
-    report["resumed bitwise"] = [train(again, 1) == metrics, again.state_digest() == ended]
+    loaded = engine_of(folder, rank, FIRST)
+    loaded.load(store, name)
+    report["read"] = [loaded.state_digest(), loaded.weights_checksum()]
+    report["resumed bitwise"] = [train(loaded, 1) == metrics, loaded.state_digest() == ended]
     other = engine_of(folder, rank, SECOND)
     other.load(store, name)
     report["read by another layout"] = [other.state_digest(), other.weights_checksum()]

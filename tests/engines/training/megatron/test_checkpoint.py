@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
-from tests.engines.training.megatron.checkpoint_cases import FREEZING, HANDED_ON, LAYOUTS, STAGING, launched
+from tests.engines.training.megatron.checkpoint_cases import FREEZING, LAYOUTS, STAGING, SUCCESSIONS, launched
 from tests.engines.training.ranks import run_megatron_ranks
 from tests.small_disk import small_disk, why_not
 
@@ -86,7 +86,7 @@ def test_another_layout_reads_the_very_bits_and_goes_on_to_1e_5(report: dict[str
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", HANDED_ON)
+@pytest.mark.parametrize("optimizer", SUCCESSIONS)
 def test_experts_in_one_place_or_over_ranks_read_each_others_bits_and_go_on_to_1e_5(
     report: dict[str, Any], optimizer: str
 ) -> None:

@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 PROMPTS = [[5 + row, 6, 7, 90 - row] for row in range(4)]
-ASKED = [one for row, prompt in enumerate(PROMPTS) for one in group(row, prompt, (1, 2), SamplingParams(12))]
+REQUESTS = [one for row, prompt in enumerate(PROMPTS) for one in group(row, prompt, (1, 2), SamplingParams(12))]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_experts_cut_over_ranks_reach_a_rollout_engine_whose_log_probs_are_the_t
         train_once(fleet.training)
         sync(fleet)  # the trainer's memory is away while it gives them out
         assert fleet.training.health()["offloaded"]
-        sampled = [completion for part in fleet.rollout[0].generate(ASKED) for completion in part]
+        sampled = [completion for part in fleet.rollout[0].generate(REQUESTS) for completion in part]
         fleet.turns.for_training()
         batch = TrainBatch(
             [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in sampled],

@@ -61,8 +61,8 @@ def test_every_layout_holds_the_dequantised_weights_bit_for_bit(
 def test_layers_that_are_not_trained_are_kept_byte_for_byte(
     folders: tuple[Path, dict[str, Tensors]], name: str, written: str
 ) -> None:
-    work, kept = folders
+    work, untrained = folders
     found, before = open_weights(work / f"{name} {written}"), open_weights(work / name)
-    assert found.keys() == before.keys() >= kept[name].keys()
+    assert found.keys() == before.keys() >= untrained[name].keys()
     assert all(torch.equal(tensor[...], before[key][...]) for key, tensor in found.items())
-    assert all(found[key][...].dtype == torch.bfloat16 for key in kept[name])
+    assert all(found[key][...].dtype == torch.bfloat16 for key in untrained[name])

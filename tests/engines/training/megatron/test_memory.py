@@ -1,4 +1,4 @@
-"""Memory that tensors give away and take back, tried where all of it is the host's."""
+"""Freeing and restoring of memory below tensors, on a host without a device."""
 
 import torch
 
@@ -10,10 +10,10 @@ def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back() -> Non
     gradients = torch.ones(64)
     views = [buffer[:24].view(4, 6), buffer[24:64:2], gradients[8:16]]
     before = [view.clone() for view in views]
-    memory.give([*views[:2], buffer, other], [gradients])
+    memory.free([*views[:2], buffer, other], [gradients])
     assert [tensor.untyped_storage().nbytes() for tensor in (buffer, other, gradients)] == [0, 0, 0]
-    assert all(memory.held(view).equal(found) for view, found in zip(views[:2], before[:2], strict=True))
-    memory.take()
+    assert all(memory.content(view).equal(found) for view, found in zip(views[:2], before[:2], strict=True))
+    memory.restore()
     assert [view.equal(found) for view, found in zip(views, before, strict=True)] == [True, True, False]
     assert other.tolist() == [0, 1, 2, 3, 4]
     assert not gradients.any()
@@ -21,6 +21,6 @@ def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back() -> Non
     assert views[0][0, 0] == 7.0
 
 
-def test_a_tensor_whose_memory_was_never_given_away_is_what_it_holds() -> None:
+def test_a_tensor_that_was_never_freed_is_its_own_content() -> None:
     tensor = torch.randn(3)
-    assert Memory(torch.device("cpu")).held(tensor) is tensor
+    assert Memory(torch.device("cpu")).content(tensor) is tensor

@@ -94,8 +94,8 @@ def write(rank: int, number: int, written: Written, work: Path) -> None:
         if name in weights:
             weights[name] = padded(folder, weights[name])
     for value in weights.values():
-        for ours, theirs in written.renamed.items():
-            value.key = value.key.replace(ours, theirs)
+        for name, foreign_name in written.renamed.items():
+            value.key = value.key.replace(name, foreign_name)
     state = {
         "args": Namespace(num_layers=4, hidden_size=64, iteration=7),
         "checkpoint_version": 3.0,
