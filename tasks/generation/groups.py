@@ -245,7 +245,7 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
     routed = run.config.algorithm.use_rollout_routing_replay
     images = run.config.data.has_images or any(group.prompt.images for group in groups.values())
-    return rollout_schema(cut=run.records_kept, several=several, routed=routed, images=images)
+    return rollout_schema(cut=run.records_support, several=several, routed=routed, images=images)
 
 
 def without_unused(samples: pa.Table) -> pa.Table:

@@ -205,7 +205,7 @@ def rollout(
             step,
             engine,
             weights,
-            params=sampling_params(run.config, kept=run.records_kept),
+            params=sampling_params(run.config, kept=run.records_support),
             rows=rows,
             calls=calls,
         )

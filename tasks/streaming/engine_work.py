@@ -129,7 +129,7 @@ class EngineWork:
                     self._engine,
                     weights,
                     samples,
-                    sampling_params(run.config, kept=run.records_kept),
+                    sampling_params(run.config, kept=run.records_support),
                     rows=rows,
                     calls=state.calls,
                     interrupted=lambda: self._interrupted.is_set() or run.stopping.is_set(),
