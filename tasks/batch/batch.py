@@ -137,7 +137,7 @@ def train_batch(
     return batch if trajectories is None else split_trajectories(batch, trajectories, own_prompts(samples))
 
 
-def kept_column(kept: Sequence[SamplingSupport]) -> pa.Array:
+def support_column(kept: Sequence[SamplingSupport]) -> pa.Array:
     """Return the sampling support of each sample's tokens as a column of type `cairn.storage.ledger.schemas.KEPT`."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])

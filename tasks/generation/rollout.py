@@ -82,9 +82,9 @@ def in_rounds(
         open_groups = {group_id for group_id, _ in left}
         if sum(ended_in <= done and id not in open_groups for id, ended_in in last.items()) >= enough or not left:
             break
-        asked = [replace(one, cut_at=begun[key] + (done + 1) * cut_tokens) for key, one in left.items()]
+        requests = [replace(one, cut_at=begun[key] + (done + 1) * cut_tokens) for key, one in left.items()]
         failed = set[int]()
-        for generated in generate(asked):
+        for generated in generate(requests):
             for sample in generated:
                 if sample.finish_reason == FinishReason.ABORT:
                     left[sample.key] = replace(left[sample.key], begun=sample.trajectory.segments[0])
@@ -109,11 +109,11 @@ def ended_rounds(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int
     table."""
     lengths = pc.list_value_length(samples.column("response_ids")).to_pylist()
     keys = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
-    found: dict[int, int] = {}
+    ended: dict[int, int] = {}
     for (group_id, index), length in zip(keys, lengths, strict=True):
         rounds = rounds_of(length - groups[group_id].carried_tokens(index), cut_tokens)
-        found[group_id] = max(rounds, found.get(group_id, 0))
-    return found
+        ended[group_id] = max(rounds, ended.get(group_id, 0))
+    return ended
 
 
 READS = (
@@ -205,7 +205,7 @@ def rollout(
             step,
             engine,
             weights,
-            params=sampling_params(run.config, kept=run.records_support),
+            params=sampling_params(run.config, with_support=run.records_support),
             rows=rows,
             calls=calls,
         )
@@ -232,7 +232,8 @@ def rollout(
         samples = without_unused(whole_groups(ended, by_id, encode, uncertain))
     run.response_lengths.add(samples)
     recovered_groups = len(errors) + usable
-    aborted_groups = len(_unfinished(samples))
+    aborted_rows = samples.filter(pc.field("status") == str(Status.ABORTED))
+    aborted_groups = len(aborted_rows.column("group_id").unique())
     images = image_table(groups)
     call_files = {} if made is None else call_tables(made, samples)
     return Outcome(
@@ -293,18 +294,12 @@ def whole_groups(
     return samples.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
 
 
-def _unfinished(samples: pa.Table) -> set[int]:
-    """Return the groups with an aborted sample."""
-    parts = pc.equal(samples.column("status"), str(Status.ABORTED))
-    return set(samples.column("group_id").filter(parts).to_pylist())
-
-
 def _input_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int | None) -> int:
     """Return the input tokens of all calls of the samples that got tokens in this shard, with one prefill per round."""
     names = ["group_id", "sample_index", "segments", TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
-    given = 0
+    total = 0
     for group_id, index, segments, trajectories, own, prompt, response in zip(*columns, *lengths, strict=True):
         carried = groups[group_id].carried_tokens(index)
         if response > carried:
@@ -317,10 +312,10 @@ def _input_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: in
                 if segment["call"]:
                     calls.setdefault(segment["call"], before + end - start)
                 end += segment["tokens"]
-            given += carried + sum(calls.values() or [before])
-            again = rounds_of(response - carried, cut_tokens) - 1
-            given += again * (prompt + carried) + (cut_tokens or 0) * again * (again + 1) // 2
-    return given
+            total += carried + sum(calls.values() or [before])
+            more_rounds = rounds_of(response - carried, cut_tokens) - 1
+            total += more_rounds * (prompt + carried) + (cut_tokens or 0) * more_rounds * (more_rounds + 1) // 2
+    return total
 
 
 def retold_metrics(config: RunConfig, samples: pa.Table) -> dict[str, int]:
@@ -368,8 +363,9 @@ def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence
     ]
 
 
-def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
-    """Return the sampling parameters of training samples. `kept`: whether to return each token's sampling support."""
+def sampling_params(run: RunConfig, *, with_support: bool) -> SamplingParams:
+    """Return the sampling parameters of training samples. `with_support`: whether to return each token's sampling
+    support."""
     config = run.rollout
     return SamplingParams(
         max_new_tokens=config.rollout_max_response_len,
@@ -378,6 +374,6 @@ def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
         stop=config.rollout_stop,
-        return_kept=kept,
+        return_kept=with_support,
         return_routed_experts=run.algorithm.use_rollout_routing_replay,
     )

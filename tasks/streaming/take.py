@@ -58,7 +58,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
     samples = without_unused(whole_groups(ended, groups, encode, uncertain))
     run.response_lengths.add(samples)
     images = image_table(groups.values())
-    beside = {} if made is None else call_tables(made, samples)
+    call_files = {} if made is None else call_tables(made, samples)
     versions = [one.versions for one in taken.groups if one.versions is not None]
     newest = {id: one.versions[1] for id, one in zip(groups, taken.groups, strict=True) if one.versions is not None}
     admissions = {one.admission.name: one.admission for one in taken.groups}
@@ -66,7 +66,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
         tables={
             "samples.parquet": samples.combine_chunks(),
             **({} if images is None else {IMAGES_FILE: images}),
-            **beside,
+            **call_files,
         },
         found=list({**admissions, taken.newest.name: taken.newest}.values()),
         values={
@@ -90,7 +90,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             "interrupted_samples": taken.usage.interrupted_samples,
             "recomputed_tokens": taken.usage.recomputed_tokens,
             **retold_metrics(run.config, samples),
-            **episode_metrics(samples, beside.get(CALLS_FILE)),
+            **episode_metrics(samples, call_files.get(CALLS_FILE)),
             **failure_metrics(ended),
         },
         timings={"wait": taken.waited, "engines": taken.usage.seconds, "update_stall": taken.usage.stall},

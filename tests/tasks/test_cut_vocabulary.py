@@ -14,7 +14,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import KEPT, ROLLOUT, rollout_schema
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
-from cairn.tasks.batch.batch import kept_column, sampling_supports, train_batch
+from cairn.tasks.batch.batch import sampling_supports, support_column, train_batch
 from cairn.tasks.durable.selection import last_selection
 from tests.storage.builders import rollout_table
 from tests.tasks.generation.test_partial_rollout import PARTIAL
@@ -96,7 +96,7 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
 def test_the_column_says_what_was_kept_of_rows_that_were_sliced_joined_and_written_without_it() -> None:
     kept = [SamplingSupport.of([[4, 2], [], [7]]), SamplingSupport.whole(0), SamplingSupport.of([[1]])]
     responses = [np.zeros(3), np.zeros(0), np.zeros(1)]
-    cut = pa.table({KEPT.name: kept_column(kept)}, pa.schema([KEPT]))
+    cut = pa.table({KEPT.name: support_column(kept)}, pa.schema([KEPT]))
     without = pa.table({KEPT.name: pa.nulls(2, KEPT.type)}, pa.schema([KEPT]))
     joined = pa.concat_tables([without, cut.slice(2), cut.slice(0, 2)]).combine_chunks()
     found = sampling_supports(joined, [np.zeros(5), np.zeros(2), responses[2], responses[0], responses[1]])
@@ -113,7 +113,7 @@ def test_finished_groups_survive_a_kill_with_what_they_were_drawn_from(tmp_path:
     ledger.acquire()
     schema = rollout_schema(cut=True)
     plain = rollout_table([0], tokens=3)
-    table = plain.append_column(KEPT, kept_column([SamplingSupport.of([[1], [2, 3], []])] * plain.num_rows))
+    table = plain.append_column(KEPT, support_column([SamplingSupport.of([[1], [2, 3], []])] * plain.num_rows))
     with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
         log.append(table)
     with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
