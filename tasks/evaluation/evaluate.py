@@ -57,7 +57,7 @@ from cairn.tasks.generation.calls import call_tables
 from cairn.tasks.generation.episodes import Calls
 from cairn.tasks.generation.generation import Engine, generate_function, generate_samples
 from cairn.tasks.generation.groups import images_column, without_unused
-from cairn.tasks.grading.reward import graded_again
+from cairn.tasks.grading.reward import count_regraded
 from cairn.tasks.grading.shaping import sampled_tokens
 from cairn.tasks.rewards.grader import GRADER_OPTIONS, Graded
 from cairn.tasks.trainer.sync import serve
@@ -136,7 +136,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     return Outcome(
         tables={SAMPLES: without_unused(table), **beside},
         values=values,
-        metrics={**_metrics(benchmark, questions, rows), f"{name}-graded_again": graded_again(graded)},
+        metrics={**_metrics(benchmark, questions, rows), f"{name}-graded_again": count_regraded(graded)},
         timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
         weight_version_in=version,
         weight_version_out=version,

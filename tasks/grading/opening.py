@@ -13,17 +13,14 @@ from cairn.storage.ledger.schemas import TRAJECTORY_REWARDS
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest, question_digest
 from cairn.storage.store.store import Store
 from cairn.tasks.grading.graders import returns_only_a_number
-from cairn.tasks.grading.outside.asking import OnResponse, OutsideGraders
-from cairn.tasks.grading.outside.kinds import KEPT, outside
+from cairn.tasks.grading.outside.kinds import STORED, outside
 from cairn.tasks.grading.outside.reward_model import NAME, RewardModelGrader, Scorer
+from cairn.tasks.grading.outside.service import OnResponse, OutsideGraders
 from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, GraderPool
 from cairn.tasks.rewards.grader import OUTSIDE, Graded, Grading, NamedGrader, Rememberable
 from cairn.tasks.rewards.sample import Sample
 
 # A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
-
-
-Ask = Callable[[Sequence[Sample], OnResponse], list[Graded]]
 
 
 class CachedGrader:
@@ -70,30 +67,30 @@ class CachedGrader:
         """
         graders = [self._grader.graded_by(sample) for sample in samples]
         questions = [self._question(sample, *one) for sample, one in zip(samples, graders, strict=True)]
-        asked = dict(zip(questions, zip(samples, graders, strict=True), strict=True))
+        by_question = dict(zip(questions, zip(samples, graders, strict=True), strict=True))
         graded = {
             question: Graded(
                 one.reward,
                 None if one.components is None else dict(one.components),
                 one.error,
-                grader=asked[question][1][0],
-                version=asked[question][1][1],
+                grader=by_question[question][1][0],
+                version=by_question[question][1][1],
             )
             for question, one in self._answers.find(questions).items()
         }
-        left = [question for question in asked if question not in graded]
+        left = [question for question in by_question if question not in graded]
         if left:
             answered = next((question for question, one in graded.items() if one.reward is not None), None)
             if answered is not None:
-                self._grader.can_grade(asked[answered][0])
+                self._grader.can_grade(by_question[answered][0])
             with self._answers.log() as log:
 
                 def store_answer(position: int, one: Graded) -> None:
-                    about = prompt_digest(asked[left[position]][0].prompt)
+                    about = prompt_digest(by_question[left[position]][0].prompt)
                     log.append((left[position], Answer(one.reward, one.components, one.error, about)))
 
-                found = self._ask([asked[question][0] for question in left], store_answer)
-            graded |= dict(zip(left, found, strict=True))
+                new = self._ask([by_question[question][0] for question in left], store_answer)
+            graded |= dict(zip(left, new, strict=True))
         return [graded[question] for question in questions]
 
     def close(self) -> None:
@@ -106,25 +103,25 @@ class CachedGrader:
         if isinstance(self._grader, OutsideGraders):
             try:
                 return question_digest(self._grader.question(sample))
-            except ValueError:  # it will say so when it is asked
+            except ValueError:  # its call ends in this error too
                 return question_digest(_hashed_fields(sample))
         whole = self._grader.sees_whole_samples
         seen: Any = _hashed_fields(sample) if whole else [sample.response, sample.label, sample.metadata]
-        if grader != self.name:  # in the folder of another, under whose version
+        if grader != self.name:  # the answers are in the folder of this grader, under its version
             seen = [_hashed_fields(sample), grader, version]
         return question_digest(seen)
 
-    def _ask(self, samples: Sequence[Sample], keep: OnResponse) -> list[Graded]:
+    def _ask(self, samples: Sequence[Sample], store_answer: OnResponse) -> list[Graded]:
         if isinstance(self._grader, OutsideGraders):
-            return self._grader.ask(samples, keep)
-        found: list[Graded] = []
+            return self._grader.ask(samples, store_answer)
+        graded: list[Graded] = []
         for start in range(0, len(samples), self._at_a_time):
             some = self._grader.grade(samples[start : start + self._at_a_time])
             for position, one in enumerate(some, start):
                 if one.reward is not None:  # an error may pass
-                    keep(position, one)
-            found += some
-        return found
+                    store_answer(position, one)
+            graded += some
+        return graded
 
 
 def _hashed_fields(sample: Sample) -> dict[str, Any]:
@@ -186,9 +183,9 @@ class ReturnedRewards:
         """Grade a batch: see `Grading.grade`."""
         known = [self._known(sample) for sample in samples]
         missing = [(i, k) for i, rewards in enumerate(known) for k, reward in enumerate(rewards) if reward is None]
-        asked = [self._alone(samples[i], k, len(known[i])) for i, k in missing]
-        found = self._grader.grade(asked, None if groups is None else [groups[i] for i, _ in missing]) if asked else []
-        graded = dict(zip(missing, found, strict=True))
+        ungraded = [self._alone(samples[i], k, len(known[i])) for i, k in missing]
+        own_groups = None if groups is None else [groups[i] for i, _ in missing]
+        graded = dict(zip(missing, self._grader.grade(ungraded, own_groups) if ungraded else [], strict=True))
         return [
             _together([graded.get((i, k)) or Graded(reward, grader="generate") for k, reward in enumerate(rewards)])
             for i, rewards in enumerate(known)
@@ -259,14 +256,14 @@ def open_grader(
 def stores_answers(config: RewardConfig) -> bool:
     """Whether a grader's answers are stored. Raises BadPlugin where they cannot be."""
     path = config.custom_rm_path
-    declares = config.rm_type in KEPT if path is None else declared(REWARD.load(path)).cached
-    keeps = declares if config.cache is None else config.cache
-    if keeps and config.group_rm:
+    declared_cached = config.rm_type in STORED if path is None else declared(REWARD.load(path)).cached
+    is_stored = declared_cached if config.cache is None else config.cache
+    if is_stored and config.group_rm:
         raise BadPlugin(
             "answers are cached for single samples, but group_rm grades whole groups: set reward.cache or group_rm to "
             "false"
         )
-    return keeps
+    return is_stored
 
 
 # Options of `reward` that none of a run's graders reads: a user who set one expects an effect.
