@@ -71,7 +71,7 @@ class Outcome:
     """Parquet files to write, by name."""
     files: Sequence[OutputFile] = ()
     """Files that the body has already written into the attempt's folder."""
-    found: Sequence[Commit] = ()
+    selected: Sequence[Commit] = ()
     """Commits that the body read besides its arguments, of the steps in `finds`. They become inputs too."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Small results that later steps read, as JSON values."""
@@ -161,7 +161,7 @@ class DurableStep(Generic[Args]):
             step=self.name,
             shard=shard,
             attempt=attempt,
-            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.found}).items())),
+            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.selected}).items())),
             config_digest=config_digest,
             outputs=tuple(outcome.files),
             weight_version_in=outcome.weight_version_in,

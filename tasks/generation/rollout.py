@@ -228,20 +228,13 @@ def rollout(
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
         ended = pa.concat_tables(tables)
-        uncertain = {} if made is None else uncertain_effects(made)
-        samples = without_unused(whole_groups(ended, by_id, encode, uncertain))
+        samples, files = shard_files(ended, by_id, encode, made)
     run.response_lengths.add(samples)
     recovered_groups = len(errors) + usable
     aborted_rows = samples.filter(pc.field("status") == str(Status.ABORTED))
     aborted_groups = len(aborted_rows.column("group_id").unique())
-    images = image_table(groups)
-    call_files = {} if made is None else call_tables(made, samples)
     return Outcome(
-        tables={
-            "samples.parquet": samples.combine_chunks(),
-            **({} if images is None else {IMAGES_FILE: images}),
-            **call_files,
-        },
+        tables=files,
         values={
             "cursor": draw.cursor,
             "batch_invariant": engine.batch_invariant and (needed is None or cut_tokens is not None),
@@ -257,7 +250,7 @@ def rollout(
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **retold_metrics(run.config, samples),
-            **episode_metrics(samples, call_files.get(CALLS_FILE)),
+            **episode_metrics(samples, files.get(CALLS_FILE)),
             **failure_metrics(ended),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
@@ -274,6 +267,28 @@ def resumed_groups(
     """Return the places of the unfinished groups that part `part` of `parts` continues. The first `resumed` groups are
     dealt out evenly to all parts."""
     return unfinished_groups(run, earlier[-1])[:resumed][part::parts] if resumed else []
+
+
+def shard_files(
+    ended: pa.Table,
+    groups: Mapping[int, Group],
+    encode: Callable[[list[GeneratedSample]], pa.Table],
+    calls: pa.Table | None,
+) -> tuple[pa.Table, dict[str, pa.Table]]:
+    """Return all samples of a shard's groups (`whole_groups`), and the tables of its commit by file name.
+
+    Args:
+        ended: rows of the rollout table, for samples that ended or were aborted.
+        encode: encodes samples as such rows.
+        calls: rows of CALLS; None where nothing is recorded.
+    """
+    uncertain = {} if calls is None else uncertain_effects(calls)
+    samples = without_unused(whole_groups(ended, groups, encode, uncertain))
+    files = {"samples.parquet": samples.combine_chunks()}
+    images = image_table(groups.values())
+    if images is not None:
+        files[IMAGES_FILE] = images
+    return samples, files if calls is None else {**files, **call_tables(calls, samples)}
 
 
 def whole_groups(
