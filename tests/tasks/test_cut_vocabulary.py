@@ -53,8 +53,8 @@ def test_a_run_trains_within_what_was_kept_and_goes_on_after_a_kill_to_the_same_
         (rollout,) = [commit for commit in run.ledger.commits(1) if commit.step is Step.ROLLOUT]
         for row in run.read(rollout).to_pylist():
             assert len(row[KEPT.name]) == len(row["response_ids"])
-            assert all(token in kept for token, kept in zip(row["response_ids"], row[KEPT.name], strict=True))
-            assert all(1 <= len(kept) <= 40 for kept in row[KEPT.name])
+            assert all(token in support for token, support in zip(row["response_ids"], row[KEPT.name], strict=True))
+            assert all(1 <= len(support) <= 40 for support in row[KEPT.name])
         batch = train_batch(run, last_selection(run, 1), [rollout])
         assert batch.kept is not None
         (train,) = [commit for commit in run.ledger.commits(0) if commit.step is Step.TRAIN]
@@ -83,7 +83,9 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
             for commit in [commit for commit in run.ledger.commits(index) if commit.step is Step.ROLLOUT]:
                 for row in run.read(commit).to_pylist():
                     assert len(row[KEPT.name]) == len(row["response_ids"])
-                    assert all(token in kept for token, kept in zip(row["response_ids"], row[KEPT.name], strict=True))
+                    assert all(
+                        token in support for token, support in zip(row["response_ids"], row[KEPT.name], strict=True)
+                    )
                     before = parts.pop((row["group_id"], row["sample_index"]), None)
                     if before is not None:
                         assert row[KEPT.name][: len(before[KEPT.name])] == before[KEPT.name]
@@ -94,14 +96,14 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
 
 
 def test_the_column_says_what_was_kept_of_rows_that_were_sliced_joined_and_written_without_it() -> None:
-    kept = [SamplingSupport.of([[4, 2], [], [7]]), SamplingSupport.whole(0), SamplingSupport.of([[1]])]
+    supports = [SamplingSupport.of([[4, 2], [], [7]]), SamplingSupport.whole(0), SamplingSupport.of([[1]])]
     responses = [np.zeros(3), np.zeros(0), np.zeros(1)]
-    cut = pa.table({KEPT.name: support_column(kept)}, pa.schema([KEPT]))
+    cut = pa.table({KEPT.name: support_column(supports)}, pa.schema([KEPT]))
     without = pa.table({KEPT.name: pa.nulls(2, KEPT.type)}, pa.schema([KEPT]))
     joined = pa.concat_tables([without, cut.slice(2), cut.slice(0, 2)]).combine_chunks()
     found = sampling_supports(joined, [np.zeros(5), np.zeros(2), responses[2], responses[0], responses[1]])
     assert found is not None
-    expected = [SamplingSupport.whole(5), SamplingSupport.whole(2), kept[2], kept[0], kept[1]]
+    expected = [SamplingSupport.whole(5), SamplingSupport.whole(2), supports[2], supports[0], supports[1]]
     assert [(one.ids.tolist(), one.counts.tolist()) for one in found] == [
         (one.ids.tolist(), one.counts.tolist()) for one in expected
     ]
