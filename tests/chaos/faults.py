@@ -250,7 +250,7 @@ class Striker:
         strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
 
     def _give(self, command: Command) -> str:
-        """Run a command and return its result. Its error is recorded by the witness, and hidden from the struck step."""
+        """Run a command and return its result. The witness records its error, which the struck step does not see."""
         try:
             return give(command, self._store_url, self._run)
         except Exception as error:
