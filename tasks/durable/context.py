@@ -225,8 +225,10 @@ class RunContext(RecordedRun):
         self.replays = ReplayTally()
         """Replays of train steps."""
         self._fleet = fleet
-        self._benchmarks = benchmarks
-        self._graders = graders
+        self.benchmarks = benchmarks
+        """Prompts of each benchmark, by its name."""
+        self.graders = graders
+        """Grader of each benchmark by its name, and of the training samples by None."""
         self._drawing = threading.Lock()
         self._draws: dict[str, Draw[PromptRow]] = {}
         """The newest draw, by the digest of its arguments."""
@@ -252,15 +254,7 @@ class RunContext(RecordedRun):
     @property
     def grader(self) -> Grading:
         """The grader of the training samples."""
-        return self._graders[None]
-
-    def benchmark_data(self, name: str) -> PromptData:
-        """Return the prompts of a benchmark."""
-        return self._benchmarks[name]
-
-    def benchmark_grader(self, name: str) -> Grading:
-        """Return the grader of a benchmark."""
-        return self._graders[name]
+        return self.graders[None]
 
     def draw(
         self, cursor: JsonValue, count: int, without: Sequence[int] = (), earlier: Sequence[Commit] = ()

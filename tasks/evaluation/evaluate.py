@@ -108,11 +108,9 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     graded."""
     run, version, started_at = step.run, version_of(weights), time.time()
     benchmark = next(b for b in run.config.eval.benchmarks if b.name == name)
-    grader = run.benchmark_grader(name)
+    grader = run.graders[name]
     # The random draws are equal at every evaluation, so differences come from the weights.
-    questions = own_questions(
-        run.config, benchmark, run.benchmark_data(name), graded_by=f"{grader.name} {grader.version}"
-    )
+    questions = own_questions(run.config, benchmark, run.benchmarks[name], graded_by=f"{grader.name} {grader.version}")
     key = _key(run, weights, questions)
     values, call_files, graded = {"benchmark": name}, dict[str, pa.Table](), list[Graded]()
     with ExitStack() as claims:

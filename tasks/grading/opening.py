@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from cairn.configs.kinds import REWARD, declared
 from cairn.configs.plugins import BadPlugin
@@ -20,25 +20,14 @@ from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, GraderPool
 from cairn.tasks.rewards.grader import OUTSIDE, Graded, Grading, NamedGrader, Rememberable
 from cairn.tasks.rewards.sample import Sample
 
-# A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
+Wrapped = TypeVar("Wrapped", bound=Grading)
 
 
-class CachedGrader:
-    """A wrapper of a grader that stores its answers and uses them again. Equal samples share an answer. Thread-safe."""
+class _Wrapper(Generic[Wrapped]):
+    """A grader that calls another one, and has its name and version."""
 
-    by_group = False
-    sees_tokens = True  # by which an answer is found
-
-    def __init__(self, grader: Rememberable, store: Store, at_a_time: int, reward_key: str) -> None:
-        """Open the stored answers of the grader.
-
-        Args:
-            at_a_time: samples after which the answers of a grader in processes are written.
-            reward_key: the entry of an answer that is its reward; a part of the key of the stored answers.
-        """
+    def __init__(self, grader: Wrapped) -> None:
         self._grader = grader
-        self._at_a_time = at_a_time
-        self._answers = Answers(store, grader.name, f"{grader.version} {reward_key}")
 
     @property
     def name(self) -> str:
@@ -51,14 +40,39 @@ class CachedGrader:
         return self._grader.version
 
     @property
-    def sees_whole_samples(self) -> bool:
-        """Whether the grader sees whole samples."""
-        return self._grader.sees_whole_samples
-
-    @property
     def sees_messages(self) -> bool:
         """Whether the grader sees messages."""
         return self._grader.sees_messages
+
+    def close(self) -> None:
+        """Close the grader."""
+        self._grader.close()
+
+
+# A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
+
+
+class CachedGrader(_Wrapper[Rememberable]):
+    """A wrapper of a grader that stores its answers and uses them again. Equal samples share an answer. Thread-safe."""
+
+    by_group = False
+    sees_tokens = True  # by which an answer is found
+
+    def __init__(self, grader: Rememberable, store: Store, at_a_time: int, reward_key: str) -> None:
+        """Open the stored answers of the grader.
+
+        Args:
+            at_a_time: samples after which the answers of a grader in processes are written.
+            reward_key: the entry of an answer that is its reward; a part of the key of the stored answers.
+        """
+        super().__init__(grader)
+        self._at_a_time = at_a_time
+        self._answers = Answers(store, grader.name, f"{grader.version} {reward_key}")
+
+    @property
+    def sees_whole_samples(self) -> bool:
+        """Whether the grader sees whole samples."""
+        return self._grader.sees_whole_samples
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
         """Grade a batch: see `Grading.grade`.
@@ -92,10 +106,6 @@ class CachedGrader:
                 new = self._ask([by_question[question][0] for question in left], store_answer)
             graded |= dict(zip(left, new, strict=True))
         return [graded[question] for question in questions]
-
-    def close(self) -> None:
-        """Close the grader."""
-        self._grader.close()
 
     def _question(self, sample: Sample, grader: str, version: str) -> str:
         """Return the digest of what the grader sees of a sample; where the row names its own grader, of that grader
@@ -142,7 +152,7 @@ def _hashed_fields(sample: Sample) -> dict[str, Any]:
 # Rewards that a generate function written for slime returns with its samples, in place of the grader's, as in slime.
 
 
-class ReturnedRewards:
+class ReturnedRewards(_Wrapper[Grading]):
     """A wrapper of a grader that uses the rewards which a generate function returned, and calls the grader for the
     others.
 
@@ -156,23 +166,8 @@ class ReturnedRewards:
 
     def __init__(self, grader: Grading, tokenizer: Callable[[], Any]) -> None:
         """Wrap a grader. `tokenizer` returns the tokenizer of the model."""
-        self._grader = grader
+        super().__init__(grader)
         self._tokenizer = tokenizer
-
-    @property
-    def name(self) -> str:
-        """Name of the grader."""
-        return self._grader.name
-
-    @property
-    def version(self) -> str:
-        """Version of the grader."""
-        return self._grader.version
-
-    @property
-    def sees_messages(self) -> bool:
-        """Whether the grader sees messages."""
-        return self._grader.sees_messages
 
     @property
     def by_group(self) -> bool:
@@ -190,10 +185,6 @@ class ReturnedRewards:
             _together([graded.get((i, k)) or Graded(reward, grader="generate") for k, reward in enumerate(rewards)])
             for i, rewards in enumerate(known)
         ]
-
-    def close(self) -> None:
-        """Close the grader."""
-        self._grader.close()
 
     def _known(self, sample: Sample) -> Sequence[float | None]:
         """Return the reward that was returned with each trajectory, or None."""
