@@ -25,6 +25,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -137,9 +138,7 @@ def generate_samples(
             generation.
         joined: returns the samples that were added to the engine since the last call.
     """
-    brought = newest or (lambda: weights)
     failures, casualties = step.run.failed_generations, step.run.casualties
-    unfinished = _Unfinished(enough)
     groups: dict[int, list[SampleRequest]] = defaultdict(list)
     for sample in calls.with_logged_calls(samples):
         groups[sample.group_id].append(sample)
@@ -148,95 +147,90 @@ def generate_samples(
             yield [GeneratedSample.failed(sample, error) for sample in groups.pop(id)]
     suspects = [id for id in groups if failures[step.name, id] >= TOGETHER]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
+    generation = _Generation(
+        step, engine, params, calls, interrupted, newest or (lambda: weights), joined, _Unfinished(enough)
+    )
     try:
-        in_turn = others[:: -1 if casualties.times(step.name) % 2 else 1]
-        how = (params, unfinished, calls, interrupted, joined)
-        yield from _together(step, engine, weights, brought, in_turn, *how)
+        yield from generation.together(weights, others[:: -1 if casualties.times(step.name) % 2 else 1])
         for id in suspects:
-            yield from _alone(step, engine, brought, groups[id], *how)
+            yield from generation.alone(groups[id])
     except (EngineDied, EngineTimeout) as error:
         place = Place(step.run.ledger.run, step.iteration, step.attempt.step, step.run.config.rollout.engine)
         raise type(error)(casualties.explain(step.name, error, rows, place)) from error
 
 
-def _together(
-    step: StepCall,
-    engine: Engine,
-    weights: Commit | None,
-    brought: Callable[[], Commit | None],
-    samples: Sequence[SampleRequest],
-    params: SamplingParams,
-    unfinished: _Unfinished,
-    calls: LoggedCalls,
-    interrupted: Callable[[], bool],
-    joined: Callable[[], Sequence[SampleRequest]],
-) -> Iterator[list[GeneratedSample]]:
-    if not samples or unfinished.is_enough or interrupted():
-        yield [GeneratedSample.aborted(sample) for sample in samples]
-        return
-    requests_by_key = {sample.key: sample for sample in samples}
-    unfinished.add(samples)
-    aborted = False
+@dataclass(frozen=True)
+class _Generation:
+    """Generation of a step's samples by one engine. See `generate_samples` for the fields."""
 
-    def take_joined() -> None:
-        others = joined()
-        unfinished.add(others)
-        requests_by_key.update({sample.key: sample for sample in others})
+    step: StepCall
+    engine: Engine
+    params: SamplingParams
+    calls: LoggedCalls
+    interrupted: Callable[[], bool]
+    newest: Callable[[], Commit | None]
+    joined: Callable[[], Sequence[SampleRequest]]
+    unfinished: _Unfinished
 
-    try:
-        for message in engine.generate_samples(samples, params, generate_function(step.run)):
-            if isinstance(message, Recorded):
-                calls.take(message, engine.acknowledge)
-                continue
-            calls.require_intact()
-            take_joined()
-            generated = [_usable(step.run, requests_by_key[sample.key], sample) for sample in message]
-            may_abort = aborted or interrupted()
-            for sample in generated:
-                versions = version_of(weights), version_of(brought())
-                _check(engine, requests_by_key[sample.key], sample, versions, may_abort=may_abort)
-                unfinished.take(sample)
-            yield generated
-            if unfinished.is_enough and unfinished.groups and not aborted:
-                aborted = True
-                engine.abort()
-        take_joined()
-        generate_function(step.run)  # read before and after: so it is what was run
-        if unfinished.groups:
-            lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
-            raise EngineError(f"{engine.name} returned fewer samples than requested: {lost} are missing")
-    except GenerationFailed:
-        step.run.failed_generations.update((step.name, id) for id in unfinished.groups)
-        raise
-    except (EngineDied, EngineTimeout) as error:
-        step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
-        raise
+    def together(self, weights: Commit | None, samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+        """Generate samples in one call of the engine."""
+        step, engine, unfinished = self.step, self.engine, self.unfinished
+        if not samples or unfinished.is_enough or self.interrupted():
+            yield [GeneratedSample.aborted(sample) for sample in samples]
+            return
+        requests_by_key = {sample.key: sample for sample in samples}
+        unfinished.add(samples)
+        aborted = False
 
+        def take_joined() -> None:
+            others = self.joined()
+            unfinished.add(others)
+            requests_by_key.update({sample.key: sample for sample in others})
 
-def _alone(
-    step: StepCall,
-    engine: Engine,
-    brought: Callable[[], Commit | None],
-    group: Sequence[SampleRequest],
-    params: SamplingParams,
-    unfinished: _Unfinished,
-    calls: LoggedCalls,
-    interrupted: Callable[[], bool],
-    joined: Callable[[], Sequence[SampleRequest]],
-) -> Iterator[list[GeneratedSample]]:
-    with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
-        weights = brought()
-        serve(step.run, engine, weights)
-        how = (params, unfinished, calls, interrupted, joined)
         try:
-            generated = list(_together(step, engine, weights, brought, group, *how))
-        except GenerationFailed as error:
-            if step.run.failed_generations[step.name, group[0].group_id] < TOGETHER + ALONE:
-                raise
-            generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
-            unfinished.give_up(group[0].group_id)
-            serve(step.run, engine, brought())
-    yield from generated
+            for message in engine.generate_samples(samples, self.params, generate_function(step.run)):
+                if isinstance(message, Recorded):
+                    self.calls.take(message, engine.acknowledge)
+                    continue
+                self.calls.require_intact()
+                take_joined()
+                generated = [_usable(step.run, requests_by_key[sample.key], sample) for sample in message]
+                may_abort = aborted or self.interrupted()
+                for sample in generated:
+                    versions = version_of(weights), version_of(self.newest())
+                    _check(engine, requests_by_key[sample.key], sample, versions, may_abort=may_abort)
+                    unfinished.take(sample)
+                yield generated
+                if unfinished.is_enough and unfinished.groups and not aborted:
+                    aborted = True
+                    engine.abort()
+            take_joined()
+            generate_function(step.run)  # read before and after: so it is what was run
+            if unfinished.groups:
+                lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
+                raise EngineError(f"{engine.name} returned fewer samples than requested: {lost} are missing")
+        except GenerationFailed:
+            step.run.failed_generations.update((step.name, id) for id in unfinished.groups)
+            raise
+        except (EngineDied, EngineTimeout) as error:
+            step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
+            raise
+
+    def alone(self, group: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+        """Generate the samples of a suspect."""
+        run, group_id = self.step.run, group[0].group_id
+        with run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
+            weights = self.newest()
+            serve(run, self.engine, weights)
+            try:
+                generated = list(self.together(weights, group))
+            except GenerationFailed as error:
+                if run.failed_generations[self.step.name, group_id] < TOGETHER + ALONE:
+                    raise
+                generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
+                self.unfinished.give_up(group_id)
+                serve(run, self.engine, self.newest())
+        yield from generated
 
 
 def generate_function(run: RunContext) -> GenerateFunction:
