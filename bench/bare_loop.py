@@ -177,10 +177,10 @@ class BareLoop:
         self.cursor = 0
         for engine in self.engines:
             engine.wait_until_up()
-        self.beside = ThreadPoolExecutor(1)
+        self.collector = ThreadPoolExecutor(1)
         """Executes work while the caller's thread trains."""
         if apart is not None:  # engines and graders are where this process was
-            self.beside.submit(os.sched_setaffinity, 0, {apart[0]}).result()
+            self.collector.submit(os.sched_setaffinity, 0, {apart[0]}).result()
             os.sched_setaffinity(0, {apart[1]})
 
     def iterate(self, index: int) -> Iteration:
@@ -196,11 +196,11 @@ class BareLoop:
         than without overlap. At the end the engines serve the last weights."""
         total = self.config.rollout.num_rollout
         weights: Weights | None = None
-        collecting = self.beside.submit(self._collect, 0)
+        collecting = self.collector.submit(self._collect, 0)
         for index in range(total):
             collected = collecting.result()
             if index + 1 < total:
-                collecting = self.beside.submit(self._collect, index + 1, weights)
+                collecting = self.collector.submit(self._collect, index + 1, weights)
             iteration, weights = self._learn(index, collected)
             yield iteration
         if weights is not None:
@@ -307,7 +307,7 @@ class BareLoop:
 
     def close(self) -> None:
         """End all processes."""
-        self.beside.shutdown()
+        self.collector.shutdown()
         self.grader.close()
         for engine in self.engines:
             engine.close()

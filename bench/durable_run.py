@@ -91,8 +91,8 @@ def durable_run(
         scored = f"{RUN}@{score_every - 1}:{config.rollout.num_rollout - 1}"
         names = [benchmark.name for benchmark in config.eval.benchmarks]
         command = [*pinned, CAIRN, "eval", scored, *names, "--every", str(score_every), "--store", store, "--json"]
-        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=DEADLINE)
-        found = {(one["benchmark"], one["origin"]["iteration"] + 1): one["metrics"] for one in json.loads(told.stdout)}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=DEADLINE)
+        found = {(one["benchmark"], one["origin"]["iteration"] + 1): one["metrics"] for one in json.loads(done.stdout)}
         points = {name: {done: m["score"] for (of, done), m in found.items() if of == name} for name in names}
         return replace(
             outcome,

@@ -81,9 +81,9 @@ class NoRecorder:
     records, replaying, awaited, acting = True, False, None, False
 
     async def answer(
-        self, asked: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], **options: bool
+        self, call: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], **options: bool
     ) -> CallRecord:
-        return await do(asked)
+        return await do(call)
 
 
 async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
@@ -171,13 +171,13 @@ class Episodes:
         attempt = self._ledger.attempt(next(self._times), Step.ROLLOUT, "00-000")  # which has nothing to go on from
         before, began, records, ended = self._cpu(), time.perf_counter(), 0, 0
         with CallLog(attempt, way, encode=call_table) as log, self._most() as most:
-            for told in self._samples.generate(samples, self._params, self._function):
-                if isinstance(told, Recorded):
-                    records += len(told.records)
-                    log.append(*told.records)
+            for message in self._samples.generate(samples, self._params, self._function):
+                if isinstance(message, Recorded):
+                    records += len(message.records)
+                    log.append(*message.records)
                 else:
-                    ended += len(told)
-                    wrong = [sample.error for sample in told if sample.error is not None]
+                    ended += len(message)
+                    wrong = [sample.error for sample in message if sample.error is not None]
                     assert not wrong, wrong[0]
         assert ended == count
         seconds = time.perf_counter() - began
@@ -237,14 +237,14 @@ def main() -> None:
     for way in WAYS:
         seconds = [one.seconds for one in found[way]]
         middle = statistics.median(seconds)
-        held = max(one.megabytes for one in found[way]) - idle
+        resident = max(one.megabytes for one in found[way]) - idle
         table.add_row(
             f"{way} records",
             f"{middle:.2f}",
             f"{min(seconds):.2f} – {max(seconds):.2f}",
             f"{statistics.median(one.cpu for one in found[way]):.2f}",
             f"{arguments.open / middle:.0f}",
-            f"{held / arguments.open:.3f}",
+            f"{resident / arguments.open:.3f}",
         )
     console = Console()
     console.print(table)

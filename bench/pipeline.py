@@ -151,10 +151,10 @@ def bare(recipe: str, overrides: list[str], seed: int, cores: Cores, *, apart: b
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         options = [word for option in overrides for word in ("--set", option)]
-        given = [recipe, "--seeds", str(seed), "--json", str(found), *options]
+        arguments = [recipe, "--seeds", str(seed), "--json", str(found), *options]
         if cores and apart:
-            given += ["--apart", *map(str, cores)]
-        command = [*pinned(cores), sys.executable, "-m", "bench.bare_loop", *given]
+            arguments += ["--apart", *map(str, cores)]
+        command = [*pinned(cores), sys.executable, "-m", "bench.bare_loop", *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=DEADLINE)
         (outcome,) = json.loads(found.read_text())
     steps = [iteration["seconds"] for iteration in outcome["iterations"]]
@@ -272,12 +272,12 @@ def main() -> None:
 
     found: dict[str, dict[int, Outcome]] = {name: {} for name in arguments.modes}
     failed = []
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.pairs) as beside:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.pairs) as pool:
         if arguments.hidden is not None:
             model.append(f"model.path={widened(arguments.recipe, arguments.set, arguments.hidden, folder)}")
         runs = {}
         for name, seed in [(name, seed) for seed in arguments.seeds for name in found]:
-            runs[beside.submit(measure, name, seed)] = name, seed
+            runs[pool.submit(measure, name, seed)] = name, seed
             if len(runs) < arguments.pairs:
                 time.sleep(STAGGER)
         for run in as_completed(runs):

@@ -150,12 +150,12 @@ class _Engine:
         seconds, self.now = to - self.now, to
         if not self.open and not self.stalled:
             return
-        held = min(seconds, self.stalled)
-        self.stalled -= held
-        self.busy += held
+        waiting = min(seconds, self.stalled)
+        self.stalled -= waiting
+        self.busy += waiting
         if self.open:
-            self.busy += seconds - held
-            self.steps += (seconds - held) / self._step()
+            self.busy += seconds - waiting
+            self.steps += (seconds - waiting) / self._step()
 
     def fill(self, version: int) -> None:
         """Start waiting samples while there are free slots."""
@@ -423,9 +423,9 @@ def _least_squares(columns: Sequence[np.ndarray], wanted: Sequence[float]) -> tu
     matrix, target = np.stack(columns, 1), np.asarray(wanted, float)
     found = np.linalg.lstsq(matrix, target, rcond=None)[0]
     if (found < 0).any():
-        kept = int(np.argmax(found))
+        best = int(np.argmax(found))
         found = np.zeros(len(columns))
-        found[kept] = matrix[:, kept] @ target / (matrix[:, kept] @ matrix[:, kept])
+        found[best] = matrix[:, best] @ target / (matrix[:, best] @ matrix[:, best])
     return tuple(float(value) for value in found)
 
 

@@ -194,8 +194,8 @@ def main() -> None:
         return
     shares, alone = defaultdict(list), defaultdict(list)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
-        given = [folder, arguments.recipe, *(word for option in arguments.set for word in ("--set", option))]
-        given += ["--smoke"] if arguments.smoke else []
+        words = [folder, arguments.recipe, *(word for option in arguments.set for word in ("--set", option))]
+        words += ["--smoke"] if arguments.smoke else []
         api_url = None
         if arguments.outlived:
             from cairn.flows.orchestration.server import Server
@@ -205,12 +205,12 @@ def main() -> None:
             server.wait_ready()
             api_url = server.api_url
             os.environ["RAY_AUTH_MODE"] = "disabled"  # a token would have to be in the home folder
-            given += ["--set", f"fleet.ray_address={stack.enter_context(ray_head())}"]
-        driver = Driver(given, api_url)
+            words += ["--set", f"fleet.ray_address={stack.enter_context(ray_head())}"]
+        driver = Driver(words, api_url)
         try:
             for turn in range(arguments.rounds):
                 say(f"round {turn + 1} of {arguments.rounds}")
-                one_share, one_alone, driver = one_round(given, driver)
+                one_share, one_alone, driver = one_round(words, driver)
                 for name, seconds in one_share.items():
                     shares[name].append(seconds)
                 for name, seconds in one_alone.items():

@@ -258,16 +258,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=200, help="of a response, the median")
-    given = parse(parser, samples=2000, tokens=20)
+    options = parse(parser, samples=2000, tokens=20)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_run(folder, given.samples, given.tokens)
+        write_run(folder, options.samples, options.tokens)
         seconds, memory = report(folder)
         quick, _ = report(folder, "--no-verify")
         size = (folder / "long.html").stat().st_size
         say("written; opening it")
         found = {
-            "samples": given.samples,
+            "samples": options.samples,
             "seconds_to_write": seconds,
             "seconds_without_verification": quick,
             "peak_memory_bytes": memory,
@@ -275,13 +275,13 @@ def main() -> None:
             **browse(folder / "long.html"),
         }
     print(
-        f"{given.samples:,} samples: written in {seconds:.1f} s ({quick:.1f} s without verification, "
+        f"{options.samples:,} samples: written in {seconds:.1f} s ({quick:.1f} s without verification, "
         f"{memory / 1e9:.1f} GB of memory), {size / 1e6:.1f} MB; in the browser curves after {found['curves']:.1f} s, "
         f"all samples after {found['ready']:.1f} s, search {found['search']:.1f} s, sort {found['sort']:.1f} s, "
         f"{found['heap_bytes'] / 1e6:.0f} MB of JavaScript's memory"
     )
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

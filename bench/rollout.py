@@ -147,8 +147,8 @@ def seconds_of_products(model: PreTrainedModel, rows: int) -> float:
     weights = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
     start = time.process_time()
-    for given, weight in zip(inputs, weights, strict=True):
-        torch.nn.functional.linear(given, weight)
+    for data, weight in zip(inputs, weights, strict=True):
+        torch.nn.functional.linear(data, weight)
     return time.process_time() - start
 
 
@@ -187,7 +187,7 @@ def measure(model: PreTrainedModel, path: Path, workload: str, batch_size: int, 
                 speeds[side].append(tokens / (time.process_time() - start))
         if turn and workload == "fixed":
             limits.append(limits_of(model, requests))
-    ratios = [own / theirs for own, theirs in zip(speeds["engine"], speeds["generate"], strict=True)]
+    ratios = [own / reference for own, reference in zip(speeds["engine"], speeds["generate"], strict=True)]
     medians = {side: statistics.median(values) for side, values in speeds.items()}
     shares = [
         statistics.median(own / limit for own, limit in zip(speeds["engine"], each, strict=True))

@@ -62,19 +62,19 @@ class Calls:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Intercept every call of this process while the block runs."""
-        asked, asked_async = httpx.Client.send, httpx.AsyncClient.send
+        original, original_async = httpx.Client.send, httpx.AsyncClient.send
         submit, wait = Callee.call, Call.result
         calls = self
 
         def send(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
             began = time.perf_counter()
-            response = asked(client, request, **options)
+            response = original(client, request, **options)
             calls.add("Prefect", _of(request), began)
             return response
 
         async def send_async(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
             began = time.perf_counter()
-            response = await asked_async(client, request, **options)
+            response = await original_async(client, request, **options)
             calls.add("Prefect", _of(request), began)
             return response
 

@@ -131,9 +131,9 @@ def main() -> None:
                 say(f"hidden {hidden}, {samples} samples")
                 found = measure(engine, samples, arguments.rounds)
                 results.append({"hidden": hidden, "samples": samples, **found})
-                ours, theirs = found["engine"]["tokens/s"], found["client"]["tokens/s"]
-                ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-                speeds = [f"{statistics.median(values):,.0f}" for values in (ours, theirs)]
+                own, bare = found["engine"]["tokens/s"], found["client"]["tokens/s"]
+                ratio = statistics.median(a / b for a, b in zip(own, bare, strict=True))
+                speeds = [f"{statistics.median(values):,.0f}" for values in (own, bare)]
                 cpu = [f"{statistics.median(found[side]['cpu ms']):.2f}" for side in found]
                 table.add_row(str(hidden), str(samples), *speeds, f"{ratio:.3f}", *cpu)
             engine.close()

@@ -84,8 +84,8 @@ def main() -> None:
         if not (folder / "runs" / RUN).exists():
             say(f"writing {arguments.iterations * arguments.samples:,} samples")
             write(folder, config_of(arguments.iterations), arguments.iterations, arguments.samples, arguments.tokens)
-        asked = dict(islice(QUESTIONS.items(), arguments.questions))
-        found = measure(asked, folder, Path(scratch), arguments.iterations - 1, arguments.rounds)
+        questions = dict(islice(QUESTIONS.items(), arguments.questions))
+        found = measure(questions, folder, Path(scratch), arguments.iterations - 1, arguments.rounds)
     table = Table("question", *next(iter(found.values())))
     for question, seconds in found.items():
         table.add_row(question, *(f"{value:.2f}" for value in seconds.values()))

@@ -68,9 +68,9 @@ def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[st
         say(f"turn {turn} of {rounds}")
         for name in TRANSPORTS if turn % 2 else reversed(TRANSPORTS):
             began = time.perf_counter()
-            stored = transports[name].store(0)
+            publication = transports[name].store(0)
             engine.call(UPDATING, RolloutEngine.begin_weight_update, 0).result()
-            transports[name].send(0, stored, engine)
+            transports[name].send(0, publication, engine)
             engine.call(UPDATING, RolloutEngine.end_weight_update).result()
             if turn:
                 seconds[name].append(time.perf_counter() - began)

@@ -171,9 +171,9 @@ def compare_engines(config: RunConfig, rounds: int) -> dict[str, Any]:
             say(f"engines, round {index + 1} of {rounds}")
         trl.finish()
         before = load_file(Path(config.model.path) / "model.safetensors")
-        theirs = load_file(Path(folder) / "model.safetensors")
-    ours = {name: tensor for bucket in cairn.trainer.export_weights(1 << 30) for name, tensor in bucket.items()}
-    distance = _distance(ours, theirs) / _distance(ours, before)
+        peer = load_file(Path(folder) / "model.safetensors")
+    own = {name: tensor for bucket in cairn.trainer.export_weights(1 << 30) for name, tensor in bucket.items()}
+    distance = _distance(own, peer) / _distance(own, before)
     if distance > TOLERANCE:
         raise SystemExit(f"the two sides trained differently: their weights lie {distance:.1%} of the way apart")
     return {name: [asdict(step) for step in taken] for name, taken in steps.items()} | {"distance": distance}
@@ -217,12 +217,12 @@ def print_engines(console: Console, found: dict[str, Any]) -> None:
         cells = []
         for clock in ("cpu", "wall"):
             # The row `iteration` includes Cairn's sync. The sync has no row of its own, because TRL has only one model.
-            ours, theirs = (
+            own, peer = (
                 [sum(step[clock].values()) if part == "iteration" else step[clock][part] for step in sides[name]]
                 for name in ("cairn", "trl")
             )
-            ratio = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
-            cells += [f"{statistics.median(ours):.3f}", f"{statistics.median(theirs):.3f}", f"{ratio:.2f}"]
+            ratio = statistics.median(their / our for our, their in zip(own, peer, strict=True))
+            cells += [f"{statistics.median(own):.3f}", f"{statistics.median(peer):.3f}", f"{ratio:.2f}"]
         table.add_row(part, *cells)
     console.print(table)
     tokens = {name: statistics.mean(step["tokens"] for step in steps) for name, steps in sides.items()}
@@ -237,7 +237,7 @@ def print_durable(console: Console, seconds: dict[str, list[float]]) -> None:
     table = Table("durable runs, two cores", "median wall s", "range", *(f"× {name}" for name in PIPELINES))
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     for name, taken in seconds.items():
-        ratios = [f"{medians[name] / medians[ours]:.2f}" for ours in PIPELINES]
+        ratios = [f"{medians[name] / medians[pipeline]:.2f}" for pipeline in PIPELINES]
         table.add_row(name, f"{medians[name]:.3f}", f"{min(taken):.3f} – {max(taken):.3f}", *ratios)
     console.print(table)
 

@@ -99,19 +99,19 @@ class TrlProcess:
             drawn: the prompts of all steps, in order.
             folder: receives the trained model.
         """
-        ours, theirs = Pipe()
+        near, far = Pipe()
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRL_EXPERIMENTAL_SILENCE": "1"}
-        self._connection = ours
+        self._connection = near
         self._prompt_ids = iter([list(row.prompt_ids) for row in drawn.rows])
         self._process = subprocess.Popen(
-            [ENVIRONMENT / "bin" / "python", "-m", "bench.trl_worker", str(theirs.fileno())],
+            [ENVIRONMENT / "bin" / "python", "-m", "bench.trl_worker", str(far.fileno())],
             cwd=ROOT,
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[far.fileno()],
         )
-        theirs.close()
+        far.close()
         steps = len(drawn.rows) // config.rollout.rollout_batch_size
-        ours.send(
+        near.send(
             {
                 "model": str(Path(config.model.path).resolve()),
                 "prompts": [row.prompt_text for row in drawn.rows],

@@ -56,7 +56,7 @@ def roll_out(prompts: list[str], trainer: MeteredTrainer) -> dict[str, Any]:
     responses, _ = trainer._generate_single_turn(trainer.prompt_ids, images, others, trainer.num_generations)
     trainer.meter.mark("generation")
     trainer.tokens = sum(map(len, responses))
-    return {"prompt_ids": trainer.prompt_ids, "completion_ids": trainer.given or responses, "logprobs": None}
+    return {"prompt_ids": trainer.prompt_ids, "completion_ids": trainer.supplied or responses, "logprobs": None}
 
 
 class OnCommand(TrainerCallback):
@@ -66,7 +66,7 @@ class OnCommand(TrainerCallback):
         self._trainer = trainer
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer.given = self._trainer.connection.recv()
+        self._trainer.supplied = self._trainer.connection.recv()
         self._trainer.meter = Meter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

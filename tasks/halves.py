@@ -20,7 +20,8 @@ from cairn.tasks.trainer.sync import publish
 
 
 def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = None) -> list[Step]:
-    """Return the steps of an iteration's half `learn`, in order. Weights that nobody samples from are not published.
+    """Return the steps of an iteration's half `learn`, in order. Weights that no engine samples from are not
+    published.
 
     Args:
         scored: whether there is a score step. None queries the algorithm, which may be user code.

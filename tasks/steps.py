@@ -61,29 +61,34 @@ def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) ->
     Reads every commit. `inputs`: digests by the names of the manifest's; those left out count as unchanged.
     """
     terms = ledger.terms
-    given = {name: inputs.get(name, digest) for name, digest in terms.inputs.items()}
+    new_inputs = {name: inputs.get(name, digest) for name, digest in terms.inputs.items()}
     recorded = from_manifest(terms.config)
-    reasons = {name: _changed(step, recorded, config, terms.inputs, given) for name, step in steps_of(recorded).items()}
+    steps = steps_of(recorded).items()
+    reasons = {name: _changed(step, recorded, config, terms.inputs, new_inputs) for name, step in steps}
     if not any(reasons.values()):
         return []
-    found: dict[str, StaleStep] = {}
+    stale: dict[str, StaleStep] = {}
     for iteration in ledger.iterations():
         if iteration < ledger.first_iteration:
             continue
         for commit in causal_order(ledger.commits(iteration)):
-            why = reasons[commit.step] or [i for i in commit.inputs if i in found]
+            why = reasons[commit.step] or [i for i in commit.inputs if i in stale]
             if why:
-                found[commit.name] = (iteration, str(commit.step), commit.shard, ", ".join(why))
-    return list(found.values())
+                stale[commit.name] = (iteration, str(commit.step), commit.shard, ", ".join(why))
+    return list(stale.values())
 
 
 def _changed(
-    step: DurableStep[Any], recorded: RunConfig, given: RunConfig, inputs: Mapping[str, str], others: Mapping[str, str]
+    step: DurableStep[Any],
+    recorded: RunConfig,
+    config: RunConfig,
+    inputs: Mapping[str, str],
+    new_inputs: Mapping[str, str],
 ) -> list[str]:
     """Return the names of the inputs of a step that differ."""
-    options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), given.model_dump(mode="json"))]
-    reads = reads_under(given, step.options)
+    options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), config.model_dump(mode="json"))]
+    reads = reads_under(config, step.options)
     fields = [option for option in options if is_covered(option, reads)]
     read = [*step.externals, *step.plugins, *(f"{option}:modules" for option in step.plugins)]
-    differing = [name.partition(":")[0] for name in read if inputs.get(name) != others.get(name)]
+    differing = [name.partition(":")[0] for name in read if inputs.get(name) != new_inputs.get(name)]
     return fields + list(dict.fromkeys(differing))

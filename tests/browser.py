@@ -1,7 +1,7 @@
 """A real browser for tests: headless Chromium from Debian's packages, driven by Playwright.
 
 The browser that is on the PATH is taken, else `chromium-headless-shell` is downloaded with apt (about 60 MB), unpacked
-into a folder that is kept, and run from there. Needs Debian or Ubuntu where none is installed; needs no root rights.
+into a folder that stays, and run from there. Needs Debian or Ubuntu where none is installed; needs no root rights.
 
     def test_the_page_says_hello(browser: Browser) -> None:
         with visit(browser, "http://127.0.0.1:8000/") as visited:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 PACKAGES = Path(__file__).parents[1] / "build" / "chromium"
-"""Where the unpacked packages are kept."""
+"""Folder of the unpacked packages."""
 _NAMES = ["chromium-headless-shell", "fonts-inter", "fonts-dejavu-core"]
 _INSTALLED = ("chromium-headless-shell", "chromium", "google-chrome")
 _FONTS = (
@@ -48,11 +48,11 @@ class Visit:
     errors: list[str] = field(default_factory=list)
     """Messages of level error on its console, and exceptions that nothing caught."""
     requests: list[str] = field(default_factory=list)
-    """URLs that it asked for, its own among them."""
+    """URLs that it requested, its own among them."""
 
 
 def executable(folder: Path = PACKAGES) -> tuple[Path, dict[str, str]]:
-    """A Chromium and the environment that it needs. Raises RuntimeError where none is installed and apt has none."""
+    """Return a Chromium and its environment. Raises RuntimeError where none is installed and apt has none."""
     for name in _INSTALLED:
         if found := shutil.which(name):
             return Path(found), {}
@@ -102,7 +102,9 @@ def visit(browser: "Browser", url: str, **options: Any) -> Iterator[Visit]:
     context.set_default_timeout(_DEADLINE)
     try:
         visited = Visit(context.new_page())
-        visited.page.on("console", lambda said: visited.errors.append(said.text) if said.type == "error" else None)
+        visited.page.on(
+            "console", lambda message: visited.errors.append(message.text) if message.type == "error" else None
+        )
         visited.page.on("pageerror", lambda error: visited.errors.append(str(error)))
         visited.page.on("request", lambda request: visited.requests.append(request.url))
         visited.page.goto(url)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from cairn.flows.driver.signals import NOTICES
 from cairn.storage.ledger.leases import Lease
 
-# Ray's workers give way to every other process by default: a test beside them would starve them.
+# Ray's workers give way to every other process by default: a test next to them would starve them.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A busy machine is slow, and that is no failure.
@@ -35,7 +35,7 @@ pytest_plugins = [
 
 
 def pytest_sessionstart() -> None:
-    """Imports make no garbage, and what they make stays: it is never looked through."""
+    """Disable the garbage collector: imports make no garbage."""
     gc.disable()
 
 
@@ -45,9 +45,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_given_back() -> Iterator[None]:
-    """What engines in the test's own process leave: TorchScript never forgets a recording by itself, several megabytes
-    each, and hundreds of tests make one. What is left then is never looked through again."""
+def _release_memory() -> Iterator[None]:
+    """Release what engines in the test's own process leave. TorchScript never drops a recording by itself: several
+    megabytes each, and hundreds of tests make one. The garbage collector skips what is left then."""
     from tests.spare_engines import forget  # pytest imports its plugins itself
 
     yield
@@ -60,8 +60,8 @@ def _memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _signals_are_handled_as_before() -> Iterator[None]:
-    """A command that is called in the test's own process has them end that process."""
+def _restore_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers that commands install when they are called in the test's own process."""
     before = {signum: signal.getsignal(signum) for signum in (*NOTICES, signal.SIGINT)}
     yield
     for signum, handler in before.items():
@@ -70,8 +70,8 @@ def _signals_are_handled_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _leases_end_with_their_test() -> Iterator[None]:
-    """A lease that nobody gave back would be renewed every few seconds until the session ends."""
+def _end_leases() -> Iterator[None]:
+    """End leases that a test did not release: they would be renewed every few seconds until the session ends."""
     begun: list[Lease] = []
     begin = Lease.__init__
 

@@ -1,4 +1,4 @@
-"""Debian packages for a test, without installing anything: downloaded with apt and unpacked into a folder that is kept.
+"""Debian packages for a test, without installing anything: downloaded with apt and unpacked into a folder that stays.
 
 Needs Debian or Ubuntu; needs no root rights.
 """

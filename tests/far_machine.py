@@ -64,7 +64,7 @@ class Far:
                 process.kill()
 
     def join(self) -> psutil.Process:
-        """Start Ray there, as whoever runs the machine does when it is gone; returns its raylet."""
+        """Start Ray there, as an operator does when it is gone. Return its raylet."""
         for process in self.machine.processes():
             with suppress(psutil.NoSuchProcess):
                 if "start" in process.cmdline():

@@ -115,7 +115,7 @@ class FaultyProxy:
     def control(
         self, latency: float | None = None, rates: Mapping[str, float] | None = None, outage: float | None = None
     ) -> dict[str, int]:
-        """Take over the given settings; return the faults that have happened."""
+        """Apply these settings. Return the faults that have happened."""
         if latency is not None:
             self.latency = latency
         if rates is not None:

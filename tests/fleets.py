@@ -31,12 +31,12 @@ def send(fleet: Fleet, version: int, options: FleetConfig, lag: int = 0) -> None
     """Update every rollout engine by another transport than the fleet's own."""
     mapped = all(engine.maps_gpu_memory for engine in fleet.rollout)
     transport = transport_of(options, fleet.training, load_timeout=60, maps_gpu_memory=mapped, lag=lag)
-    stored = transport.store(version)
+    publication = transport.store(version)
     transport.keep({version})
     for engine in fleet.rollout:
         with engine.alone():
             engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
-            transport.send(version, stored, engine)
+            transport.send(version, publication, engine)
             engine.call(UPDATING, RolloutEngine.end_weight_update).result()
 
 

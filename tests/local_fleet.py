@@ -96,12 +96,12 @@ class Calls:
 
 
 def calls(generate: Generate) -> Callable[[], Stream]:
-    """What opens streams of calls of a function."""
+    """Return a function that opens streams of calls of `generate`."""
     return lambda: Calls(generate)
 
 
 def dying_after(fleet: "LocalFleet", completions: int) -> "LocalFleet":
-    """The driver is interrupted when its rollout engine has made so many, one at a time."""
+    """Interrupt the driver after so many completions of its rollout engine, one at a time."""
     engine, left = fleet.rollout[0], completions
     generate = engine.generate
 
@@ -118,15 +118,15 @@ def dying_after(fleet: "LocalFleet", completions: int) -> "LocalFleet":
 
 
 def dying_after_samples(fleet: "LocalFleet", count: int) -> "LocalFleet":
-    """The driver is interrupted when it has taken so many samples that ended, whatever order they ended in."""
+    """Interrupt the driver after so many samples have ended, in any order."""
     engine, left = fleet.rollout[0], count
     generate = engine.generate_samples
 
-    def dying(*given: Any) -> Iterator[list[GeneratedSample] | Recorded]:
+    def dying(*args: Any) -> Iterator[list[GeneratedSample] | Recorded]:
         nonlocal left
-        for told in generate(*given):
-            yield told
-            left -= 0 if isinstance(told, Recorded) else len(told)
+        for message in generate(*args):
+            yield message
+            left -= 0 if isinstance(message, Recorded) else len(message)
             if left <= 0:
                 raise KeyboardInterrupt
 
@@ -240,7 +240,7 @@ class LocalFleet:
         return self
 
     def close(self) -> None:
-        """Its rollout engines are not asked for anything any more."""
+        """Return its rollout engines to the spare ones."""
         for handle in self.rollout:
             give_back(handle.engine)
 

@@ -36,7 +36,7 @@ def why_not() -> str | None:
 
 
 def alone(name: str, folder: Path) -> list[str]:
-    """Words before a command that make it process 1 of a machine. `folder` is where a file of the machine's is kept."""
+    """Words before a command that make it process 1 of a machine. `folder`: for a file of the machine."""
     boot = folder / f"boot-of-{name}"
     boot.write_text(f"{name}\n")
     script = [
@@ -72,7 +72,7 @@ class Machine:
         return [*enter, "env", f"TMPDIR={TEMPORARY}", *command]
 
     def processes(self) -> list[psutil.Process]:
-        """All that run there."""
+        """Return all processes there."""
         found = []
         for process in psutil.process_iter():
             with suppress(OSError):
@@ -89,7 +89,7 @@ class Machine:
             stopped |= awake
 
     def wake(self) -> None:
-        """Let them go on, and nsenter, which stops with what it has started."""
+        """Resume them, and nsenter, which stops with what it has started."""
         for process in self.processes():
             parent = process.parent()
             process.resume()

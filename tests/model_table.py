@@ -1,5 +1,5 @@
 """The table of docs/models.md: a row an architecture, a column a check, each cell a measured value or the reason why
-there is none. Tests record cells, each under `build/models`; whoever records one writes the table of all there are."""
+there is none. Tests record cells, each under `build/models`; each record writes the table of all cells."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Check(StrEnum):
 
 
 def record(architecture: str, check: Check, cell: float | str) -> None:
-    """Keep what a test found: a measured value, or why it cannot be had."""
+    """Record a test's result: a measured value, or the reason why there is none."""
     text = cell if isinstance(cell, str) else f"{cell:.1e}"
     _replace(CELLS / architecture / f"{check.name.lower()}.json", json.dumps(text))
     _replace(TABLE, "\n".join(table()) + "\n")

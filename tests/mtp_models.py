@@ -34,14 +34,14 @@ NAMES = {
 
 
 def mtp_folder(name: str, folder: Path) -> Tensors:
-    """Write a model with such layers in bfloat16 beside weights in float32; returns the layers' tensors."""
+    """Write a model with such layers in bfloat16 and other weights in float32. Return the layers' tensors."""
     architecture({"mimo": "qwen2"}.get(name, name)).save(folder)
     if name == "mimo":
         set_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"])
-    kept = mtp_tensors(name)
+    layers = mtp_tensors(name)
     weights = load_file(folder / "model.safetensors")
-    save_file({**weights, **kept}, folder / "model.safetensors", metadata={"format": "pt"})
-    return kept
+    save_file({**weights, **layers}, folder / "model.safetensors", metadata={"format": "pt"})
+    return layers
 
 
 def mtp_tensors(name: str) -> Tensors:

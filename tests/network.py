@@ -2,7 +2,7 @@
 
     with host() as other:
         other.popen(["python", …])      # a process there, reached at other.there; it reaches this host at other.here
-        other.cut()                     # nothing gets through, and nobody is told
+        other.cut()                     # nothing gets through, without an error
         other.mend()
 
 Needs root, and `ip` and `tc` of iproute2.
@@ -33,16 +33,16 @@ class Host:
 
     def __init__(self) -> None:
         number = os.getpid() % 10000 * 8 + next(_numbers) % 8
-        self._name, self._ours, self._theirs = f"cairn-{number}", f"cairn{number}a", f"cairn{number}b"
+        self._name, self._near, self._far = f"cairn-{number}", f"cairn{number}a", f"cairn{number}b"
         # Link-local addresses: no route of this machine leads there.
         network = f"169.254.{100 + number % 100}"
         self.here, self.there = f"{network}.{1 + number % 50 * 4}", f"{network}.{2 + number % 50 * 4}"
         _ip("netns", "add", self._name)
-        _ip("link", "add", self._ours, "type", "veth", "peer", "name", self._theirs, "netns", self._name)
-        _ip("address", "add", f"{self.here}/30", "dev", self._ours)
-        _ip("link", "set", self._ours, "up")
-        self._inside("address", "add", f"{self.there}/30", "dev", self._theirs)
-        self._inside("link", "set", self._theirs, "up")
+        _ip("link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self._name)
+        _ip("address", "add", f"{self.here}/30", "dev", self._near)
+        _ip("link", "set", self._near, "up")
+        self._inside("address", "add", f"{self.there}/30", "dev", self._far)
+        self._inside("link", "set", self._far, "up")
         self._inside("link", "set", "lo", "up")
 
     def words(self, *command: str) -> list[str]:
@@ -54,12 +54,12 @@ class Host:
         return subprocess.Popen(self.words(*command), **options)
 
     def cut(self) -> None:
-        """Lose every packet, at both ends: nobody gets an answer, or an error."""
+        """Drop every packet at both ends, without an answer or an error."""
         for place, end in self._ends():
             _run("tc", *place, "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "0")
 
     def mend(self) -> None:
-        """Lose no more."""
+        """Drop no more packets."""
         for place, end in self._ends():
             _run("tc", *place, "qdisc", "delete", "dev", end, "root")
 
@@ -67,11 +67,11 @@ class Host:
         """Remove it, and with it what still runs there."""
         for pid in _ip("netns", "pids", self._name).split():
             os.kill(int(pid), 9)
-        _ip("link", "delete", self._ours)
+        _ip("link", "delete", self._near)
         _ip("netns", "delete", self._name)
 
     def _ends(self) -> list[tuple[list[str], str]]:
-        return [([], self._ours), (["-n", self._name], self._theirs)]
+        return [([], self._near), (["-n", self._name], self._far)]
 
     def _inside(self, *words: str) -> None:
         _ip("-n", self._name, *words)

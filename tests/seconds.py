@@ -1,4 +1,4 @@
-"""Where a session's seconds are: a report by file and by cause, kept shares, and a record of the long tiers.
+"""Where a session's seconds are: a report by file and by cause, enforced shares, and a record of the long tiers.
 
 Each test's time is split by cause: `import` (of modules), `compute` (this process's other CPU time), `children` (CPU
 time of processes that the test started and that have ended) and `wait` (the rest: servers, actors, ranks, sleeps). The
@@ -6,7 +6,7 @@ report names the ten largest files, and the tests whose deadline is less than te
 
 `--shares` fails a session in which a file takes more than `SHARE` of all tests' time and more than the share at which
 `tests/README.md` names it. Shares are of the session's own total, so they do not depend on how fast the machine is.
-Where others had nearly all of it they are not held: whichever file was running while it stood still is the largest.
+Where other processes had nearly all of it, shares are not enforced: the file that ran meanwhile would be the largest.
 
 `--record NAME` appends what ran to `tests/record.jsonl`: the tier, code version, time, cases, failures and seconds. A
 session that runs all of the quick tests reports which recorded tier is older than its budget of changes.
@@ -35,7 +35,7 @@ MARGIN = 1.5
 
 OWN = 0.25
 """Least part of a session's time that is not waiting, for its shares to say something: 0.77 on an idle machine with two
-cores, 0.43 on one core, 0.34 beside a load of 8."""
+cores, 0.43 on one core, 0.34 under a load of 8."""
 
 BUDGETS = {"all": 60, "ceph": 60}
 """Commits after which a tier's record is old."""
@@ -64,7 +64,7 @@ class Seconds:
             setattr(self, name, getattr(self, name) + value)
 
     def by_cause(self) -> tuple[float, ...]:
-        """Seconds of each of `_CAUSES`. Children beside a waiting test count for no more than its wait."""
+        """Seconds of each of `_CAUSES`. Children of a waiting test count for no more than its wait."""
         compute = max(0.0, self.own - self.imports)
         children = min(self.children, max(0.0, self.wall - self.imports - compute))
         return self.imports, compute, children, max(0.0, self.wall - self.imports - compute - children)
@@ -235,15 +235,17 @@ def named_shares(readme: str) -> dict[str, float]:
 def old_records() -> list[str]:
     """A sentence for each tier that did not pass within its budget of commits."""
     lines = [json.loads(line) for line in _RECORD.read_text().splitlines()] if _RECORD.exists() else []
-    said = []
+    sentences = []
     for tier, budget in BUDGETS.items():
-        held = next((line for line in reversed(lines) if line["tier"] == tier and not line["failed"]), None)
-        since = _git("rev-list", "--count", f"{held['commit']}..HEAD") if held else ""
+        last = next((line for line in reversed(lines) if line["tier"] == tier and not line["failed"]), None)
+        since = _git("rev-list", "--count", f"{last['commit']}..HEAD") if last else ""
         if not since:
-            said.append(f"no record of the tier '{tier}' for this history: run make test-all")
+            sentences.append(f"no record of the tier '{tier}' for this history: run make test-all")
         elif int(since) > budget:
-            said.append(f"the tier '{tier}' last passed {since} commits ago, more than {budget}: run make test-all")
-    return said
+            sentences.append(
+                f"the tier '{tier}' last passed {since} commits ago, more than {budget}: run make test-all"
+            )
+    return sentences
 
 
 def _deadline(item: pytest.Item) -> float:

@@ -1,7 +1,7 @@
 """Which architectures SGLang serves on a CPU: `python -m tests.sglang_architectures [NAME …]` starts a server for each,
 most of a minute each, and prints and records what it finds.
 
-The tests start those of `TESTED` alone. What was found of the others, and of those that it does not serve, is kept here
+The tests start those of `TESTED` alone. Results of the others, and of those that it does not serve, are recorded here
 and in `cairn.engines.rollout.sglang.problems`.
 """
 
@@ -43,11 +43,11 @@ def start(folder: Path, log: Path) -> SGLangEngine:
 
 def largest_difference(engine: SGLangEngine, folder: Path) -> float:
     """Between the server's log-probs and those of transformers in float32. Raises EngineError where it fails."""
-    asked: Sequence[GenerateRequest] = requests(max_new_tokens=12)
-    samples, model = by_id(engine.generate(asked)), load_causal_lm(folder, torch.float32)
+    sent: Sequence[GenerateRequest] = requests(max_new_tokens=12)
+    samples, model = by_id(engine.generate(sent)), load_causal_lm(folder, torch.float32)
     return max(
         float(abs(full_log_probs(model, one, samples[one.request_id]) - samples[one.request_id].log_probs).max())
-        for one in asked
+        for one in sent
     )
 
 

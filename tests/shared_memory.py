@@ -1,4 +1,4 @@
-"""Segments of shared memory that nobody uses any more."""
+"""Segments of shared memory that no process uses any more."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def watched_segments() -> Iterator[Callable[[], set[str]]]:
     """Yields what gives the segments that came up under the watch and were left behind: no living process has them
     mapped, and whoever made them is not known to live, nor to have been started by anybody but the body.
 
-    Other programs, a test beside this one among them, make and drop segments all the time.
+    Other programs, concurrent tests among them, make and drop segments all the time.
     """
     before, watch, ended = segments(), uuid.uuid4().hex, threading.Event()
     foreign: set[str] = set()

@@ -1,7 +1,7 @@
 """Rollout engines of a test's own process that begin as new ones do, without what takes a new one half a second.
 
 A model's decoding step is recorded once a module of tests, and tried once for whether samples depend on their company:
-an engine that nobody asks any more leaves its decoder to the next of the same model and size, which reads its weights
+an engine that is no longer used leaves its decoder to the next of the same model and size, which reads its weights
 from its folder as ever.
 """
 
@@ -29,7 +29,7 @@ _at_work: "list[TransformersEngine]" = []
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """What a test has made itself, and not a fixture of its, ends with it."""
+    """Release the engines that a test itself has made, not those of its fixtures."""
     _at_work.clear()
     yield
     while _at_work:
@@ -37,7 +37,7 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def engine_of(model_path: str, config: "RolloutConfig") -> "TransformersEngine":
-    """One that was tried."""
+    """Return an engine whose batch invariance was tested."""
     from cairn.engines.rollout.transformers import engine as module
 
     with patch.object(module, "Decoder", _decoder_of):
@@ -52,14 +52,14 @@ def engine_of(model_path: str, config: "RolloutConfig") -> "TransformersEngine":
 
 
 def forget() -> None:
-    """Make new ones from now on."""
+    """Drop all spare decoders and test results."""
     _at_work.clear()
     _spare.clear()
     _invariant.clear()
 
 
 def give_back(engine: "TransformersEngine") -> None:
-    """It is not asked for anything any more."""
+    """Make the decoder of an engine that is no longer used available to the next one."""
     if engine in _at_work:
         _at_work.remove(engine)
         decoder = copy(engine._decoder)  # which the engine may still forget
@@ -76,8 +76,8 @@ def _decoder_of(model: "PreTrainedModel", max_rows: int) -> "Decoder":
         return Decoder(model, max_rows)
     decoder = spare.pop()
     with torch.no_grad():
-        for held, loaded in zip(_tensors(decoder.model), _tensors(model), strict=True):
-            held.copy_(loaded)
+        for own, loaded in zip(_tensors(decoder.model), _tensors(model), strict=True):
+            own.copy_(loaded)
     decoder.forget()
     return decoder
 

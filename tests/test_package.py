@@ -48,8 +48,10 @@ def test_every_folder_with_code_is_a_package_that_the_project_names() -> None:
 def test_lint_refuses_the_bare_name_of_a_folder(room: str) -> None:
     bare = f"import {room}\nimport {room}.some\nfrom {room} import some\nfrom {room}.some import thing\n"
     ruff = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--output-format", "concise", "-"]
-    said = subprocess.run(ruff, input=bare + f"import cairn.{room}\n", cwd=ROOT, capture_output=True, text=True).stdout
-    assert [line.split(":")[1] for line in said.splitlines() if "TID251" in line] == ["1", "2", "3", "4"]
+    output = subprocess.run(
+        ruff, input=bare + f"import cairn.{room}\n", cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    assert [line.split(":")[1] for line in output.splitlines() if "TID251" in line] == ["1", "2", "3", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +69,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_holds_every_file_of_the_folders(wheel: Path) -> None:
-    held = {PurePath(name) for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
+    packed = {PurePath(name) for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
     wanted = {file if file.parts[0] == "cairn" else "cairn" / file for file in files()}
-    assert held == wanted
-    assert PurePath("cairn/engines/rollout/sglang/requirements.txt") in held
-    assert PurePath("cairn/configs/recipes/quickstart.yaml") in held
-    assert any(file.is_relative_to("cairn" / STAND_INS) for file in held)
+    assert packed == wanted
+    assert PurePath("cairn/engines/rollout/sglang/requirements.txt") in packed
+    assert PurePath("cairn/configs/recipes/quickstart.yaml") in packed
+    assert any(file.is_relative_to("cairn" / STAND_INS) for file in packed)
 
 
 @pytest.mark.slow

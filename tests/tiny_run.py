@@ -41,7 +41,7 @@ def grade(response, label, metadata):
 
 
 def write_assets(folder: Path) -> Path:
-    """Model, data and grader of the tiny run."""
+    """Write model, data and grader of the tiny run."""
     tokenizer = build_tokenizer(PROMPTS)
     tokenizer.save_pretrained(folder / "model")
     build_model(tokenizer, seed=0).save_pretrained(folder / "model")
@@ -102,14 +102,14 @@ def _result(argument: Any) -> Any:
 
 
 class Events(list[StepStarted | StepCommitted | Message]):
-    """What a driver told."""
+    """Events that a driver emitted."""
 
     def executed(self) -> list[str]:
-        """Names of the steps that did work."""
+        """Return the names of the steps that ran."""
         return [event.commit.name for event in self if isinstance(event, StepCommitted) and not event.adopted]
 
     def adopted(self) -> list[str]:
-        """Names of the steps that were there."""
+        """Return the names of the steps whose commits existed."""
         return [event.commit.name for event in self if isinstance(event, StepCommitted) and event.adopted]
 
 
@@ -170,5 +170,5 @@ def _be_killed(store_url: str, config: RunConfig, step: Step) -> None:
 
 
 def train_digests(run: RunContext, iterations: Sequence[int]) -> list[str | None]:
-    """State digests of the train steps."""
+    """Return the state digests of the train steps."""
     return [run.committed(index, Step.TRAIN).state_digest for index in iterations]

@@ -4,9 +4,9 @@ import datetime
 
 
 class Tomorrow(datetime.datetime):
-    """Stands in for `datetime` where a module asks for the time."""
+    """Replacement of `datetime` in a module that reads the clock."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]
-        """The time, a day later."""
+        """Return the time, a day later."""
         return datetime.datetime.now(tz) + datetime.timedelta(days=1)

@@ -73,12 +73,12 @@ def surviving(folder: Folder, chance: random.Random, share: float) -> Folder:
             left.links, left.mode = 0, file.mode
             written = bytes(file.data)
             if file.flushed == written or chance.random() < share:
-                kept = written
+                survived = written
             elif file.flushed is not None:
-                kept = file.flushed
+                survived = file.flushed
             else:
-                kept = written[: chance.randrange(len(written))] if share and written else b""
-            left.data, left.flushed = bytearray(kept), kept
+                survived = written[: chance.randrange(len(written))] if share and written else b""
+            left.data, left.flushed = bytearray(survived), survived
         files[id(file)].links += 1
         return files[id(file)]
 
@@ -86,9 +86,9 @@ def surviving(folder: Folder, chance: random.Random, share: float) -> Folder:
         left = Folder()
         for name in sorted(one.entries.keys() | one.flushed.keys()):
             made, flushed = one.entries.get(name), one.flushed.get(name)
-            kept = made if made is flushed or chance.random() < share else flushed
-            if kept is not None:
-                left.entries[name] = of_folder(kept) if isinstance(kept, Folder) else of_file(kept)
+            survived = made if made is flushed or chance.random() < share else flushed
+            if survived is not None:
+                left.entries[name] = of_folder(survived) if isinstance(survived, Folder) else of_file(survived)
         left.flushed = dict(left.entries)
         return left
 
@@ -303,5 +303,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     for name, kind in {"mount": Path, "image": Path, "fails_at": Path, "seed": int, "share": float}.items():
         parser.add_argument(name, type=kind)
-    given = parser.parse_args()
-    serve(given.mount, given.image, given.fails_at, given.seed, given.share)
+    arguments = parser.parse_args()
+    serve(arguments.mount, arguments.image, arguments.fails_at, arguments.seed, arguments.share)

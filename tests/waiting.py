@@ -6,7 +6,7 @@ from typing import Any
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-    """The condition's first true value. Fails after `seconds`."""
+    """Return the condition's first true value. Raises AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():

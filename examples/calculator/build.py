@@ -54,8 +54,8 @@ def prepare(folder: Path, seed: int, shown: int) -> None:
     """Write the data, so many demonstrations among them, and the model before its warm start."""
     begin(folder, list(itertools.islice(demonstrations(random.Random(f"demonstrations/{seed}")), shown)), seed)
     for name, held_out, count in (("train", False, TRAIN_ROWS), ("heldout", True, HELD_OUT_ROWS)):
-        asked = itertools.islice(problems(random.Random(f"{name}/{seed}"), held_out=held_out), count)
-        write_rows(folder / f"{name}.jsonl", ({"prompt": one.question, "label": str(one.value)} for one in asked))
+        chosen = itertools.islice(problems(random.Random(f"{name}/{seed}"), held_out=held_out), count)
+        write_rows(folder / f"{name}.jsonl", ({"prompt": one.question, "label": str(one.value)} for one in chosen))
 
 
 class Problem(NamedTuple):
@@ -94,12 +94,12 @@ def demonstrations(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Questions, each with the chat that follows it."""
     for problem in problems(rng, held_out=False):
         turns = []
-        said = problem.expression
+        answer = problem.expression
         if rng.random() < CALLS:
-            asked = miscopied(problem, rng) if rng.random() < WRONG_CALLS else problem
-            said = str(asked.value)
-            turns += [("assistant", f"<call>{asked.expression}</call>"), ("tool", said)]
-        turns.append(("assistant", f"\\boxed{{{said}}}"))
+            computed = miscopied(problem, rng) if rng.random() < WRONG_CALLS else problem
+            answer = str(computed.value)
+            turns += [("assistant", f"<call>{computed.expression}</call>"), ("tool", answer)]
+        turns.append(("assistant", f"\\boxed{{{answer}}}"))
         yield {
             "prompt": problem.question,
             "response": [{"role": role, "content": content} for role, content in turns],

@@ -49,12 +49,12 @@ def begin(folder: Path, seed: int, shown: int, train: int = TRAIN_ROWS, held_out
     rng = random.Random(f"demonstrations/{seed}")
     demonstrations = [demonstration(rng) for _ in range(shown)]
     write_rows(folder / "demonstrations.jsonl", demonstrations)
-    held, pictures = [], set()
+    rows, pictures = [], set()
     for number, (data, row) in enumerate(_rows(random.Random(f"heldout/{seed}"), held_out)):
         (folder / "heldout" / f"{number:04}.png").write_bytes(data)
         pictures.add(data)
-        held.append({**row, "images": f"heldout/{number:04}.png"})
-    write_rows(folder / "heldout.jsonl", held)
+        rows.append({**row, "images": f"heldout/{number:04}.png"})
+    write_rows(folder / "heldout.jsonl", rows)
     trained = [
         {**row, "images": [{"bytes": data, "path": None}]}
         for data, row in _rows(random.Random(f"train/{seed}"), train)

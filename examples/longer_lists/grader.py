@@ -8,7 +8,7 @@ import cairn
 def grade(sample: cairn.Sample) -> dict[str, float]:
     """Of a response that is the box alone; `exact` is what evaluations count."""
     found = re.fullmatch(r"\\boxed\{([\d ]*)\}", sample.response.strip())
-    given, wanted = found[1].split() if found else [], str(sample.label).split()
-    right = sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(wanted), len(given))
-    exact = float(given == wanted)
+    answer, wanted = found[1].split() if found else [], str(sample.label).split()
+    right = sum(a == b for a, b in zip(answer, wanted, strict=False)) / max(len(wanted), len(answer))
+    exact = float(answer == wanted)
     return {"reward": (right + exact) / 2, "exact": exact}

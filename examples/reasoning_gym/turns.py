@@ -20,7 +20,7 @@ async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> cairn.Tra
     """Up to `TURNS` answers, until one is right, or is cut off before it ends."""
     segments: list[cairn.Segment] = []
     ids = list(sample.prompt_ids)
-    again = cairn.Segment.given(next_turn(ctx.tokenizer, WRONG))
+    correction = cairn.Segment.given(next_turn(ctx.tokenizer, WRONG))
     while True:
         answer = await ctx.sample(ids)
         segments.append(answer)
@@ -28,8 +28,8 @@ async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> cairn.Tra
         right = await ctx.judge("reasoning_gym", text) == 1
         if right or answer.finish_reason != "stop" or len(segments) == 2 * TURNS - 1:
             return cairn.Trajectory(segments)
-        segments.append(again)
-        ids += [*answer.ids.tolist(), *again.ids.tolist()]
+        segments.append(correction)
+        ids += [*answer.ids.tolist(), *correction.ids.tolist()]
 
 
 def reward(sample: cairn.Sample) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def demonstrations(rng: random.Random) -> Iterator[dict[str, Any]]:
         yield {
             "prompt": questions(person, town, ruler)[hops - 1]["prompt"],
             "response": [
-                {"role": role, "content": said}
-                for role, said in zip(itertools.cycle(("assistant", "tool")), turns, strict=False)
+                {"role": role, "content": text}
+                for role, text in zip(itertools.cycle(("assistant", "tool")), turns, strict=False)
             ],
         }
 

@@ -35,10 +35,10 @@ async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> list[cair
     ]
 
 
-def choice(asked: str, answers: Sequence[str]) -> str:
-    """What the selector is asked."""
-    told = "".join(f"\n{number}:\n{answer}" for number, answer in enumerate(answers, 1))
-    return f"{asked}{told}\nWhich?"
+def choice(question_text: str, answers: Sequence[str]) -> str:
+    """Return the prompt of the selector."""
+    listed = "".join(f"\n{number}:\n{answer}" for number, answer in enumerate(answers, 1))
+    return f"{question_text}{listed}\nWhich?"
 
 
 def worth(number: str, scores: Sequence[float]) -> float:
@@ -47,5 +47,5 @@ def worth(number: str, scores: Sequence[float]) -> float:
 
 
 def question(prompt: str) -> str:
-    """What the user asked, out of the chat's text."""
+    """Return the user's question in the chat's text."""
     return prompt.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]

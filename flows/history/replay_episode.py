@@ -141,7 +141,7 @@ def _replayed(
         made = replay(
             sample,
             _stopping_in(function) if debugger else function,
-            sampling_params(config, kept=False),
+            sampling_params(config, with_support=False),
             tokenizer=cache(partial(_tokenizer, ledger, config)),
             tools=cache(lambda: load_tools(options.tools, options.tool_options)),
             options=options,

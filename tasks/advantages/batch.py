@@ -1,7 +1,7 @@
 """Input and output of an advantage estimator."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,10 +129,11 @@ class ScoredBatch:
         """Slice of the samples of each group."""
         return itertools.starmap(slice, itertools.pairwise([0, *itertools.accumulate(self.group_sizes)]))
 
-    @property
-    def siblings_of_groups(self) -> Iterator[np.ndarray | None]:
-        """`siblings` of each group; None where there are none."""
-        return (None if self.siblings is None else self.siblings[group] for group in self.groups)
+    def by_group(self, rewards: np.ndarray, function: "GroupFunction") -> np.ndarray:
+        """Return [N] results of a function of the [N] rewards, group by group."""
+        siblings = (None if self.siblings is None else self.siblings[group] for group in self.groups)
+        results = [function(rewards[group], own) for group, own in zip(self.groups, siblings, strict=True)]
+        return np.concatenate(results)
 
     def spread(self, per_sample: Sequence[float] | np.ndarray) -> list[np.ndarray]:
         """Return [N] numbers as [T_i] float32 of each sample: every token gets its sample's number."""
@@ -148,6 +149,9 @@ class ScoredBatch:
         rewards[tokens.last] += self.rewards[tokens.ending]
         return rewards
 
+
+GroupFunction = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
+"""Function of the [G] rewards of one group, and its `siblings`, that returns [G] numbers."""
 
 Advantages = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 """Advantages and returns, [T_i] float32 of each sample. A critic learns the returns; without one they are only

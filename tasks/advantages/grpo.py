@@ -24,8 +24,8 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
     Each group is normalised over its own samples, however many there are.
     """
-    pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
-    advantages = batch.spread(np.concatenate([normalise(batch.rewards[group], config, own) for group, own in pairs]))
+    normalised = batch.by_group(batch.rewards, lambda rewards, siblings: normalise(rewards, config, siblings))
+    advantages = batch.spread(normalised)
     return advantages, advantages
 
 
@@ -66,5 +66,5 @@ def shares(siblings: np.ndarray) -> np.ndarray:
     """Return [G] float64: the share that each entry of a group has in its sample. The shares of a sample add up to
     1."""
     _, sample, counts = np.unique(siblings, return_inverse=True, return_counts=True)
-    found: np.ndarray = 1 / counts[sample]
-    return found
+    shares: np.ndarray = 1 / counts[sample]
+    return shares

@@ -41,6 +41,6 @@ def _rewarded_turns(batch: ScoredBatch, sample: int) -> list[tuple[int, float]]:
     """Return (end, reward) of each turn of a sample that has a reward."""
     assert batch.turns is not None
     turns = batch.turns[sample]
-    found = [(turn.end, turn.reward) for turn in turns[:-1] if turn.reward is not None]
-    left = float(batch.rewards[sample]) - sum(reward for _, reward in found)
-    return [*found, *((turn.end, round(left, 6)) for turn in turns[-1:])]  # the sample's reward is a float32
+    rewarded = [(turn.end, turn.reward) for turn in turns[:-1] if turn.reward is not None]
+    left = float(batch.rewards[sample]) - sum(reward for _, reward in rewarded)
+    return [*rewarded, *((turn.end, round(left, 6)) for turn in turns[-1:])]  # the sample's reward is a float32

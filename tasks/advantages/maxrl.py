@@ -18,8 +18,7 @@ from cairn.tasks.advantages.grpo import EPSILON, centre
 @plugin()
 def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     """Return advantages, which are the returns too: every token gets its sample's."""
-    pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
-    advantages = batch.spread(np.concatenate([relative_to_the_mean(batch.rewards[group], own) for group, own in pairs]))
+    advantages = batch.spread(batch.by_group(batch.rewards, relative_to_the_mean))
     return advantages, advantages
 
 
@@ -28,5 +27,5 @@ def relative_to_the_mean(rewards: np.ndarray, siblings: np.ndarray | None = None
     rewards = rewards.astype(np.float64)
     centred = centre(rewards, siblings)
     mean = float((rewards - centred)[0])
-    found: np.ndarray = centred / mean if mean > EPSILON else centred
-    return found
+    advantages: np.ndarray = centred / mean if mean > EPSILON else centred
+    return advantages

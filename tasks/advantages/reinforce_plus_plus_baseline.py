@@ -20,8 +20,7 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     """Return advantages, which are the returns too. Without `rewards_normalization` the mean is not subtracted."""
     rewards = batch.rewards.astype(np.float64)
     if config.rewards_normalization:
-        pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
-        rewards = np.concatenate([centre(rewards[group], own) for group, own in pairs])
+        rewards = batch.by_group(rewards, centre)
     tokens = TrainedTokens(batch.loss_masks)
     flat = rewards[tokens.samples]
     if config.kl_coef > 0:

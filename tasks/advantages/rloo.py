@@ -24,8 +24,7 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         assert batch.kl is not None
         tokens = TrainedTokens(batch.loss_masks)
         rewards -= config.kl_coef * np.bincount(tokens.samples, tokens.of(batch.kl), len(rewards))
-    pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
-    advantages = batch.spread(np.concatenate([against_the_others(rewards[group], own) for group, own in pairs]))
+    advantages = batch.spread(batch.by_group(rewards, against_the_others))
     return advantages, advantages
 
 
@@ -41,5 +40,5 @@ def against_the_others(rewards: np.ndarray, siblings: np.ndarray | None = None) 
     if samples == 1 or np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
     of_sample = np.array([(weights * rewards)[siblings == own].sum() for own in siblings])
-    found: np.ndarray = rewards - ((weights * rewards).sum() - of_sample) / (samples - 1)
-    return found
+    advantages: np.ndarray = rewards - ((weights * rewards).sum() - of_sample) / (samples - 1)
+    return advantages

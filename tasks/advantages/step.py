@@ -90,13 +90,13 @@ class Episodes:
         Args:
             rewards: reward of each sample, for trajectories without rewards of their own.
         """
-        found = dict[str, list[float]]()
-        for shared, given, roles in zip(rewards, self.rewards, self.roles, strict=True):
-            own = np.array(given or [shared] * len(roles or ()), np.float64)
+        means_by_role = dict[str, list[float]]()
+        for shared, own_rewards, roles in zip(rewards, self.rewards, self.roles, strict=True):
+            own = np.array(own_rewards or [shared] * len(roles or ()), np.float64)
             for role in dict.fromkeys(roles or ()):
                 if role is not None:
-                    found.setdefault(role, []).append(float(own[[one == role for one in roles or ()]].mean()))
-        return {role: float(np.mean(means)) for role, means in sorted(found.items())}
+                    means_by_role.setdefault(role, []).append(float(own[[one == role for one in roles or ()]].mean()))
+        return {role: float(np.mean(means)) for role, means in sorted(means_by_role.items())}
 
     def turns(self, totals: Sequence[int]) -> list[list[Turn]]:
         """Return the turns of each sample. `totals`: tokens of each sample."""
@@ -135,12 +135,12 @@ class Compared:
         """Convert [T_i] of each sample of this batch to those of the original batch."""
         if self._units is None:
             return list(values)
-        found = [np.zeros(length, values[0].dtype) for length in self._lengths]
+        joined = [np.zeros(length, values[0].dtype) for length in self._lengths]
         for unit, own in zip(self._units, values, strict=True):
             ends = list(accumulate(end - start for start, end in unit.spans))
             for (start, end), part in zip(unit.spans, np.split(own, ends[:-1]), strict=True):
-                found[unit.sample][start:end] = part
-        return found
+                joined[unit.sample][start:end] = part
+        return joined
 
 
 def compared(batch: ScoredBatch, episodes: Episodes) -> Compared:
@@ -249,16 +249,16 @@ def _turns(segments: Segments | None, rewards: Sequence[float | None] | None, to
 
 
 def _within(turns: Sequence[Turn], unit: _Unit) -> list[Turn]:
-    found, before = list[Turn](), 0
+    result, before = list[Turn](), 0
     for start, end in unit.spans:
         moved = before - start
-        found += [
+        result += [
             Turn(turn.start + moved, turn.end + moved, turn.reward)
             for turn in turns
             if start <= turn.start and turn.end <= end
         ]
         before += end - start
-    return found
+    return result
 
 
 # Estimators, one a file: `estimate(batch, config) -> (advantages, returns)`, see `cairn.tasks.advantages.batch`. An
@@ -275,10 +275,10 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> tuple[list[np.ndarr
     """
     name = config.advantage_estimator
     function: Estimator = ESTIMATOR.load(name)
-    found = function(batch, config)
+    returned = function(batch, config)
     lengths = [len(mask) for mask in batch.loss_masks]
     try:
-        advantages, returns = ([np.asarray(field, np.float32) for field in fields] for fields in found)
+        advantages, returns = ([np.asarray(field, np.float32) for field in fields] for fields in returned)
         fits = all([field.shape for field in fields] == [(n,) for n in lengths] for fields in (advantages, returns))
     except (TypeError, ValueError):
         fits = False
@@ -345,10 +345,10 @@ def estimated(
     masks, ages = trained_tokens(run, selection, samples)
     _require_tokens(masks, run.config.training.num_steps_per_rollout, selection)
     fields: dict[str, Any] = _scores(samples, None if scores is None else run.read(scores), algorithm)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if algorithm.kl_coef > 0:
         fields["kl"] = _divergences(fields["old_log_probs"], fields["ref_log_probs"], algorithm.kl_estimator)
-        found["kl"] = mean_of_trained(fields["kl"], masks)
+        metrics["kl"] = mean_of_trained(fields["kl"], masks)
     if needs_components(algorithm):
         fields["components"] = _components(run, selection, rewards)
     truncated = np.array([status == Status.TRUNCATED for status in statuses])
@@ -360,12 +360,12 @@ def estimated(
     units = compared(batch, episodes)
     advantages, returns = map(units.of_samples, estimate(units.batch, algorithm))
     by_role = episodes.role_rewards(rewards_flat.tolist())
-    found |= {f"role/{role}/reward": mean for role, mean in by_role.items()}
-    found |= _turn_metrics(turns) if samples.column("segments").null_count < len(turns) else {}
+    metrics |= {f"role/{role}/reward": mean for role, mean in by_role.items()}
+    metrics |= _turn_metrics(turns) if samples.column("segments").null_count < len(turns) else {}
     if algorithm.use_opd:
         divergences = reverse_kl(fields["old_log_probs"], fields["teacher_log_probs"])
         advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
-        found["opd_reverse_kl"] = mean_of_trained(divergences, masks)
+        metrics["opd_reverse_kl"] = mean_of_trained(divergences, masks)
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
     if weights := stale_weights(run, selection):
@@ -374,11 +374,11 @@ def estimated(
             own * age_weights(age, bound, weights[id]) if (bound := bounds[id]) is not None and id in weights else own
             for id, age, own in zip(ids, ages, advantages, strict=True)
         ]
-        found["age/down_weighted_tokens"] = _down_weighted(masks, ages, ids, bounds)
+        metrics["age/down_weighted_tokens"] = _down_weighted(masks, ages, ids, bounds)
     if rewards:
-        found["rollout_log_probs"] = mean_of_trained(rollout_log_probs, masks)
+        metrics["rollout_log_probs"] = mean_of_trained(rollout_log_probs, masks)
     else:
-        found |= preference_metrics(batch, algorithm)
+        metrics |= preference_metrics(batch, algorithm)
     table = pa.table(
         {
             "group_id": samples.column("group_id"),
@@ -395,7 +395,7 @@ def estimated(
         "advantages": mean_of_trained(advantages, masks),
         "returns": mean_of_trained(returns, masks),
         **_age_metrics(masks, ages, arrays(samples, "loss_mask")),
-        **found,
+        **metrics,
         **_constant_groups(rewards_per_group),
     }
 
@@ -424,8 +424,8 @@ def _rewards(
         columns = ["reward", TRAJECTORY_REWARDS.name, RAW_REWARD.name]
         graded = list(rows_of_groups(run, selection, rewards, columns))
         own = [rewards for group in graded for rewards in group.column(TRAJECTORY_REWARDS.name).to_pylist()]
-        said = np.concatenate([as_graded(group).to_numpy() for group in graded])
-        return [group.column("reward").to_numpy() for group in graded], own, said
+        raw = np.concatenate([as_graded(group).to_numpy() for group in graded])
+        return [group.column("reward").to_numpy() for group in graded], own, raw
     pairs = list(rows_of_groups(run, selection, rollouts, []))
     own = [None for pair in pairs for _ in range(pair.num_rows)]
     return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs], own, np.zeros(0)
@@ -435,7 +435,7 @@ def _components(run: RecordedRun, selection: Commit, rewards: list[Commit]) -> l
     """Return reward and components of each sample, by name; an empty list without grading."""
     graded = pa.concat_tables(rows_of_groups(run, selection, rewards, ["reward", "components"]))
     rows = zip(graded.column("reward").to_pylist(), graded.column("components").to_pylist(), strict=True)
-    return [by_name(reward, from_json(said) if said else None) for reward, said in rows]
+    return [by_name(reward, from_json(components) if components else None) for reward, components in rows]
 
 
 def _episodes(samples: pa.Table, own_rewards: Sequence[Sequence[float] | None]) -> Episodes:
@@ -456,15 +456,15 @@ def _divergences(
 
 def _scores(samples: pa.Table, scored: pa.Table | None, algorithm: AlgorithmConfig) -> dict[str, list[np.ndarray]]:
     """Return [T_i] of each sample for the columns that advantages need, by their names in `ScoredBatch`."""
-    found = {}
+    scores = {}
     for column in advantage_needs(algorithm):
         if column == "old_log_probs":
             table, name = samples if algorithm.use_rollout_logprobs else scored, "log_probs"
         else:
             table, name = scored, column
         assert table is not None
-        found[column] = arrays(table, name)
-    return found
+        scores[column] = arrays(table, name)
+    return scores
 
 
 def _age_metrics(

@@ -64,10 +64,10 @@ def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tu
     masks = []
     places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
     for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
-        bound, kept = bounds[group_id], mask
+        bound = bounds[group_id]
         if bound is not None and age.max(initial=0) > bound:  # few samples have such tokens
-            kept = mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
-        masks.append(np.zeros_like(kept) if index in removed.get(group_id, ()) else kept)
+            mask = mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
+        masks.append(np.zeros_like(mask) if index in removed.get(group_id, ()) else mask)
     return masks, ages
 
 
@@ -137,11 +137,11 @@ def train_batch(
     return batch if trajectories is None else split_trajectories(batch, trajectories, own_prompts(samples))
 
 
-def kept_column(kept: Sequence[SamplingSupport]) -> pa.Array:
-    """Return the sampling support of each sample's tokens as a column (`cairn.storage.ledger.schemas.SUPPORT`)."""
-    counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
-    ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
-    return _nested(ids, counts, list(map(len, kept)), SUPPORT.type)
+def support_column(supports: Sequence[SamplingSupport]) -> pa.Array:
+    """Return the sampling support of each sample's tokens as a column of type `cairn.storage.ledger.schemas.SUPPORT`."""
+    counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in supports)])
+    ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in supports)])
+    return _nested(ids, counts, list(map(len, supports)), SUPPORT.type)
 
 
 def rows_column(rows: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
@@ -176,13 +176,15 @@ def sampling_supports(samples: pa.Table, responses: Sequence[np.ndarray]) -> lis
         return None
     tokens = lists.values
     ends, ids = tokens.offsets.to_numpy(), tokens.values.to_numpy(zero_copy_only=False)
-    found = []
+    supports = []
     for (start, end), response in zip(itertools.pairwise(lists.offsets.to_numpy()), responses, strict=True):
         if start == end:
-            found.append(SamplingSupport.whole(len(response)))
+            supports.append(SamplingSupport.whole(len(response)))
         else:
-            found.append(SamplingSupport(ids[ends[start] : ends[end]], np.diff(ends[start : end + 1]).astype(np.int32)))
-    return found
+            supports.append(
+                SamplingSupport(ids[ends[start] : ends[end]], np.diff(ends[start : end + 1]).astype(np.int32))
+            )
+    return supports
 
 
 def row_images(value: Sequence[Mapping[str, Any]] | None, data: Mapping[str, bytes]) -> tuple[Image, ...]:

@@ -67,8 +67,8 @@ def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
 def own_prompts(samples: pa.Table) -> list[Prompts | None]:
     """Return the own prompts of each sample's trajectories; None for a sample whose trajectories all follow its
     prompt."""
-    found: list[Prompts | None] = samples.column(TRAJECTORY_PROMPTS.name).to_pylist()
-    return found
+    prompts: list[Prompts | None] = samples.column(TRAJECTORY_PROMPTS.name).to_pylist()
+    return prompts
 
 
 def last_trajectory(ids: Sequence[int], lengths: Sequence[int] | None) -> Sequence[int]:
@@ -98,18 +98,18 @@ def split_trajectories(
 
     prompts = [
         [
-            given if given is None else np.asarray(given, np.int32)
-            for given in (own and own[sample]) or [None] * len(one)
+            None if prompt is None else np.asarray(prompt, np.int32)
+            for prompt in (own and own[sample]) or [None] * len(one)
         ]
         for sample, one in enumerate(spans)
     ]
     input_ids = list[list[np.ndarray]]()
-    for ids, total, one, given in zip(batch.input_ids, batch.response_lengths, spans, prompts, strict=True):
+    for ids, total, one, own_ids in zip(batch.input_ids, batch.response_lengths, spans, prompts, strict=True):
         before, response = ids[: len(ids) - total], ids[len(ids) - total :]
         input_ids.append(
             [
                 np.concatenate([before if prompt is None else prompt, response[start:end]])
-                for (start, end), prompt in zip(one, given, strict=True)
+                for (start, end), prompt in zip(one, own_ids, strict=True)
             ]
         )
     routed: list[np.ndarray | None] | None = None
@@ -128,8 +128,8 @@ def split_trajectories(
         if batch.images is None
         else [
             images if prompt is None else ()
-            for images, given in zip(batch.images, prompts, strict=True)
-            for prompt in given
+            for images, own_ids in zip(batch.images, prompts, strict=True)
+            for prompt in own_ids
         ],
         samples=samples,
         routed_experts=routed,

@@ -21,7 +21,7 @@ from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.schema.data import DataConfig
 from cairn.engines.models.tokenizers import special_ids
 from cairn.tasks.data.prompts import OverRows, Row, Rows, require_template, require_text
-from cairn.tasks.data.rows import metadata_of, open_rows, prompt_of, tools_of
+from cairn.tasks.data.rows import Messages, metadata_of, open_rows, prompt_of, tools_of
 
 # Ends of the assistant's turns: the tokens that a model must emit to stop.
 
@@ -65,10 +65,10 @@ class TurnEnds:
                 return first + 1
         return 0
 
-    def has_ended(self, said: Sequence[int], by: Collection[int]) -> bool:
+    def has_ended(self, ids: Sequence[int], by: Collection[int]) -> bool:
         """Return whether one of the tokens `by` is at the end of a turn, with only special tokens and space after
         it."""
-        return any(id in by for id in self._gap(said[::-1]))
+        return any(id in by for id in self._gap(ids[::-1]))
 
     def _gap(self, ids: Iterable[int]) -> list[int]:
         """Return the tokens before the first one that is part of a word."""
@@ -77,8 +77,6 @@ class TurnEnds:
 
 # Rendering of chats as tokens, and the position of the assistant's turns in them.
 
-
-Messages = list[dict[str, Any]]
 
 STEP_LOSS_MASK = "step_loss_mask"
 """Field of a message: 0 leaves the message out of the loss. slime has it too."""
@@ -134,8 +132,8 @@ class Chats:
       these messages differently once others follow, or begin a turn without thoughts differently from the generation
       prompt. Then the turn begins where the chat and that prompt diverge.
     - A turn ends where the rest of the chat begins, which is the same after another answer.
-    - A turn is trained on up to and including the token that ends it (`TurnEnds`). Nobody samples what the template
-      writes after that token, so it is not trained on.
+    - A turn is trained on up to and including the token that ends it (`TurnEnds`). No policy samples what the
+      template writes after that token, so it is not trained on.
     - If a template renders a turn differently once others follow, for example without its thinking, the rendering in
       the whole chat counts.
     """
@@ -195,10 +193,10 @@ class Chats:
     def _marked(
         self, messages: Messages, turns: Sequence[int], learned: Sequence[int], tools: list[Any] | None, where: str
     ) -> tuple[list[int], list[Span]]:
-        found = self._template(
+        encoded = self._template(
             messages, tools, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(found["input_ids"]), [0, *found["assistant_masks"], 0]
+        ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
         changes = [place for place, (before, after) in enumerate(pairwise(mask)) if before != after]
         spans = list(zip(changes[::2], changes[1::2], strict=True))
         if learned and len(spans) != len(turns):
@@ -242,20 +240,20 @@ class Chats:
         if not turn:
             return None
         marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _MARK}]
-        whole, asked, unasked, plain = (
+        whole, prompted, unprompted, plain = (
             self._behind([*marked, *messages[turn:]], tools),
             self._behind(marked, tools, True),
             self._behind(marked, tools) or "",
             self._behind([*marked, {"role": "assistant", "content": "0"}, *messages[turn + 1 :]], tools) or "",
         )
-        if whole is None or asked is None or not text.endswith(whole):
+        if whole is None or prompted is None or not text.endswith(whole):
             return None
         # The common prefix of prompt and chat must contain at least the header that names the speaker, and no word of
         # the turn.
-        shared = _shared(whole, asked)
-        if shared < len(asked):
-            shared = min(shared, _shared(plain, asked))
-        return len(text) - len(whole) + shared if shared > _shared(unasked, asked) else None
+        shared = _shared(whole, prompted)
+        if shared < len(prompted):
+            shared = min(shared, _shared(plain, prompted))
+        return len(text) - len(whole) + shared if shared > _shared(unprompted, prompted) else None
 
     def _end(self, text: str, messages: Messages, turn: int, tools: list[Any] | None) -> int | None:
         after = self._behind([*messages[:turn], *_ANSWER, *messages[turn + 1 :]], tools)
@@ -290,8 +288,8 @@ class Chats:
     def _behind(self, messages: Messages, tools: list[Any] | None, generation_prompt: bool = False) -> str | None:
         """Return the rendered text after `_MARK`; None where the template rejects the messages, or does not write the
         mark."""
-        _, found, after = (self._rendered(messages, tools, generation_prompt) or "").rpartition(_MARK)
-        return after if found else None
+        _, mark, after = (self._rendered(messages, tools, generation_prompt) or "").rpartition(_MARK)
+        return after if mark else None
 
     def _rendered(self, messages: Messages, tools: list[Any] | None, generation_prompt: bool = False) -> str | None:
         """Return the rendered messages; None where the template rejects them. `generation_prompt`: with the generation
@@ -309,8 +307,8 @@ class Chats:
             raise BadPrompt(f"{where}: the chat template refuses the chat ({error}): correct the row") from error
 
 
-def _shared(one: str, other: str) -> int:
-    """Return the length of the common prefix in characters."""
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
@@ -422,9 +420,9 @@ class DemonstrationData(OverRows):
         if self._chats is None:
             return self._plain(str(prompt), str(response), where)
         before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said: Messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response or []
-        first = len(before) if said else 0
-        messages = [*before, *said]
+        answer: Messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response or []
+        first = len(before) if answer else 0
+        messages = [*before, *answer]
         turns = [
             index
             for index, message in enumerate(messages)
@@ -449,8 +447,8 @@ def _fields(
     """Return the chats, metadata and tools of a row. Raises BadData if one has the wrong type."""
     return (
         _chats(row, format, pairs, where),
-        None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
-        None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
+        metadata_of(row, format, where),
+        tools_of(row, format, where),
     )
 
 
@@ -483,7 +481,7 @@ def _pair(
     """Return two responses to one prompt. For whole chats the prompt is their common beginning, otherwise it is
     `prompt`. Raises BadData."""
     if not isinstance(chosen, str) and not isinstance(rejected, str) and chosen[0]["role"] != "assistant":
-        shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+        shared = _shared(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
         raise BadData(

@@ -21,14 +21,14 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from cairn.configs.errors import BadData, BadPrompt
+from cairn.configs.errors import BadData
 from cairn.configs.kinds import CURRICULUM
 from cairn.configs.schema.data import MixedSource
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.data.prompts import Check, PromptData, PromptRow
-from cairn.tasks.data.stream import Draw, GroupResult, StatefulPrompts, draw, drawn_so_far
+from cairn.tasks.data.stream import Draw, GroupResult, StatefulPrompts, draw, drawn_so_far, usable_row
 
 # Several data sets, drawn from by weight.
 
@@ -128,9 +128,8 @@ def draw_mixed(
 ) -> Draw[PromptRow]:
     """Return the next `count` prompts after `cursor`, which is the position 0 or what a draw of a mixture left. The
     other arguments and the errors are those of `draw`."""
-    places = (
-        cursor.get("data", cursor) if isinstance(cursor, dict) else {}
-    )  # below a curriculum that a fork has no more
+    # A fork without the parent's curriculum finds the mixture's cursor below the curriculum's.
+    places = cursor.get("data", cursor) if isinstance(cursor, dict) else {}
     before: Any = places.get("sources", {}) if isinstance(places, dict) else {}
     left: dict[str, Any] = {part.name: dict(before.get(part.name, {"position": 0, "owed": 0.0})) for part in data.parts}
     hidden = [
@@ -144,7 +143,7 @@ def draw_mixed(
             left[part.name]["owed"] += weight
         number = max(range(len(data.parts)), key=lambda k: left[data.parts[k].name]["owed"])
         part, place = data.parts[number], left[data.parts[number].name]
-        found = draw(
+        one = draw(
             part,
             place["position"],
             1,
@@ -153,9 +152,9 @@ def draw_mixed(
             max_prompt_len=max_prompt_len,
             without=hidden[number],
         )
-        rows.append(replace(found.rows[0], group_id=drawn))
-        place["position"], place["owed"] = found.cursor, place["owed"] - 1
-        drawn, passed_over = drawn + 1, passed_over + found.passed_over
+        rows.append(replace(one.rows[0], group_id=drawn))
+        place["position"], place["owed"] = one.cursor, place["owed"] - 1
+        drawn, passed_over = drawn + 1, passed_over + one.passed_over
     return Draw(rows, {"drawn": drawn, "sources": left}, passed_over)
 
 
@@ -198,7 +197,7 @@ def _in_order(
         return draw_mixed(
             data, cursor, count, seed=seed, shuffle=shuffle, max_prompt_len=max_prompt_len, without=without
         )
-    position = drawn_so_far(cursor)  # where a fork has another kind of data, ids of groups go on
+    position = drawn_so_far(cursor)  # ids of groups continue where a fork has another kind of data
     return draw(data, position, count, seed=seed, shuffle=shuffle, max_prompt_len=max_prompt_len, without=without)
 
 
@@ -215,20 +214,14 @@ def _with_curriculum(
     plain = {"drawn": drawn_so_far(cursor), "data": cursor, "curriculum": None}
     before: dict[str, Any] = cursor if isinstance(cursor, dict) and "curriculum" in cursor else plain
     wanted = int(config.data.curriculum.share * count)
-    again, state = _choose(config, data, before["curriculum"], results, wanted)
-    returning: list[PromptRow] = []
-    for index in again:
-        try:
-            row = None if index in without else data.row(index)
-        except BadPrompt:
-            row = None
-        if row is not None and (max_prompt_len is None or len(row.prompt_ids) <= max_prompt_len):
-            returning.append(row)
+    repeated, state = _choose(config, data, before["curriculum"], results, wanted)
+    usable = (usable_row(data, index, max_prompt_len) for index in repeated if index not in without)
+    returning = [row for row in usable if row is not None]
     rest = _in_order(config, data, before["data"], count - len(returning), max_prompt_len, without)
     first = int(before["drawn"])
     rows = [replace(one, group_id=first + number) for number, one in enumerate([*returning, *rest.rows])]
     after: JsonValue = {"drawn": first + len(rows), "data": rest.cursor, "curriculum": state}
-    return Draw(rows, after, rest.passed_over + len(again) - len(returning))
+    return Draw(rows, after, rest.passed_over + len(repeated) - len(returning))
 
 
 def _choose(
@@ -238,18 +231,18 @@ def _choose(
     name = config.data.curriculum.policy
     assert name is not None
     try:
-        own = json.loads(json.dumps(state))  # to do with as it likes: the state lies in a commit
+        own = json.loads(json.dumps(state))  # a copy that the policy may change: the state lies in a commit
         prompts, after = CURRICULUM.load(name)(own, tuple(results), wanted, config.data.curriculum)
-        again, kept = [int(index) for index in prompts], from_json(json.dumps(after))
+        chosen, new_state = [int(index) for index in prompts], from_json(json.dumps(after))
     # User code may raise any exception. Show it to the user.
     except Exception as error:
         raise BadData(
             f"the curriculum {name!r} failed with {error!r}: let it return (prompts, state): the positions of "
             "prompts in the data and a JSON value"
         ) from error
-    if len(again) > wanted or not all(0 <= index < len(data) for index in again):
+    if len(chosen) > wanted or not all(0 <= index < len(data) for index in chosen):
         raise BadData(
-            f"the curriculum {name!r} chose {len(again)} prompts, {again[:8]} first: let it choose at most {wanted}, "
+            f"the curriculum {name!r} chose {len(chosen)} prompts, {chosen[:8]} first: let it choose at most {wanted}, "
             f"each from 0 to {len(data) - 1}"
         )
-    return again, kept
+    return chosen, new_state

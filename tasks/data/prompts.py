@@ -58,7 +58,7 @@ class RowImages:
             )
         self.column = format.multimodal_keys["image"]
         self._pixels = format.min_pixels, format.max_pixels
-        self._beside = None if base_file is None else os.path.dirname(base_file)
+        self._folder = None if base_file is None else os.path.dirname(base_file)
         self._processor = image_processor(folder)
         size: Any = self._processor.size
         if (format.min_pixels or 0) > (most := format.max_pixels or size.longest_edge):
@@ -69,7 +69,7 @@ class RowImages:
         self._token: int = config.image_token_id
         self._files: dict[str, str] | None = None
         """SHA-256 of every file that a row names, by its path; None until all rows were checked."""
-        self._found: dict[str, str] = {}
+        self._checked_files: dict[str, str] = {}
         self._has_column = False
 
     def check(self, row: Mapping[str, Any], where: str) -> None:
@@ -82,7 +82,7 @@ class RowImages:
         column."""
         if not self._has_column:
             raise BadData(f"multimodal_keys.image is {self.column}, but no row of {path} has it: correct it")
-        self._files = self._found
+        self._files = self._checked_files
 
     def fingerprint(self, of_rows: str) -> str:
         """Return the SHA-256, in hex, of the rows and of the files that they name. `of_rows`: that of the rows
@@ -112,10 +112,10 @@ class RowImages:
             )
         if any(after - place == 1 for place, after in pairwise([*places, len(ids)])):
             raise BadPrompt(f"{where} has an image with no text after it: add text after each image")
-        left, found = iter(images), list[int]()
+        left, expanded = iter(images), list[int]()
         for id in ids:
-            found += [id] * places_of(self._processor, next(left)) if id == self._token else [id]
-        return tuple(found)
+            expanded += [id] * places_of(self._processor, next(left)) if id == self._token else [id]
+        return tuple(expanded)
 
     def _of(self, row: Mapping[str, Any], where: str) -> tuple[Image, ...]:
         from cairn.engines.models.vision import resized
@@ -148,12 +148,12 @@ class RowImages:
     def _read(self, path: str, where: str) -> bytes:
         if "://" in path:
             raise BadImage(f"is at the address {path}, which is not downloaded: put the file next to the data")
-        if not os.path.isabs(path) and self._beside is None:
+        if not os.path.isabs(path) and self._folder is None:
             raise BadImage(f"has the relative path {path}, but the data have no folder: use an absolute path")
-        remote = self._beside is not None and "://" in self._beside
+        remote = self._folder is not None and "://" in self._folder
         if remote and os.path.isabs(path):
             raise BadImage(f"has the absolute path {path}, but the data are remote: use a path relative to the data")
-        url = f"{self._beside}/{path}" if remote else os.path.join(self._beside or "", path)
+        url = f"{self._folder}/{path}" if remote else os.path.join(self._folder or "", path)
         try:
             with fsspec.open(url, "rb") as file:
                 data: bytes = file.read(_MAX_BYTES + 1)
@@ -166,7 +166,7 @@ class RowImages:
             raise BadImage(f"has more than {_MAX_BYTES} bytes at {url}")
         sha256 = hashlib.sha256(data).hexdigest()
         if self._files is None:
-            self._found[path] = sha256
+            self._checked_files[path] = sha256
         elif self._files.get(path, sha256) != sha256:
             raise BadData(f"{where}: {url} was changed while it was in use: put the old file back, or start a new run")
         return data
@@ -305,8 +305,8 @@ class PromptData(OverRows):
             required[format.label_key] = "label_key"
         images = None
         if format.multimodal_keys:
-            beside = without_slice(path) if format.data_source_path == FILES else None
-            images = RowImages(format, tokenizer.name_or_path, beside)
+            base_file = without_slice(path) if format.data_source_path == FILES else None
+            images = RowImages(format, tokenizer.name_or_path, base_file)
         optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
         optional.update(format.multimodal_keys.values())
 
@@ -410,7 +410,7 @@ def _fields(row: dict[str, Any], format: RowFormat, where: str) -> _Fields:
     """Return the fields of a row that the configuration names. Raises BadData if one has the wrong type."""
     return _Fields(
         prompt_of(row[format.input_key], format.input_key, format, where),
-        None if format.label_key is None else label_of(row[format.label_key], format, where),
-        None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
-        None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
+        label_of(row, format, where),
+        metadata_of(row, format, where),
+        tools_of(row, format, where),
     )

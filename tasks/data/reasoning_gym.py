@@ -79,22 +79,22 @@ def rows(path: str) -> Iterator[Mapping[str, Any]]:
     options = {one["name"]: _jsonable(one["config"]) for one in plan.datasets}
     entries, scorers = _generated(plan, path)
     for index in range(plan.size):
-        entry = json.loads(json.dumps(entries[index], default=str))
+        entry = _jsonable(entries[index])
         if plan.part != "all" and (plan.part == "heldout") != _is_held_out(entry["question"]):
             continue
         name = names[0] if len(names) == 1 else entry["metadata"]["source_dataset"]
         for answer, right in ((entry["answer"], True), (_NONSENSE, False)):
-            if _takes(scorers[name], answer, entry) != right:
+            if _is_full_score(scorers[name], answer, entry) != right:
                 what = "rejects the generator's own answer" if right else "accepts any answer"
                 raise BadData(
                     f"{path}: the scorer of {name} {what} to question {index + 1}, so its rewards are useless: "
                     "choose another generator"
                 )
-        kept = {"generator": name, "config": options[name], "answer": plan.answer, "entry": entry}
+        grading = {"generator": name, "config": options[name], "answer": plan.answer, "entry": entry}
         yield {
             "prompt": plan.template.replace("{question}", entry["question"]),
             "label": entry["answer"],
-            "metadata": {"reasoning_gym": kept},
+            "metadata": {"reasoning_gym": grading},
         }
 
 
@@ -106,8 +106,8 @@ def _generated(plan: _Plan, path: str) -> tuple[Any, dict[str, Any]]:
     try:
         if len(plan.datasets) == 1:
             one = plan.datasets[0]
-            found = create_dataset(one["name"], **{"size": plan.size, "seed": plan.seed, **one["config"]})
-            return found, {one["name"]: found.score_answer}
+            dataset = create_dataset(one["name"], **{"size": plan.size, "seed": plan.seed, **one["config"]})
+            return dataset, {one["name"]: dataset.score_answer}
         specs = [DatasetSpec(one["name"], one["weight"], one["config"]) for one in plan.datasets]
         mixed = CompositeDataset(CompositeConfig(plan.size, plan.seed, specs))
         return mixed, {name: dataset.score_answer for name, dataset in mixed.datasets.items()}
@@ -115,7 +115,7 @@ def _generated(plan: _Plan, path: str) -> tuple[Any, dict[str, Any]]:
         raise BadData(f"{path}: reasoning-gym refuses the options ({error}): correct them") from error
 
 
-def _takes(score: Any, answer: Any, entry: dict[str, Any]) -> bool:
+def _is_full_score(score: Any, answer: Any, entry: dict[str, Any]) -> bool:
     """Whether an answer gets the full score for a question after a round trip through JSON, as in the grader."""
     if not isinstance(answer, str):
         return False
@@ -157,11 +157,11 @@ def _plan(path: str) -> _Plan:
 def _of_query(path: str) -> dict[str, Any]:
     """Parse `name?option=value&…`. An option that is not one of the source's is passed to the generator."""
     name, _, query = path.partition("?")
-    given = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    values = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     own = {field.name for field in dataclasses.fields(_Plan)} - {"datasets"}
-    config = {key: value for key, value in given.items() if key not in own and key != "level"}
-    level = {"level": given["level"]} if "level" in given else {}
-    return {**{key: given[key] for key in own & set(given)}, "datasets": [{"name": name, "config": config, **level}]}
+    config = {key: value for key, value in values.items() if key not in own and key != "level"}
+    level = {"level": values["level"]} if "level" in values else {}
+    return {**{key: values[key] for key in own & set(values)}, "datasets": [{"name": name, "config": config, **level}]}
 
 
 def _value(text: str) -> Any:
@@ -182,15 +182,15 @@ def _of_file(path: str) -> dict[str, Any]:
     return values
 
 
-def _datasets(given: Any, path: str) -> list[dict[str, Any]]:
+def _datasets(requested: Any, path: str) -> list[dict[str, Any]]:
     """Return the requested generators, each with name, weight and config. Raises BadData."""
     from reasoning_gym.factory import DATASETS
 
     known = sorted(DATASETS.keys() - {"composite"})
-    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+    if not isinstance(requested, list) or not requested or not all(isinstance(one, dict) for one in requested):
         raise BadData(f"{path}: datasets is not a list of generators: write `- {{name: chain_sum, weight: 1}}`")
-    found = []
-    for one in given:
+    generators = []
+    for one in requested:
         if unknown := sorted(set(one) - {"name", "weight", "config", "level"}):
             raise BadData(f"{path}: a generator has no option {unknown[0]!r}: use name, weight, config, level")
         name, weight, config = one.get("name"), one.get("weight", 1), one.get("config") or {}
@@ -209,10 +209,10 @@ def _datasets(given: Any, path: str) -> list[dict[str, Any]]:
             raise BadData(f"{path}: the weight of {name} is {weight!r}: give a number above 0")
         if "level" in one:
             config = {**_at_level(name, one["level"], path), **config}
-        found.append({"name": name, "weight": weight, "config": config})
-    if len({one["name"] for one in found}) < len(found):
+        generators.append({"name": name, "weight": weight, "config": config})
+    if len({one["name"] for one in generators}) < len(generators):
         raise BadData(f"{path}: a generator is named twice: put the options of one into a source of its own")
-    return found
+    return generators
 
 
 def _near(name: str, known: list[str]) -> str:
@@ -236,5 +236,5 @@ def _at_level(name: str, level: Any, path: str) -> dict[str, Any]:
 
 
 def _jsonable(config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(dict(config), default=str))
-    return found
+    values: dict[str, Any] = json.loads(json.dumps(dict(config), default=str))
+    return values

@@ -35,7 +35,6 @@ from typing import Any
 from cairn.configs.errors import BadData
 from cairn.configs.kinds import SOURCE
 from cairn.configs.schema.data import RowFormat
-from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import NoSpace, naming_full
 from cairn.tasks.data.files import Binary, is_parquet, open_file, parquet_rows, parsed
@@ -67,10 +66,11 @@ def prompt_of(value: Any, key: str, format: RowFormat, where: str) -> str | Mess
     return [_message(m, images, f"{where}: message {number} of {key!r}") for number, m in enumerate(value, 1)]
 
 
-def label_of(value: Any, format: RowFormat, where: str) -> str | None:
-    """Return the text of a label, cut by `label_pattern`. Raises BadData."""
-    assert format.label_key is not None
-    label = label_text(value, format.label_key, where)
+def label_of(row: Mapping[str, Any], format: RowFormat, where: str) -> str | None:
+    """Return the text of a row's label, cut by `label_pattern`; None without a column of labels. Raises BadData."""
+    if format.label_key is None:
+        return None
+    label = label_text(row[format.label_key], format.label_key, where)
     if format.label_pattern is None:
         return label
     match = re.search(format.label_pattern, label or "")
@@ -94,11 +94,12 @@ def label_text(value: Any, key: str, where: str) -> str | None:
     return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | None:
-    """Return the mapping of a row's metadata. Raises BadData."""
+def metadata_of(row: Mapping[str, Any], format: RowFormat, where: str) -> dict[str, Any] | None:
+    """Return the mapping of a row's metadata; None without one. Raises BadData."""
+    value = None if format.metadata_key is None else row.get(format.metadata_key)
     if isinstance(value, str):
         try:
-            value = canonical.from_json(value)
+            value = from_json(value)
         except ValueError as error:
             raise BadData(
                 f"{where}: {format.metadata_key!r} is a string, but not a JSON object ({error}): correct the row or "
@@ -109,9 +110,9 @@ def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | N
     return value
 
 
-def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
-    """Return the tools of a row: a list, or the JSON of one. Raises BadData."""
-    value = _read(value, list)
+def tools_of(row: Mapping[str, Any], format: RowFormat, where: str) -> list[Any] | None:
+    """Return the tools of a row: a list, or the JSON of one; None without any. Raises BadData."""
+    value = None if format.tool_key is None else _read(row.get(format.tool_key), list)
     tools = [_read(tool, dict) for tool in value] if isinstance(value, list) else value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadData(f"{where}: {format.tool_key!r} is not a list of tools: correct the row or set tool_key to null")
@@ -123,26 +124,25 @@ def _messages_in(text: str) -> Any:
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return None
     value = _read(text, list)
-    return (
-        value if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value) else None
-    )
+    is_chat = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
+    return value if is_chat else None
 
 
 def _message(message: Mapping[str, Any], images: bool, where: str) -> dict[str, Any]:
     """Return a message without its null fields. Raises BadData."""
-    found = {name: value for name, value in message.items() if value is not None}
-    if not isinstance(found["role"], str):
-        raise BadData(f"{where} has the role {_shown(found['role'])}, which is not text: correct the row")
-    if "content" in found:
-        found["content"] = _content(found["content"], images, where)
-    elif found["role"] != "assistant":
+    fields = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(fields["role"], str):
+        raise BadData(f"{where} has the role {_shown(fields['role'])}, which is not text: correct the row")
+    if "content" in fields:
+        fields["content"] = _content(fields["content"], images, where)
+    elif fields["role"] != "assistant":
         raise BadData(f"{where} has no content: correct the row")
-    if "tool_calls" in found:
-        calls = _read(found["tool_calls"], list)
+    if "tool_calls" in fields:
+        calls = _read(fields["tool_calls"], list)
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadData(f"{where} has tool_calls that are not a list of mappings: correct the row")
-        found["tool_calls"] = [_call(call) for call in calls]
-    return found
+        fields["tool_calls"] = [_call(call) for call in calls]
+    return fields
 
 
 def _content(content: Any, images: bool, where: str) -> Any:
@@ -174,10 +174,10 @@ def _read(value: Any, kind: type) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = canonical.from_json(value)
+        parsed_value = from_json(value)
     except ValueError:
         return value
-    return found if isinstance(found, kind) else value
+    return parsed_value if isinstance(parsed_value, kind) else value
 
 
 def _is_text_or_number(value: Any) -> bool:
@@ -254,8 +254,7 @@ def open_rows(
         BadPlugin: the source does not exist.
         NoSpace: the temporary copy does not fit on this machine.
     """
-    match = _SLICE.fullmatch(path)
-    url = match["path"] if match else path
+    match, url = _SLICE.fullmatch(path), without_slice(path)
     if source == FILES:
         lines = open_file(url)
         fingerprint = hashlib.file_digest(lines, "sha256").hexdigest()
@@ -289,9 +288,9 @@ def _rows_of_function(source: str, path: str) -> Iterator[dict[str, Any]]:
     try:
         for number, row in enumerate(function(path), 1):
             if not isinstance(row, Mapping):
-                given = type(row).__name__
+                kind = type(row).__name__
                 raise BadData(
-                    f"the data source {source!r} returned {given} as row {number} of {path}: let it be a mapping"
+                    f"the data source {source!r} returned {kind} as row {number} of {path}: let it be a mapping"
                 )
             yield dict(row)
     except (BadData, NoSpace):

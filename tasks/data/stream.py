@@ -93,6 +93,15 @@ def order(seed: int | str, epoch: int, n: int) -> np.ndarray:
     return permutation
 
 
+def usable_row(data: Source[AnyRow], index: int, max_prompt_len: int | None) -> AnyRow | None:
+    """Return the row at `index`; None without a usable prompt, or where it is longer than `max_prompt_len` tokens."""
+    try:
+        row = data.row(index)
+    except BadPrompt:
+        return None
+    return row if max_prompt_len is None or len(row.prompt_ids) <= max_prompt_len else None
+
+
 def draw(
     data: Source[AnyRow],
     cursor: int,
@@ -113,7 +122,7 @@ def draw(
     """
     n = len(data)
     rows: list[AnyRow] = []
-    position, last_taken, shortest, refusal = cursor, cursor - 1, None, None
+    position, last_used, shortest, refusal = cursor, cursor - 1, None, None
     while len(rows) < count:
         epoch, place = divmod(position, n)
         index = int(order(seed, epoch, n)[place]) if shuffle else place
@@ -125,12 +134,12 @@ def draw(
             length = len(row.prompt_ids)
             if max_prompt_len is None or length <= max_prompt_len:
                 rows.append(replace(row, group_id=position, epoch=epoch))
-                last_taken = position
+                last_used = position
             else:
                 shortest = length if shortest is None else min(shortest, length)
         position += 1
         # This many consecutive positions contain at least one whole epoch, wherever they begin.
-        if position - last_taken >= 2 * n:
+        if position - last_used >= 2 * n:
             if shortest is None and refusal is None:
                 raise BadData(f"every prompt of {data.path} is in quarantine: release some of them")
             if shortest is None:
@@ -202,45 +211,41 @@ class StatefulPrompts:
     ) -> Draw[PromptRow]:
         """Return the next `count` prompts. Prompts that are too long or unusable are skipped, and more are requested.
         Raises BadData where the function fails, or returns something else than it should."""
-        before: dict[str, Any] = cursor if isinstance(cursor, dict) else {}
-        given, state = drawn_so_far(cursor), before.get("state")
+        drawn, state = drawn_so_far(cursor), cursor.get("state") if isinstance(cursor, dict) else None
         rows: list[PromptRow] = []
         passed_over, barren = 0, 0
-        if not count and results:  # all that is generated was begun before: the source learns of the round all the same
+        if not count and results:  # a round of continued groups alone: the source gets its results too
             _, state = self._call(state, 0, results)
         while len(rows) < count:
-            found, state = self._call(state, count - len(rows), results)
-            taken = len(rows)
+            returned, state = self._call(state, count - len(rows), results)
+            before = len(rows)
             data = PromptData(
-                _ReturnedRows(f"{self.name}, from its prompt {given + 1} on", found),
+                _ReturnedRows(f"{self.name}, from its prompt {drawn + 1} on", returned),
                 self._format,
                 self._tokenizer,
                 self._images,
                 self._tools,
             )
-            for index in range(len(found)):
-                try:
-                    row = None if given + index in without else data.row(index)
-                except BadPrompt:
-                    row = None
-                if row is not None and (max_prompt_len is None or len(row.prompt_ids) <= max_prompt_len):
-                    number = given + index
+            for index in range(len(returned)):
+                number = drawn + index
+                row = None if number in without else usable_row(data, index, max_prompt_len)
+                if row is not None:
                     rows.append(replace(row, index=number, group_id=number))
-            passed_over += len(found) - (len(rows) - taken)
-            given, results = given + len(found), ()
-            barren = 0 if len(rows) > taken else barren + 1
+            passed_over += len(returned) - (len(rows) - before)
+            drawn, results = drawn + len(returned), ()
+            barren = 0 if len(rows) > before else barren + 1
             if barren == _BARREN:
                 raise BadData(
                     f"none of the last {_BARREN} rounds of prompts of {self.name} could be used: they are empty, are "
                     f"refused by the chat template, or have more than {max_prompt_len} tokens; correct it"
                 )
-        return Draw(rows, {"drawn": given, "state": state}, passed_over)
+        return Draw(rows, {"drawn": drawn, "state": state}, passed_over)
 
     def _call(
         self, state: JsonValue, count: int, results: Sequence[GroupResult]
     ) -> tuple[list[dict[str, Any]], JsonValue]:
         try:
-            own = json.loads(json.dumps(state))  # to do with as it likes: the state lies in a commit
+            own = json.loads(json.dumps(state))  # a copy that the function may change: the state lies in a commit
             answer = self._function(self.path, own, count, tuple(results))
         # User code may raise any exception. Show it to the user.
         except Exception as error:

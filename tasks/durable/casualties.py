@@ -86,10 +86,10 @@ class Casualties:
             return f"{message}, but no prompt was unfinished each time"
         data = "the benchmark's data" if place.step == Step.EVAL else "data.path"
         fewer = kind_of(place.engine).bounded_by
-        given, before = _spell(sorted(rows[id] + 1 for id in ids)), place.iteration - 1
+        shown, before = _spell(sorted(rows[id] + 1 for id in ids)), place.iteration - 1
         where = f"a fork (`cairn fork {place.run}@{before} NEW --set …`)" if before >= 0 else "a new run"
         return (
-            f"{message}, each time with {given} of {data} unfinished (counted from 1): "
+            f"{message}, each time with {shown} of {data} unfinished (counted from 1): "
             "if one of these prompts crashes the engine, remove its row from the data, or generate fewer samples at a "
             f"time ({fewer}), in {where}"
         )

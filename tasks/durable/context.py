@@ -46,11 +46,11 @@ def unreported_results(run: "RunContext", selection: Commit) -> tuple[GroupResul
     These are the results of this round. Where it generated nothing since the batch was filled from the buffer, the
     results of the rounds before it are included.
     """
-    found = round_results(run, selection)
+    results = round_results(run, selection)
     while run.find(selection.iteration, Step.ROLLOUT, f"{selection.shard}-000") is None and selection.iteration:
         selection = last_selection(run, selection.iteration - 1)
-        found = round_results(run, selection) + found
-    return found
+        results = round_results(run, selection) + results
+    return results
 
 
 def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
@@ -63,15 +63,15 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
         and row["shard"].startswith(f"{selection.shard}-")
         and row["disposition"] != Disposition.CONTINUE
     }
-    found = {}
+    results: dict[int, GroupResult] = {}
     for shard in sorted({row["shard"] for row in rows.values()}):
         rollout = run.committed(selection.iteration, Step.ROLLOUT, shard)
         columns = run.read(rollout, ["group_id", "prompt_index", "label", "metadata"]).to_pylist()
         graders = run.read(run.committed(selection.iteration, Step.REWARD, shard), ["grader"]).column("grader")
         for prompt, grader in zip(columns, graders.to_pylist(), strict=True):
             row = rows.get(prompt["group_id"])
-            if row is not None and row["shard"] == shard and row["group_id"] not in found:
-                found[row["group_id"]] = GroupResult(
+            if row is not None and row["shard"] == shard and row["group_id"] not in results:
+                results[row["group_id"]] = GroupResult(
                     row["group_id"],
                     prompt["prompt_index"],
                     prompt["label"],
@@ -82,7 +82,7 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
                     row["reason"],
                     None if row["mean_reward"] is None else share_of_right(row["mean_reward"], grader),
                 )
-    return tuple(found[group_id] for group_id in sorted(found))
+    return tuple(results[group_id] for group_id in sorted(results))
 
 
 # Which samples a shard's engine gets first: those of the prompts whose responses were the longest before.
@@ -225,8 +225,10 @@ class RunContext(RecordedRun):
         self.replays = ReplayTally()
         """Replays of train steps."""
         self._fleet = fleet
-        self._benchmarks = benchmarks
-        self._graders = graders
+        self.benchmarks = benchmarks
+        """Prompts of each benchmark, by its name."""
+        self.graders = graders
+        """Grader of each benchmark by its name, and of the training samples by None."""
         self._drawing = threading.Lock()
         self._draws: dict[str, Draw[PromptRow]] = {}
         """The newest draw, by the digest of its arguments."""
@@ -239,7 +241,7 @@ class RunContext(RecordedRun):
         return seen
 
     @property
-    def records_kept(self) -> bool:
+    def records_support(self) -> bool:
         """Whether rollouts record the sampling support of each token, so that scores are computed within it."""
         return self.config.rollout.cuts_vocabulary
 
@@ -252,15 +254,7 @@ class RunContext(RecordedRun):
     @property
     def grader(self) -> Grading:
         """The grader of the training samples."""
-        return self._graders[None]
-
-    def benchmark_data(self, name: str) -> PromptData:
-        """Return the prompts of a benchmark."""
-        return self._benchmarks[name]
-
-    def benchmark_grader(self, name: str) -> Grading:
-        """Return the grader of a benchmark."""
-        return self._graders[name]
+        return self.graders[None]
 
     def draw(
         self, cursor: JsonValue, count: int, without: Sequence[int] = (), earlier: Sequence[Commit] = ()
@@ -309,13 +303,13 @@ class RunContext(RecordedRun):
 
     def input_commit(self, commit: Commit, name: str) -> Commit:
         """Return the commit that `commit` names as an input. Raises Damaged if it is not the one that was read then."""
-        found = self.committed(*parse_commit_name(name))
-        if found.digest != commit.inputs[name]:
+        current = self.committed(*parse_commit_name(name))
+        if current.digest != commit.inputs[name]:
             raise Damaged(
                 f"{commit.name} was made from {name} with digest {commit.inputs[name]}, but the ledger holds "
-                f"{found.digest}"
+                f"{current.digest}"
             )
-        return found
+        return current
 
     def config_of(self, commit: Commit) -> RunConfig:
         """Return the whole configuration that a commit was made under, ready to be executed. For a commit that is

@@ -25,7 +25,7 @@ from cairn.configs.plugins import BadPlugin, load_callable, module_of, specs
 from cairn.engines.processes.syntax import parsed
 from cairn.storage.store import canonical
 
-_OURS = [
+_CAIRN = [
     Path(folder).resolve()
     for spec in map(
         find_spec, ("cairn", *(f"cairn.{room}" for room in ("flows", "tasks", "engines", "storage", "configs")))
@@ -49,8 +49,8 @@ def source_digest(path: str) -> str:
 
 def digest_of_all(digests: Iterable[str]) -> str:
     """Return the digest of an option that names several functions; a single function keeps its own digest."""
-    found = list(digests)
-    return found[0] if len(found) == 1 else canonical.digest(found)
+    all_digests = list(digests)
+    return all_digests[0] if len(all_digests) == 1 else canonical.digest(all_digests)
 
 
 def defining_file_digest(function: Callable[..., Any]) -> str:
@@ -63,7 +63,7 @@ def defining_file_digest(function: Callable[..., Any]) -> str:
     except TypeError:
         file = None
     if file is None:
-        raise BadPlugin(f"{function!r} has no Python source file: wrap it in a function of your own")
+        raise _without_source(function)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
@@ -73,26 +73,30 @@ def source_files(path: str) -> dict[str, Path]:
     named = module_of(path)
     first = _source(named)
     if first is None:
-        raise BadPlugin(f"{function!r} has no Python source file: wrap it in a function of your own")
+        raise _without_source(function)
     package = named.__name__.partition(".")[0] if named.__spec__ and named.__spec__.parent else None
-    found: dict[str, Path] = {"": first}
+    files: dict[str, Path] = {"": first}
     pending = [(first, named.__package__ or "")]
     for module in _defining(function):
         file = _source(module)
         if file is not None and file != first and _is_users(file, module.__name__, package):
-            found[module.__name__] = file
+            files[module.__name__] = file
             pending.append((file, module.__package__ or ""))
     while pending:
         file, parent = pending.pop()
         for name in imported_names(file, parent):
             for spec in specs(name):
                 origin = Path(spec.origin).resolve() if spec.has_location and spec.origin else None
-                if origin is None or origin in found.values() or not _is_users(origin, spec.name, package):
+                if origin is None or origin in files.values() or not _is_users(origin, spec.name, package):
                     continue
-                found[spec.name] = origin
+                files[spec.name] = origin
                 if origin.suffix == ".py":
                     pending.append((origin, spec.parent or ""))
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
+
+
+def _without_source(function: Callable[..., Any]) -> BadPlugin:
+    return BadPlugin(f"{function!r} has no Python source file: wrap it in a function of your own")
 
 
 def _source(module: ModuleType) -> Path | None:
@@ -104,7 +108,7 @@ def _is_users(file: Path, name: str, package: str | None) -> bool:
     """Whether a file is the user's own: neither Cairn's nor installed, except in the package of the named module."""
     if package is not None and name.partition(".")[0] == package:
         return True
-    return not any(map(file.is_relative_to, [*_OURS, *_INSTALLED]))
+    return not any(map(file.is_relative_to, [*_CAIRN, *_INSTALLED]))
 
 
 def _defining(function: Callable[..., Any]) -> Iterator[ModuleType]:
@@ -124,7 +128,7 @@ def imported_names(file: Path, package: str) -> Iterator[str]:
     not be a module."""
     try:
         tree = parsed(file.read_bytes(), str(file))
-    except SyntaxError:  # whoever imports it will be told
+    except SyntaxError:  # its import reports the error
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -31,10 +31,10 @@ class _Tables:
 
     def get(self, digest: str) -> pa.Table | None:
         with self._lock:
-            if (kept := self._tables.get(digest)) is None:
+            if digest not in self._tables:
                 return None
             self._tables.move_to_end(digest)
-            return kept[0]
+            return self._tables[digest][0]
 
     def add(self, digest: str, table: pa.Table) -> None:
         with self._lock:
@@ -42,8 +42,8 @@ class _Tables:
             self._tables[digest] = table, table.nbytes
             self._bytes += table.nbytes
             while self._bytes > TABLE_CACHE_BYTES:
-                _, (_, least_wanted) = self._tables.popitem(last=False)
-                self._bytes -= least_wanted
+                _, (_, dropped_bytes) = self._tables.popitem(last=False)
+                self._bytes -= dropped_bytes
 
 
 class RecordedRun:

@@ -4,7 +4,7 @@
 |---|---|
 | `engine_died`, `engine_timeout`, `engine` | an engine: its process is gone, it is silent, or anything else |
 | `store` | the store did not respond, or responded incorrectly |
-| `disk` | no space is left, in the store or on this machine: somebody may free some |
+| `disk` | no space is left, in the store or on this machine: a person may free some |
 | `grader` | the machine did not let a grader work, or a service that it calls does not respond |
 | none | everything else, such as a bug, bad data, a refusal or a lost cluster: a retry would end the same |
 
@@ -108,7 +108,7 @@ class RetryTally:
             delays = self._policy.policy(place[1], kind).delays()
             count = tried.retries[kind]
             if count >= len(delays):
-                del self._tried[place]  # should somebody call the step once more, it has all its tries
+                del self._tried[place]  # a later call of the step has all its tries
                 return False
             tried.retries[kind] += 1
             tried.wait, tried.error = delays[count], error

@@ -8,7 +8,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import REMOVED, STALE_WEIGHTS, Disposition
 from cairn.tasks.durable.recorded_run import RecordedRun
 
-FoundCommit = TypeVar("FoundCommit", Commit, Commit | None)
+LookedUp = TypeVar("LookedUp", Commit, Commit | None)
 
 GroupPlace = tuple[int, str, int]
 """(iteration, shard, group_id): the place where the samples of a group are stored."""
@@ -25,7 +25,7 @@ def is_collected(run: RecordedRun, index: int) -> bool:
     return _filling(run.find, index) is not None
 
 
-def _filling(look_up: Callable[[int, Step, str], FoundCommit], index: int) -> FoundCommit:
+def _filling(look_up: Callable[[int, Step, str], LookedUp], index: int) -> LookedUp:
     """Return the first round's filter step that is full or, from `find`, None at the first missing one."""
     for round in itertools.count():
         selection = look_up(index, Step.FILTER, f"{round:02d}")

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec
 import pyarrow as pa
 
 from cairn.configs.digest import digest as config_digest_of
+from cairn.configs.digest import recorded_digest
 from cairn.configs.engines import ENGINES
 from cairn.configs.kinds import code_options
 from cairn.configs.schema.run import RunConfig
@@ -28,14 +29,12 @@ from cairn.configs.view import Reader, reads_under, view
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.layout import commit_name
 from cairn.storage.ledger.snapshots import Attempt
-from cairn.storage.ledger.terms import Rules
+from cairn.storage.ledger.terms import Rules, Terms
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import StaleCommits
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
-from cairn.tasks.durable.rules import config_digest as recorded_config
-from cairn.tasks.durable.rules import external_inputs
 
 # Comparison of environments: bitwise equality is claimed between equal environments only.
 
@@ -72,7 +71,7 @@ class Outcome:
     """Parquet files to write, by name."""
     files: Sequence[OutputFile] = ()
     """Files that the body has already written into the attempt's folder."""
-    found: Sequence[Commit] = ()
+    selected: Sequence[Commit] = ()
     """Commits that the body read besides its arguments, of the steps in `finds`. They become inputs too."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Small results that later steps read, as JSON values."""
@@ -137,18 +136,19 @@ class DurableStep(Generic[Args]):
         self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
     ) -> Commit:
         """Return the step's commit; make it now if it does not exist. Raises what the body raises, and StaleCommits."""
-        given = argument_digests(args, kwargs)
-        inputs = given | self._external_inputs(run)
+        arguments = argument_digests(args, kwargs)
+        inputs = arguments | self._external_inputs(run)
         config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
         committed = run.find(iteration, self.name, shard)
         if committed is not None:
-            self._require_fresh(run, committed, given, inputs, config_digest)
+            self._require_fresh(run, committed, arguments, inputs, config_digest)
             run.emit(StepCommitted(committed, adopted=True))
             return committed
         run.emit(StepStarted(iteration, self.name, shard))
         started_at, began = time.time(), time.perf_counter()
         attempt = run.ledger.attempt(iteration, self.name, shard)
-        call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), self._earlier(run, given))
+        earlier = self._earlier_digests(run, arguments)
+        call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), earlier)
         try:
             with attempt.discarded_on_failure():
                 outcome = self.perform(call, *args, **kwargs)
@@ -161,7 +161,7 @@ class DurableStep(Generic[Args]):
             step=self.name,
             shard=shard,
             attempt=attempt,
-            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.found}).items())),
+            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.selected}).items())),
             config_digest=config_digest,
             outputs=tuple(outcome.files),
             weight_version_in=outcome.weight_version_in,
@@ -176,7 +176,7 @@ class DurableStep(Generic[Args]):
         before = run.find(iteration - 1, self.name, shard) if iteration else None
         if before is not None:
             report_environment_change(run, before, commit.environment)
-        self._require_fresh(run, commit, given, inputs, config_digest)
+        self._require_fresh(run, commit, arguments, inputs, config_digest)
         run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
         return commit
 
@@ -206,7 +206,7 @@ class DurableStep(Generic[Args]):
 
     def earlier_circumstances(self, run: RunContext) -> frozenset[str]:
         """Return the same digests under the terms of earlier code versions that resumed the run."""
-        return self._earlier(run, {})
+        return self._earlier_digests(run, {})
 
     def _reader(self, config: RunConfig) -> Reader:
         where = f"`reads` of {self.body.__name__} in {self.body.__module__}, or of your `cairn.plugin`"
@@ -219,26 +219,45 @@ class DurableStep(Generic[Args]):
         return read | {f"engine.{name}": config_digest_of(run.config, options) for name, options in engines.items()}
 
     def _require_fresh(
-        self, run: RunContext, commit: Commit, given: Mapping[str, str], inputs: Mapping[str, str], config_digest: str
+        self,
+        run: RunContext,
+        commit: Commit,
+        arguments: Mapping[str, str],
+        inputs: Mapping[str, str],
+        config_digest: str,
     ) -> None:
         terms = run.ledger.terms_of(commit)
         if not terms.equals(run.ledger.terms):
-            inputs, config_digest = {**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name)
-        found = {name: digest for name, digest in commit.inputs.items() if step_of(name) in self.finds}
-        require_fresh(commit, {**inputs, **found}, config_digest)
+            inputs, config_digest = self._recorded_digests(terms, arguments)
+        selected = {name: digest for name, digest in commit.inputs.items() if step_of(name) in self.finds}
+        require_fresh(commit, {**inputs, **selected}, config_digest)
 
-    def _earlier(self, run: RunContext, given: Mapping[str, str]) -> frozenset[str]:
+    def _earlier_digests(self, run: RunContext, arguments: Mapping[str, str]) -> frozenset[str]:
         return frozenset(
-            input_digest({**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name))
+            input_digest(*self._recorded_digests(terms, arguments))
             for terms in (run.ledger.manifest, *run.ledger.upgrades)
             if not terms.equals(run.ledger.terms)
         )
 
+    def _recorded_digests(self, terms: Terms, arguments: Mapping[str, str]) -> tuple[dict[str, str], str]:
+        """Return the digests of the inputs, and of the configuration that the step read, under recorded terms. A run
+        need not have every external input."""
+        rules = terms.rules[self.name]
+        externals = {name: terms.inputs[name] for name in rules.externals if name in terms.inputs}
+        engines = {f"engine.{name}": recorded_digest(terms.config, options) for name, options in rules.engines.items()}
+        sources = {option: terms.plugin_digest(option) for option in rules.plugins}
+        fields = recorded_digest(terms.config, rules.reads)
+        return {**arguments, **externals, **engines}, _with_sources(fields, sources)
+
     def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
         """Return the digest of what the step reads of a configuration, including the source of user code."""
         fields = config_digest_of(config, reads_under(config, self.reads))
-        sources = {name: plugin_digest(name) for name in self.plugins}
-        return canonical.digest({"fields": fields, "plugins": sources}) if any(sources.values()) else fields
+        return _with_sources(fields, {name: plugin_digest(name) for name in self.plugins})
+
+
+def _with_sources(fields: str, sources: Mapping[str, str | None]) -> str:
+    """Return the digest of configuration fields and the sources of user code; without user code that of the fields."""
+    return canonical.digest({"fields": fields, "plugins": dict(sources)}) if any(sources.values()) else fields
 
 
 def durable(

@@ -90,35 +90,35 @@ def _generated(samples: Sequence[GeneratedSample]) -> pa.Table:
 
 
 def grade(grader: Grading, questions: Questions, tokenizer: Any, generated: pa.Table) -> tuple[pa.Table, list[Graded]]:
-    """Grade all samples of an evaluation, given in the order of the requests with the schema GENERATED_EVAL. Return
+    """Grade all samples of an evaluation, which have the schema GENERATED_EVAL and the order of the requests. Return
     rows with the schema GRADED_EVAL, and the grades. If a sample has several trajectories, the last one is graded."""
     samples = generated.to_pydict()
-    asked = [questions.rows[index] for index in samples["group_id"]]
+    rows = [questions.rows[index] for index in samples["group_id"]]
     last = map(last_trajectory, samples["response_ids"], samples[TRAJECTORIES.name])
     texts = [str(text) for text in tokenizer.batch_decode(list(last), skip_special_tokens=True)]
     samples |= {
-        "prompt_text": [row.prompt_text for row in asked],
-        "prompt_ids": [row.prompt_ids for row in asked],
-        "label": [row.label for row in asked],
+        "prompt_text": [row.prompt_text for row in rows],
+        "prompt_ids": [row.prompt_ids for row in rows],
+        "label": [row.label for row in rows],
         "status": [status_of(reason) for reason in samples["finish_reason"]],
     }
     seen = {
         "response_text": [questions.graded_part(text) for text in texts],
-        "metadata": [row.metadata or {} for row in asked],
-        "messages": [messages_of(row) for row in asked],
+        "metadata": [row.metadata or {} for row in rows],
+        "messages": [messages_of(row) for row in rows],
     }
-    given = grader_samples(grader, tokenizer, samples | seen)
-    graded = grade_benchmark(grader, given, samples["error"], samples["group_id"])
-    said = [(one.components or {}).get("answer") for one in graded]
+    grader_inputs = grader_samples(grader, tokenizer, samples | seen)
+    graded = grade_benchmark(grader, grader_inputs, samples["error"], samples["group_id"])
+    answers = [(one.components or {}).get("answer") for one in graded]
     columns = samples | {
-        "benchmark": [questions.name] * len(asked),
+        "benchmark": [questions.name] * len(rows),
         "prompt_index": samples["group_id"],
-        "prompt_id": [str((row.metadata or {}).get("id", row.index)) for row in asked],
+        "prompt_id": [str((row.metadata or {}).get("id", row.index)) for row in rows],
         "response_text": texts,
-        "answer": [None if answer is None else str(answer) for answer in said],
+        "answer": [None if answer is None else str(answer) for answer in answers],
         "reward": [one.reward for one in graded],
         "components": [None if one.components is None else _json(one.components) for one in graded],
-        "metadata": [_json(row.metadata) if row.metadata else None for row in asked],
+        "metadata": [_json(row.metadata) if row.metadata else None for row in rows],
         "grader": [one.grader or grader.name for one in graded],
         "grader_version": [one.version or grader.version for one in graded],
         "status": [
@@ -140,22 +140,22 @@ def evaluated_samples(questions: Questions, rows: pa.Table) -> list[GradedSample
     return [
         GradedSample(
             row["response_text"],
-            asked.label,
-            asked.metadata or {},
+            row_data.label,
+            row_data.metadata or {},
             response_ids=tuple(last_trajectory(row["response_ids"], row[TRAJECTORIES.name])),
-            prompt=asked.prompt_text,
-            prompt_ids=asked.prompt_ids,
+            prompt=row_data.prompt_text,
+            prompt_ids=row_data.prompt_ids,
             finish_reason=row["finish_reason"],
             status=row["status"],
-            group_id=asked.index,
+            group_id=row_data.index,
             sample_index=row["sample_index"],
-            prompt_index=asked.index,
+            prompt_index=row_data.index,
             reward=row["reward"],
             components={} if row["components"] is None else from_json(row["components"]),
             error=row["error"],
         )
         for row in rows.to_pylist()
-        for asked in [questions.rows[row["prompt_index"]]]
+        for row_data in [questions.rows[row["prompt_index"]]]
     ]
 
 
@@ -257,18 +257,18 @@ def _generate(
     progress: Progress,
 ) -> tuple[pa.Table, Environment]:
     """Return all samples in the order of the questions, including those of earlier attempts, and their environment."""
-    with generation(attempt, claim.key.digest, questions) as found:
-        total = found.recovered.num_rows + len(found.missing)
-        done = total - len(found.missing)
+    with generation(attempt, claim.key.digest, questions) as generated:
+        total = generated.recovered.num_rows + len(generated.missing)
+        done = total - len(generated.missing)
         progress(done, total)
-        if not found.missing:
-            return found.samples(), here
+        if not generated.missing:
+            return generated.samples(), here
         served = engine()
-        for samples in _samples(served.generate, found.missing, questions.sampling):
-            found.log.append(*samples)
+        for samples in _samples(served.generate, generated.missing, questions.sampling):
+            generated.log.append(*samples)
             done += len(samples)
             progress(done, total)
-        return found.samples(), served.environment()
+        return generated.samples(), served.environment()
 
 
 def _samples(
@@ -278,9 +278,9 @@ def _samples(
     A request on which the engine then fails becomes a failed sample. Nothing else fails a sample."""
 
     def ended(requests: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
-        for told in generate(requests, params, GenerateFunction(SINGLE_TURN)):
-            assert not isinstance(told, Recorded)  # of one call nothing is
-            yield told
+        for message in generate(requests, params, GenerateFunction(SINGLE_TURN)):
+            assert not isinstance(message, Recorded)  # a single call is not recorded
+            yield message
 
     left = {request.key: request for request in requests}
     with suppress(GenerationFailed):

@@ -10,16 +10,16 @@ The step shares its result with all other evaluations of a store (`cairn.storage
 | a result with every sample graded, computed in the run's environment | takes it: nothing is sampled or graded |
 | another result | samples; that result stays the one that others see |
 | nothing, or what an ended process left | claims it, samples, stores its own result there, and then commits |
-| nothing, while another process computes it | samples too: a run waits for nobody |
+| nothing, while another process computes it | samples too: a run does not wait for it |
 
 A result is stored there before the step's own commit: a step that is killed between the two finds it. Where an engine
 is batch-invariant, the step commits the same rows and metrics either way, because a result's key contains all else that
 they depend on. Elsewhere a result is as good as what the engine would sample now. The value `found` of a commit records
 that its samples came from `evals/`.
 
-Nothing is shared that a key does not determine: samples that go through user code, and servers that somebody else
-starts or that are of several kinds. A result with failed samples is not shared either, because they may succeed another
-time.
+Nothing is shared that a key does not determine: samples that go through user code, and servers that the run does
+not start or that are of several kinds. A result with failed samples is not shared either, because they may succeed
+another time.
 
 A commit of the step has rows of its own and does not point to the shared result: in the last two cases, and where
 nothing is shared, there is no result with its rows; and a redaction of the run must reach them.
@@ -57,7 +57,7 @@ from cairn.tasks.generation.calls import call_tables
 from cairn.tasks.generation.episodes import Calls
 from cairn.tasks.generation.generation import Engine, generate_function, generate_samples
 from cairn.tasks.generation.groups import images_column, without_unused
-from cairn.tasks.grading.reward import graded_again
+from cairn.tasks.grading.reward import count_regraded
 from cairn.tasks.grading.shaping import sampled_tokens
 from cairn.tasks.rewards.grader import GRADER_OPTIONS, Graded
 from cairn.tasks.trainer.sync import serve
@@ -108,35 +108,33 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     graded."""
     run, version, started_at = step.run, version_of(weights), time.time()
     benchmark = next(b for b in run.config.eval.benchmarks if b.name == name)
-    grader = run.benchmark_grader(name)
+    grader = run.graders[name]
     # The random draws are equal at every evaluation, so differences come from the weights.
-    questions = own_questions(
-        run.config, benchmark, run.benchmark_data(name), graded_by=f"{grader.name} {grader.version}"
-    )
+    questions = own_questions(run.config, benchmark, run.benchmarks[name], graded_by=f"{grader.name} {grader.version}")
     key = _key(run, weights, questions)
-    values, beside, graded = {"benchmark": name}, dict[str, pa.Table](), list[Graded]()
+    values, call_files, graded = {"benchmark": name}, dict[str, pa.Table](), list[Graded]()
     with ExitStack() as claims:
-        found, rows = (None, None) if key is None else _found(step, key, questions, claims)
-        if isinstance(found, Evaluation) and rows is not None:
-            values["found"] = found.key.folder
+        shared, rows = (None, None) if key is None else _shared_result(step, key, questions, claims)
+        if isinstance(shared, Evaluation) and rows is not None:
+            values["found"] = shared.key.folder
         if rows is None:
-            samples, beside = _generate(step, weights, questions)
+            samples, call_files = _generate(step, weights, questions)
             rows, graded = grade(grader, questions, run.tokenizer, samples)
             if key is not None and not rows["reward"].null_count:
-                if isinstance(found, LeaseHeld):  # its holder may have ended
-                    found = _look(step, key, claims)
-                if isinstance(found, Claim):
-                    _leave(step, weights, found, questions, rows, started_at)
+                if isinstance(shared, LeaseHeld):  # its holder may have ended
+                    shared = _look_up(step, key, claims)
+                if isinstance(shared, Claim):
+                    _share(step, weights, shared, questions, rows, started_at)
     table = rows.append_column("weight_version", pa.array([version] * rows.num_rows, pa.int64()))
     stored = pa.schema([*EVAL, *SEQUENCES])
     table = table.select(stored.names).cast(stored)
     if any(row.images for row in questions.rows):
-        asked = [questions.rows[index] for index in rows["prompt_index"].to_pylist()]
-        table = table.append_column(IMAGES, images_column(asked))
+        prompts = [questions.rows[index] for index in rows["prompt_index"].to_pylist()]
+        table = table.append_column(IMAGES, images_column(prompts))
     return Outcome(
-        tables={SAMPLES: without_unused(table), **beside},
+        tables={SAMPLES: without_unused(table), **call_files},
         values=values,
-        metrics={**_metrics(benchmark, questions, rows), f"{name}-graded_again": graded_again(graded)},
+        metrics={**_metrics(benchmark, questions, rows), f"{name}-graded_again": count_regraded(graded)},
         timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
         weight_version_in=version,
         weight_version_out=version,
@@ -148,19 +146,19 @@ def _metrics(benchmark: BenchmarkConfig, questions: Questions, rows: pa.Table) -
     name = benchmark.name
     measured = measure(benchmark.metric, evaluated_samples(questions, rows))
     rewards = rows["reward"].drop_null().to_pylist()
-    found = {name: measured.pop(SCORE), f"{name}-failed_samples": rows["reward"].null_count}
-    found |= {f"eval/{name}/metric/{metric}": value for metric, value in measured.items()}
+    metrics = {name: measured.pop(SCORE), f"{name}-failed_samples": rows["reward"].null_count}
+    metrics |= {f"eval/{name}/metric/{own_metric}": value for own_metric, value in measured.items()}
     if rewards:
-        found[f"{name}-graded"] = float(np.mean(rewards))
+        metrics[f"{name}-graded"] = float(np.mean(rewards))
     responses = rows.select(["response_ids", "segments", "finish_reason"]).to_pylist()
     generated = [one for one in responses if one["finish_reason"] != FinishReason.ERROR]  # no response, no length
     if generated:
         lengths = np.asarray([sampled_tokens(len(one["response_ids"]), one["segments"]) for one in generated])
         truncated = [one["finish_reason"] == FinishReason.LENGTH for one in generated]
-        found[f"{name}-truncated_ratio"] = float(np.mean(truncated))
-        found[f"eval/{name}/response_len/mean"] = float(lengths.mean())
-        found[f"eval/{name}/response_len/max"] = int(lengths.max())
-    return found
+        metrics[f"{name}-truncated_ratio"] = float(np.mean(truncated))
+        metrics[f"eval/{name}/response_len/mean"] = float(lengths.mean())
+        metrics[f"eval/{name}/response_len/max"] = int(lengths.max())
+    return metrics
 
 
 def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> tuple[pa.Table, dict[str, pa.Table]]:
@@ -169,61 +167,61 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
     engines = step.run.fleet.membership.serving()
     records, scope = generate_function(step.run).records, f"eval/{step.iteration}/{step.shard}"
     with (
-        generation(step.attempt, step.input_digest, questions, step.earlier_digests) as found,
+        generation(step.attempt, step.input_digest, questions, step.earlier_digests) as generated,
         Calls(step, records=records, scope=scope) as calls,  # read after the samples that they belong to
     ):
-        prompts = list(dict.fromkeys(request.group_id for request in found.missing))
+        prompts = list(dict.fromkeys(request.group_id for request in generated.missing))
 
         def on_engine(engine: Engine, prompts: Sequence[int]) -> None:
             rows = {prompt: prompt for prompt in prompts}
-            requests = [request for request in found.missing if request.group_id in rows]
+            requests = [request for request in generated.missing if request.group_id in rows]
             if not requests:
                 return
             serve(step.run, engine, weights)
             for samples in generate_samples(
                 step, engine, weights, requests, questions.sampling, rows=rows, calls=calls
             ):
-                calls.after(partial(found.log.append, *samples))
+                calls.after(partial(generated.log.append, *samples))
 
         with ThreadPoolExecutor(len(engines)) as pool:
             shares = [prompts[index :: len(engines)] for index in range(len(engines))]
             list(pool.map(on_engine, engines, shares))
         made = calls.table()
-        samples = found.samples()
+        samples = generated.samples()
     return samples, {} if made is None else call_tables(made, samples.slice(0, 0))
 
 
 # Results that are shared with other evaluations.
 
 
-def _found(
+def _shared_result(
     step: StepCall, key: EvaluationKey, questions: Questions, claims: ExitStack
 ) -> tuple[Evaluation | Claim | LeaseHeld | None, pa.Table | None]:
-    """Return what `_look` finds, None where it is damaged, and the rows to take from it, if it is a result to take."""
+    """Return the result of `_look_up`, None where it is damaged, and the rows of a result that may be reused."""
     try:
-        found = _look(step, key, claims)
-        return found, _taken(step, found, questions) if isinstance(found, Evaluation) else None
+        shared = _look_up(step, key, claims)
+        return shared, _reusable_rows(step, shared, questions) if isinstance(shared, Evaluation) else None
     except Damaged as error:
         message = f"{questions.name}: {error}; it is skipped, see `cairn verify --evals`"
         step.run.emit(Message(message, "warning"))
         return None, None
 
 
-def _look(step: StepCall, key: EvaluationKey, claims: ExitStack) -> Evaluation | Claim | LeaseHeld:
+def _look_up(step: StepCall, key: EvaluationKey, claims: ExitStack) -> Evaluation | Claim | LeaseHeld:
     """Look a result up. A claim is released at the end of `claims`."""
-    found = try_claim(step.attempt.store, key)
-    return claims.enter_context(found) if isinstance(found, Claim) else found
+    shared = try_claim(step.attempt.store, key)
+    return claims.enter_context(shared) if isinstance(shared, Claim) else shared
 
 
-def _taken(step: StepCall, result: Evaluation, questions: Questions) -> pa.Table | None:
+def _reusable_rows(step: StepCall, result: Evaluation, questions: Questions) -> pa.Table | None:
     """Return the rows of a result with the schema GRADED_EVAL; None where it must not be taken."""
     run = step.run
     if result.metrics.get("failed") != 0 or any(changes(result.environment, engines_environment(run))):
         return None
     rows = read_samples(step.attempt.store, result)
-    asked = [(one.group_id, one.index, one.seed) for one in questions.requests()]
+    requested = [(one.group_id, one.index, one.seed) for one in questions.requests()]
     answered = zip(*(rows[name].to_pylist() for name in ("prompt_index", "sample_index", "seed")), strict=True)
-    if asked != list(answered) or rows["log_probs"].null_count:  # it was taken over from a run that kept none
+    if requested != list(answered) or rows["log_probs"].null_count:  # it was taken over from a run that kept none
         return None
     origin = result.origin
     whose = f"run {origin['run']}" if "run" in origin else f"{origin.get('model', 'a model')}"
@@ -231,7 +229,7 @@ def _taken(step: StepCall, result: Evaluation, questions: Questions) -> pa.Table
     return complete(rows, GRADED_EVAL)
 
 
-def _leave(
+def _share(
     step: StepCall, weights: Commit | None, claim: Claim, questions: Questions, rows: pa.Table, started_at: float
 ) -> None:
     """Store the rows as the claimed result."""

@@ -64,10 +64,10 @@ class Questions:
 
     def measure(self, samples: Sequence[GradedSample]) -> dict[str, float]:
         """Return the metrics of all samples, with the score under `score`. Raises BadPlugin."""
-        found = summary(samples)
-        counts = {"questions": found.questions, "samples": found.samples, "n": found.n}
+        figures = summary(samples)
+        counts = {"questions": figures.questions, "samples": figures.samples, "n": figures.n}
         own = {} if self.metric is None else measure(self.metric, samples)
-        return {**found.metrics(), **counts, **own}
+        return {**figures.metrics(), **counts, **own}
 
     def key(self, weights: str, tokenizer: str, options: EngineOptions, folder: str) -> EvaluationKey:
         """Return the key of the result. Raises BadModel.

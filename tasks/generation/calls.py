@@ -41,7 +41,7 @@ def call_table(records: Sequence[CallRecord]) -> pa.Table:
         "response_ids": [None if one is None else one.ids for one in segments],
         "log_probs": [None if one is None else one.log_probs for one in segments],
         "weight_versions": [None if one is None else one.weight_versions for one in segments],
-        "kept_token_ids": [None if one is None or one.kept is None else _sets(one.kept) for one in segments],
+        "kept_token_ids": [None if one is None or one.kept is None else _support_sets(one.kept) for one in segments],
         "seed": [None if one is None else one.seed for one in segments],
         "finish_reason": [None if one is None else str(one.finish_reason) for one in segments],
         "cached_tokens": [0 if one is None else one.cached_tokens for one in segments],
@@ -60,10 +60,10 @@ def call_records(table: pa.Table) -> list[CallRecord]:
 
 def by_sample(records: Sequence[CallRecord]) -> dict[SampleKey, list[CallRecord]]:
     """Return the records of each sample, in their order."""
-    found: dict[SampleKey, list[CallRecord]] = {}
+    grouped: dict[SampleKey, list[CallRecord]] = {}
     for record in records:
-        found.setdefault(record.key, []).append(record)
-    return found
+        grouped.setdefault(record.key, []).append(record)
+    return grouped
 
 
 def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
@@ -80,20 +80,20 @@ def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
     digests = [None if text is None else _sha256(text) for text in texts]
     calls = _set(calls, "result_digest", pa.array(digests, pa.string()))
     calls = _set(calls, "result", pc.if_else(pa.array(long, pa.bool_()), pa.scalar(None, pa.string()), calls["result"]))
-    held = {
+    in_samples = {
         (row["group_id"], row["sample_index"], call)
         for row in samples.select(["group_id", "sample_index", "segments", "response_ids"]).to_pylist()
         for call in _calls_in(row)
     }
     keys = zip(*(calls[name].to_pylist() for name in ("group_id", "sample_index", "call")), strict=True)
-    own = pa.array([key not in held for key in keys], pa.bool_())
+    own = pa.array([key not in in_samples for key in keys], pa.bool_())
     for name in _SAMPLED:
         field = CALLS.field(name)
         column = [value if keep else None for value, keep in zip(calls[name].to_pylist(), own.to_pylist(), strict=True)]
         calls = _set(calls, name, pa.array(column, field.type))
     named = {"sha256": list(results), "result": list(results.values())}
-    found = {CALLS_FILE: calls.combine_chunks()}
-    return {**found, RESULTS_FILE: pa.table(named, LONG_RESULTS)} if results else found
+    tables = {CALLS_FILE: calls.combine_chunks()}
+    return {**tables, RESULTS_FILE: pa.table(named, LONG_RESULTS)} if results else tables
 
 
 def read_calls(
@@ -103,15 +103,15 @@ def read_calls(
     columns = () if results is None else (results[name].to_pylist() for name in LONG_RESULTS.names)
     long: dict[str | None, str] = dict(zip(*columns, strict=True))
     sampled = {(key, one.call): one for key, own in segments.items() for one in own if one.call is not None}
-    found = []
+    records = []
     for row in calls.to_pylist():
         record = _record({**row, "result": long.get(row["result_digest"], row["result"])})
         if record.kind is CallKind.SAMPLE and record.segment is None and record.error is None:
             segment = sampled.get((record.key, record.call))
             if segment is not None:
                 record = replace(record, segment=replace(segment, loss_mask=np.ones(len(segment), np.uint8)))
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def uncertain_effects(calls: pa.Table) -> dict[SampleKey, str]:
@@ -167,7 +167,7 @@ def _record(row: Mapping[str, Any]) -> CallRecord:
 def _segment(row: Mapping[str, Any]) -> Segment | None:
     if row["response_ids"] is None:
         return None
-    kept = row["kept_token_ids"]
+    support = row["kept_token_ids"]
     return Segment(
         np.asarray(row["response_ids"], np.int32),
         np.ones(len(row["response_ids"]), np.uint8),
@@ -176,15 +176,15 @@ def _segment(row: Mapping[str, Any]) -> Segment | None:
         np.asarray(row["weight_versions"], np.int32),
         row["seed"],
         FinishReason(row["finish_reason"]),
-        None if kept is None else SamplingSupport.of(kept),
+        None if support is None else SamplingSupport.of(support),
         routes_of(row["routed_experts"]),
         row["seconds"],
         row["cached_tokens"],
     )
 
 
-def _sets(kept: SamplingSupport) -> list[np.ndarray]:
-    return np.split(kept.ids, np.cumsum(kept.counts)[:-1]) if len(kept) else []
+def _support_sets(support: SamplingSupport) -> list[np.ndarray]:
+    return np.split(support.ids, np.cumsum(support.counts)[:-1]) if len(support) else []
 
 
 def _set(table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Table:

@@ -24,17 +24,17 @@ class LoggedCalls:
     def __init__(self, log: CallLog | None) -> None:
         self._log = log
 
-    def given(self, samples: Iterable[SampleRequest]) -> list[SampleRequest]:
+    def with_logged_calls(self, samples: Iterable[SampleRequest]) -> list[SampleRequest]:
         """Return the samples with their logged calls."""
-        return [self._given(sample) for sample in samples] if self._log is not None else list(samples)
+        return [self._with_logged_calls(sample) for sample in samples] if self._log is not None else list(samples)
 
-    def _given(self, sample: SampleRequest) -> SampleRequest:
+    def _with_logged_calls(self, sample: SampleRequest) -> SampleRequest:
         raise NotImplementedError
 
     def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
         """Log records that an engine sent, and acknowledge them to the engine if it waits for that.
 
-        If the log breaks before, the engine is told `NEVER`.
+        If the log breaks before, the engine receives `NEVER`.
         """
         assert self._log is not None
         if not recorded.awaited:
@@ -75,8 +75,7 @@ class Calls(LoggedCalls):
                 samples = step.run.read(committed).to_pylist() if committed.step is Step.ROLLOUT else []
                 segments = {(row["group_id"], row["sample_index"]): row_segments(row) for row in samples}
                 self._replayed = read_calls(*calls, segments)
-            found = call_records(log.recovered) if self._replayed is None else self._replayed
-            self._recorded = by_sample(found)
+            self._recorded = by_sample(call_records(log.recovered) if self._replayed is None else self._replayed)
         super().__init__(log)
 
     def __enter__(self) -> Self:
@@ -88,13 +87,13 @@ class Calls(LoggedCalls):
         if self._log is not None:
             self._log.__exit__(kind, error, trace)
 
-    def _given(self, sample: SampleRequest) -> SampleRequest:
+    def _with_logged_calls(self, sample: SampleRequest) -> SampleRequest:
         logged = self._recorded.get(sample.key, ())
         if self._replayed is None:
             return replace(sample, origin=self._origin, recorded=(*sample.recorded, *logged))
         carried = {record.call for record in sample.recorded}
-        asked = {record.call for record in logged if record.kind is CallKind.SAMPLE} - carried
-        return replace(sample, origin=self._origin, recorded=tuple(logged), resampled=frozenset(asked))
+        resampled = {record.call for record in logged if record.kind is CallKind.SAMPLE} - carried
+        return replace(sample, origin=self._origin, recorded=tuple(logged), resampled=frozenset(resampled))
 
     def table(self, carried: Sequence[CallRecord] = ()) -> pa.Table | None:
         """Return rows of CALLS: `carried`, those of earlier attempts, and those of this one, with or without a
@@ -103,13 +102,12 @@ class Calls(LoggedCalls):
             return None
         appended = self._log.appended()
         before = list(carried)
-        if self._replayed is not None:  # with what was carried
+        if self._replayed is not None:  # `carried` is part of it
             own = {(record.key, record.call) for record in carried}
-            kept = (one for one in self._replayed if one.kind is not CallKind.SAMPLE or (one.key, one.call) in own)
-            before = list(kept)
+            before = [one for one in self._replayed if one.kind is not CallKind.SAMPLE or (one.key, one.call) in own]
         return pa.concat_tables([call_table(before), self._log.recovered, appended])
 
 
 def _acknowledge(acknowledge: Callable[[int], None], number: int) -> None:
-    with suppress(EngineError):  # it died: nobody waits there
+    with suppress(EngineError):  # it died: nothing waits for the acknowledgement
         acknowledge(number)

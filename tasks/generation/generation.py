@@ -11,7 +11,7 @@ Only what the engine reports about a prompt counts against it. Any other failure
 retried as often as `retry` allows, and then the run ends with the error, to be resumed. If engines are lost repeatedly,
 the error names the prompts that were unfinished each time (`cairn.tasks.durable.casualties`).
 
-A failed sample carries the error and no token, and its group fails with it: nobody grades it, and the filter drops the
+A failed sample carries the error and no token, and its group fails with it: it is not graded, and the filter drops the
 group and requests another. A suspect on which the engine does not fail is a group like any other. So failures of
 processes, machines and networks do not change the groups that are trained on: they are those of a run in which nothing
 fails.
@@ -25,6 +25,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +37,6 @@ from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, G
 from cairn.engines.types.trajectories import FIRST_CALL, GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit
-from cairn.storage.ledger.layout import commit_name
 from cairn.tasks.durable.casualties import Place
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.plugin_sources import digest_of_all, source_digest
@@ -138,125 +138,117 @@ def generate_samples(
             generation.
         joined: returns the samples that were added to the engine since the last call.
     """
-    brought = newest or (lambda: weights)
     failures, casualties = step.run.failed_generations, step.run.casualties
-    unfinished = _Unfinished(enough)
     groups: dict[int, list[SampleRequest]] = defaultdict(list)
-    for sample in calls.given(samples):
+    for sample in calls.with_logged_calls(samples):
         groups[sample.group_id].append(sample)
     for id in list(groups):
         if (error := casualties.blamed(step.name, id)) is not None:
             yield [GeneratedSample.failed(sample, error) for sample in groups.pop(id)]
-    suspects = [id for id in groups if failures[_key(step, id)] >= TOGETHER]
+    suspects = [id for id in groups if failures[step.name, id] >= TOGETHER]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
+    generation = _Generation(
+        step, engine, params, calls, interrupted, newest or (lambda: weights), joined, _Unfinished(enough)
+    )
     try:
-        in_turn = others[:: -1 if casualties.times(step.name) % 2 else 1]
-        how = (params, unfinished, calls, interrupted, joined)
-        yield from _together(step, engine, weights, brought, in_turn, *how)
+        yield from generation.together(weights, others[:: -1 if casualties.times(step.name) % 2 else 1])
         for id in suspects:
-            yield from _alone(step, engine, brought, groups[id], *how)
+            yield from generation.alone(groups[id])
     except (EngineDied, EngineTimeout) as error:
         place = Place(step.run.ledger.run, step.iteration, step.attempt.step, step.run.config.rollout.engine)
         raise type(error)(casualties.explain(step.name, error, rows, place)) from error
 
 
-def _together(
-    step: StepCall,
-    engine: Engine,
-    weights: Commit | None,
-    brought: Callable[[], Commit | None],
-    samples: Sequence[SampleRequest],
-    params: SamplingParams,
-    unfinished: _Unfinished,
-    calls: LoggedCalls,
-    interrupted: Callable[[], bool],
-    joined: Callable[[], Sequence[SampleRequest]],
-) -> Iterator[list[GeneratedSample]]:
-    if not samples or unfinished.is_enough or interrupted():
-        yield [GeneratedSample.aborted(sample) for sample in samples]
-        return
-    requests_by_key = {sample.key: sample for sample in samples}
-    unfinished.add(samples)
-    aborted = False
+@dataclass(frozen=True)
+class _Generation:
+    """Generation of a step's samples by one engine. See `generate_samples` for the fields."""
 
-    def take_joined() -> None:
-        others = joined()
-        unfinished.add(others)
-        requests_by_key.update({sample.key: sample for sample in others})
+    step: StepCall
+    engine: Engine
+    params: SamplingParams
+    calls: LoggedCalls
+    interrupted: Callable[[], bool]
+    newest: Callable[[], Commit | None]
+    joined: Callable[[], Sequence[SampleRequest]]
+    unfinished: _Unfinished
 
-    try:
-        for message in engine.generate_samples(samples, params, generate_function(step.run)):
-            if isinstance(message, Recorded):
-                calls.take(message, engine.acknowledge)
-                continue
-            calls.require_intact()
-            take_joined()
-            generated = [_usable(step.run, requests_by_key[sample.key], sample) for sample in message]
-            may_abort = aborted or interrupted()
-            for sample in generated:
-                versions = version_of(weights), version_of(brought())
-                _check(engine, requests_by_key[sample.key], sample, versions, may_abort=may_abort)
-                unfinished.take(sample)
-            yield generated
-            if unfinished.is_enough and unfinished.groups and not aborted:
-                aborted = True
-                engine.abort()
-        take_joined()
-        generate_function(step.run)  # read before and after: so it is what was run
-        if unfinished.groups:
-            lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
-            raise EngineError(f"{engine.name} returned fewer samples than requested: {lost} are missing")
-    except GenerationFailed:
-        step.run.failed_generations.update(_key(step, id) for id in unfinished.groups)
-        raise
-    except (EngineDied, EngineTimeout) as error:
-        step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
-        raise
+    def together(self, weights: Commit | None, samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+        """Generate samples in one call of the engine."""
+        step, engine, unfinished = self.step, self.engine, self.unfinished
+        if not samples or unfinished.is_enough or self.interrupted():
+            yield [GeneratedSample.aborted(sample) for sample in samples]
+            return
+        requests_by_key = {sample.key: sample for sample in samples}
+        unfinished.add(samples)
+        aborted = False
 
+        def take_joined() -> None:
+            others = self.joined()
+            unfinished.add(others)
+            requests_by_key.update({sample.key: sample for sample in others})
 
-def _alone(
-    step: StepCall,
-    engine: Engine,
-    brought: Callable[[], Commit | None],
-    group: Sequence[SampleRequest],
-    params: SamplingParams,
-    unfinished: _Unfinished,
-    calls: LoggedCalls,
-    interrupted: Callable[[], bool],
-    joined: Callable[[], Sequence[SampleRequest]],
-) -> Iterator[list[GeneratedSample]]:
-    with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
-        weights = brought()
-        serve(step.run, engine, weights)
-        how = (params, unfinished, calls, interrupted, joined)
         try:
-            generated = list(_together(step, engine, weights, brought, group, *how))
-        except GenerationFailed as error:
-            if step.run.failed_generations[_key(step, group[0].group_id)] < TOGETHER + ALONE:
-                raise
-            generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
-            unfinished.give_up(group[0].group_id)
-            serve(step.run, engine, brought())
-    yield from generated
+            for message in engine.generate_samples(samples, self.params, generate_function(step.run)):
+                if isinstance(message, Recorded):
+                    self.calls.take(message, engine.acknowledge)
+                    continue
+                self.calls.require_intact()
+                take_joined()
+                generated = [_usable(step.run, requests_by_key[sample.key], sample) for sample in message]
+                may_abort = aborted or self.interrupted()
+                for sample in generated:
+                    versions = version_of(weights), version_of(self.newest())
+                    _check(engine, requests_by_key[sample.key], sample, versions, may_abort=may_abort)
+                    unfinished.take(sample)
+                yield generated
+                if unfinished.is_enough and unfinished.groups and not aborted:
+                    aborted = True
+                    engine.abort()
+            take_joined()
+            generate_function(step.run)  # read before and after: so it is what was run
+            if unfinished.groups:
+                lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
+                raise EngineError(f"{engine.name} returned fewer samples than requested: {lost} are missing")
+        except GenerationFailed:
+            step.run.failed_generations.update((step.name, id) for id in unfinished.groups)
+            raise
+        except (EngineDied, EngineTimeout) as error:
+            step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
+            raise
+
+    def alone(self, group: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+        """Generate the samples of a suspect."""
+        run, group_id = self.step.run, group[0].group_id
+        with run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
+            weights = self.newest()
+            serve(run, self.engine, weights)
+            try:
+                generated = list(self.together(weights, group))
+            except GenerationFailed as error:
+                if run.failed_generations[self.step.name, group_id] < TOGETHER + ALONE:
+                    raise
+                generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
+                self.unfinished.give_up(group_id)
+                serve(run, self.engine, self.newest())
+        yield from generated
 
 
 def generate_function(run: RunContext) -> GenerateFunction:
-    """Return the function that generates a sample, for engines. Raises BadPlugin where the user's code is not what the
-    run recorded."""
+    """Return the function that generates a sample, for engines. Raises BadPlugin where the user's function or tools are
+    not what the run recorded."""
     option = "rollout.custom_generate_function_path"
     name = run.config.rollout.custom_generate_function_path
     if name == SINGLE_TURN:
         return GenerateFunction(name)
     if "." in name and source_digest(name) != run.ledger.terms.plugin_digest(option):
-        raise BadPlugin(
-            f"the source of {name} was changed while the run used it: undo the change and run `cairn resume`, "
-            "or run `cairn fork` to use the new source"
-        )
+        raise _changed_source(name)
     file, separator, function = name.rpartition(":")
     if separator and file.endswith(".py"):
         name = f"{Path(file).expanduser().resolve()}:{function}"
-    _require_recorded_tools(run)
     rollout = run.config.rollout
+    tools = [name for name in rollout.tools if "." in name]
+    if tools and digest_of_all(map(source_digest, tools)) != run.ledger.terms.plugin_digest("rollout.tools"):
+        raise _changed_source(" or ".join(tools))
     return GenerateFunction(
         name,
         tuple(map(os.path.abspath, sys.path)),
@@ -267,14 +259,11 @@ def generate_function(run: RunContext) -> GenerateFunction:
     )
 
 
-def _require_recorded_tools(run: RunContext) -> None:
-    """Raise BadPlugin where the user's tools are not what the run recorded."""
-    paths = [name for name in run.config.rollout.tools if "." in name]
-    if paths and digest_of_all(map(source_digest, paths)) != run.ledger.terms.plugin_digest("rollout.tools"):
-        raise BadPlugin(
-            f"the source of {' or '.join(paths)} was changed while the run used it: undo the change and "
-            "run `cairn resume`, or run `cairn fork` to use the new source"
-        )
+def _changed_source(names: str) -> BadPlugin:
+    return BadPlugin(
+        f"the source of {names} was changed while the run used it: undo the change and run `cairn resume`, or run "
+        "`cairn fork` to use the new source"
+    )
 
 
 def _check(
@@ -283,10 +272,10 @@ def _check(
     """Raise EngineError for a sample from weights outside `versions` (first, last), and for one that was aborted
     although it may not be and was not cut."""
     carried = 0 if request.begun is None else len(request.begun)
-    given = {record.call for record in request.recorded}
+    replayed = {record.call for record in request.recorded}
     sampled = set[int]()
     for segment in sample.trajectory.segments:
-        if segment.weight_versions is not None and segment.call not in given:
+        if segment.weight_versions is not None and segment.call not in replayed:
             sampled |= {*segment.weight_versions[carried if segment.call == FIRST_CALL else 0 :].tolist()}
     first, last = versions
     others = sorted(version for version in sampled if not first <= version <= last)
@@ -327,7 +316,3 @@ def _limits(model: str) -> tuple[int, int]:
 
     config = check_model_folder(model)
     return context_length(config), config.get_text_config().vocab_size
-
-
-def _key(step: StepCall, group_id: int) -> tuple[str, int]:
-    return commit_name(step.iteration, step.attempt.step, step.shard), group_id

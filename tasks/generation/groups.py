@@ -41,7 +41,7 @@ from cairn.storage.ledger.schemas import (
     rollout_schema,
 )
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.batch.batch import kept_column, row_images
+from cairn.tasks.batch.batch import row_images, support_column
 from cairn.tasks.batch.sequences import last_trajectory, routed_column, routes_of
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.durable.context import RunContext
@@ -63,17 +63,17 @@ class Group:
 
     def requests(self, *, finished: Collection[SampleKey]) -> list[SampleRequest]:
         """Return requests for the samples that must be generated. Those in `finished` have been."""
-        left = (self._request(index) for index in range(len(self.seeds)) if not self._had_finished(index))
+        left = (self._request(index) for index in range(len(self.seeds)) if not self._is_sample_finished(index))
         return [sample for sample in left if sample.key not in finished]
 
     def finished(self) -> list[GeneratedSample]:
         """Return the samples that earlier shards finished."""
-        return [part for index, part in self.parts.items() if self._had_finished(index)]
+        return [part for index, part in self.parts.items() if self._is_sample_finished(index)]
 
     @property
     def is_finished(self) -> bool:
         """Whether earlier shards finished all samples of the group."""
-        return all(map(self._had_finished, range(len(self.seeds))))
+        return all(map(self._is_sample_finished, range(len(self.seeds))))
 
     def failed(self, error: str, own: Mapping[SampleKey, str]) -> list[GeneratedSample]:
         """Return all samples as failed, because one of them failed: each with its own error if it has one in `own`."""
@@ -85,7 +85,7 @@ class Group:
         parts = [part for i, part in self.parts.items() if index in (None, i)]
         return sum(len(part.trajectory.response_ids) for part in parts)
 
-    def _had_finished(self, index: int) -> bool:
+    def _is_sample_finished(self, index: int) -> bool:
         return index in self.parts and self.parts[index].finish_reason != FinishReason.ABORT
 
     def _request(self, index: int) -> SampleRequest:
@@ -176,18 +176,18 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
     if segments is None:
         reason = FinishReason(row["finish_reason"])
         segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
-    kept = None if row.get(SUPPORT.name) is None else SamplingSupport.of(row[SUPPORT.name])
+    support = None if row.get(SUPPORT.name) is None else SamplingSupport.of(row[SUPPORT.name])
     routes, prompt = routes_of(row.get(ROUTED.name)), len(row["prompt_ids"])
     rewards = row.get(TURN_REWARDS.name) or [None] * len(segments)
-    found, start = [], 0
+    result, start = [], 0
     for i, segment in enumerate(segments):
         span = slice(start, start + segment["tokens"])
         ids, mask = np.asarray(row["response_ids"][span], np.int32), np.asarray(row["loss_mask"][span], np.uint8)
         start = span.stop
         if segment["call"] is None:
-            found.append(Segment(ids, mask))
+            result.append(Segment(ids, mask))
             continue
-        found.append(
+        result.append(
             Segment(
                 ids,
                 mask,
@@ -196,13 +196,13 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
                 np.asarray(row["weight_versions"][span], np.int32),
                 segment["seed"],
                 FinishReason(segment["finish_reason"]),
-                None if kept is None else kept.at(np.arange(span.start, span.stop)),
+                None if support is None else support.at(np.arange(span.start, span.stop)),
                 None if routes is None else routes[: prompt + span.stop - 1],
                 row["seconds"] if i == 0 else 0.0,
                 reward=rewards[i],
             )
         )
-    return found
+    return result
 
 
 def sample_seed(run_seed: int, iteration: int, group_id: int, sample_index: int) -> int:
@@ -245,7 +245,7 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
     routed = run.config.algorithm.use_rollout_routing_replay
     images = run.config.data.has_images or any(group.prompt.images for group in groups.values())
-    return rollout_schema(cut=run.records_kept, several=several, routed=routed, images=images)
+    return rollout_schema(cut=run.records_support, several=several, routed=routed, images=images)
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
@@ -300,7 +300,7 @@ def sample_table(
     }
     arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
     if SUPPORT.name in schema.names:
-        arrays[SUPPORT.name] = kept_column([trajectory.kept for trajectory in trajectories])
+        arrays[SUPPORT.name] = support_column([trajectory.kept for trajectory in trajectories])
     if ROUTED.name in schema.names:
         lengths = [len(row.prompt_ids) for row in rows]
         arrays[ROUTED.name] = routed_column(
@@ -327,9 +327,9 @@ def images_column(rows: Sequence[PromptRow]) -> pa.Array:
 
 def image_table(groups: Iterable[Group]) -> pa.Table | None:
     """Return the bytes of the images of some groups' prompts, each once; None without images."""
-    found = {image.sha256: image.data for group in groups for image in group.prompt.images}
-    columns = zip(*sorted(found.items()), strict=True)
-    return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if found else None
+    images = {image.sha256: image.data for group in groups for image in group.prompt.images}
+    columns = zip(*sorted(images.items()), strict=True)
+    return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if images else None
 
 
 def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array]:

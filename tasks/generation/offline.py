@@ -2,7 +2,7 @@
 
 Nothing is sampled or graded. So an iteration has one round of one shard, and between these steps and `train` only the
 steps that its loss needs. The tables have the usual form: a row of the data is a group, its tokens count as sampled
-from the weights that are trained, and their log-probs are 0, because nobody sampled them.
+from the weights that are trained, and their log-probs are 0, because no policy sampled them.
 """
 
 import json

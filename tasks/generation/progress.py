@@ -53,12 +53,12 @@ def episode_metrics(samples: pa.Table, calls: pa.Table | None) -> dict[str, floa
     if calls is None:
         return {}
     rows = calls.select(["group_id", "sample_index", "order", "kind", "name", "error", "seconds"]).to_pylist()
-    asked = Counter((row["group_id"], row["sample_index"]) for row in rows if row["kind"] == "sample")
+    policy_calls = Counter((row["group_id"], row["sample_index"]) for row in rows if row["kind"] == "sample")
     tools = [row for row in rows if row["kind"] == "tool"]
     failures = Counter(row["name"] for row in tools if row["error"] is not None)
     return {
-        "policy_calls": sum(asked.values()),
-        "policy_calls/max": max(asked.values(), default=0),
+        "policy_calls": sum(policy_calls.values()),
+        "policy_calls/max": max(policy_calls.values(), default=0),
         "tool_calls": len(tools),
         "tool_seconds": sum(row["seconds"] for row in tools if row["order"] is not None),
         "tool_failures": sum(failures.values()),
@@ -70,8 +70,8 @@ def episode_metrics(samples: pa.Table, calls: pa.Table | None) -> dict[str, floa
 def _world_tokens(samples: pa.Table) -> int:
     """Return the number of response tokens that the policy did not sample."""
     segments = samples.column("segments").combine_chunks().flatten()
-    given = segments.filter(pc.is_null(segments.field("call")))
-    return pc.sum(given.field("tokens")).as_py() or 0
+    world = segments.filter(pc.is_null(segments.field("call")))
+    return pc.sum(world.field("tokens")).as_py() or 0
 
 
 # Counts of the samples that failed during generation, by error name.

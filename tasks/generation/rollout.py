@@ -82,9 +82,9 @@ def in_rounds(
         open_groups = {group_id for group_id, _ in left}
         if sum(ended_in <= done and id not in open_groups for id, ended_in in last.items()) >= enough or not left:
             break
-        asked = [replace(one, cut_at=begun[key] + (done + 1) * cut_tokens) for key, one in left.items()]
+        requests = [replace(one, cut_at=begun[key] + (done + 1) * cut_tokens) for key, one in left.items()]
         failed = set[int]()
-        for generated in generate(asked):
+        for generated in generate(requests):
             for sample in generated:
                 if sample.finish_reason == FinishReason.ABORT:
                     left[sample.key] = replace(left[sample.key], begun=sample.trajectory.segments[0])
@@ -109,11 +109,11 @@ def ended_rounds(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int
     table."""
     lengths = pc.list_value_length(samples.column("response_ids")).to_pylist()
     keys = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
-    found: dict[int, int] = {}
+    ended: dict[int, int] = {}
     for (group_id, index), length in zip(keys, lengths, strict=True):
         rounds = rounds_of(length - groups[group_id].carried_tokens(index), cut_tokens)
-        found[group_id] = max(rounds, found.get(group_id, 0))
-    return found
+        ended[group_id] = max(rounds, ended.get(group_id, 0))
+    return ended
 
 
 READS = (
@@ -205,7 +205,7 @@ def rollout(
             step,
             engine,
             weights,
-            params=sampling_params(run.config, kept=run.records_kept),
+            params=sampling_params(run.config, with_support=run.records_support),
             rows=rows,
             calls=calls,
         )
@@ -228,19 +228,13 @@ def rollout(
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
         ended = pa.concat_tables(tables)
-        uncertain = {} if made is None else uncertain_effects(made)
-        samples = without_unused(whole_groups(ended, by_id, encode, uncertain))
+        samples, files = shard_files(ended, by_id, encode, made)
     run.response_lengths.add(samples)
     recovered_groups = len(errors) + usable
-    aborted_groups = len(_unfinished(samples))
-    images = image_table(groups)
-    call_files = {} if made is None else call_tables(made, samples)
+    aborted_rows = samples.filter(pc.field("status") == str(Status.ABORTED))
+    aborted_groups = len(aborted_rows.column("group_id").unique())
     return Outcome(
-        tables={
-            "samples.parquet": samples.combine_chunks(),
-            **({} if images is None else {IMAGES_FILE: images}),
-            **call_files,
-        },
+        tables=files,
         values={
             "cursor": draw.cursor,
             "batch_invariant": engine.batch_invariant and (needed is None or cut_tokens is not None),
@@ -256,7 +250,7 @@ def rollout(
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **retold_metrics(run.config, samples),
-            **episode_metrics(samples, call_files.get(CALLS_FILE)),
+            **episode_metrics(samples, files.get(CALLS_FILE)),
             **failure_metrics(ended),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
@@ -273,6 +267,28 @@ def resumed_groups(
     """Return the places of the unfinished groups that part `part` of `parts` continues. The first `resumed` groups are
     dealt out evenly to all parts."""
     return unfinished_groups(run, earlier[-1])[:resumed][part::parts] if resumed else []
+
+
+def shard_files(
+    ended: pa.Table,
+    groups: Mapping[int, Group],
+    encode: Callable[[list[GeneratedSample]], pa.Table],
+    calls: pa.Table | None,
+) -> tuple[pa.Table, dict[str, pa.Table]]:
+    """Return all samples of a shard's groups (`whole_groups`), and the tables of its commit by file name.
+
+    Args:
+        ended: rows of the rollout table, for samples that ended or were aborted.
+        encode: encodes samples as such rows.
+        calls: rows of CALLS; None where nothing is recorded.
+    """
+    uncertain = {} if calls is None else uncertain_effects(calls)
+    samples = without_unused(whole_groups(ended, groups, encode, uncertain))
+    files = {"samples.parquet": samples.combine_chunks()}
+    images = image_table(groups.values())
+    if images is not None:
+        files[IMAGES_FILE] = images
+    return samples, files if calls is None else {**files, **call_tables(calls, samples)}
 
 
 def whole_groups(
@@ -293,18 +309,12 @@ def whole_groups(
     return samples.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
 
 
-def _unfinished(samples: pa.Table) -> set[int]:
-    """Return the groups with an aborted sample."""
-    parts = pc.equal(samples.column("status"), str(Status.ABORTED))
-    return set(samples.column("group_id").filter(parts).to_pylist())
-
-
 def _input_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int | None) -> int:
     """Return the input tokens of all calls of the samples that got tokens in this shard, with one prefill per round."""
     names = ["group_id", "sample_index", "segments", TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
-    given = 0
+    total = 0
     for group_id, index, segments, trajectories, own, prompt, response in zip(*columns, *lengths, strict=True):
         carried = groups[group_id].carried_tokens(index)
         if response > carried:
@@ -317,10 +327,10 @@ def _input_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: in
                 if segment["call"]:
                     calls.setdefault(segment["call"], before + end - start)
                 end += segment["tokens"]
-            given += carried + sum(calls.values() or [before])
-            again = rounds_of(response - carried, cut_tokens) - 1
-            given += again * (prompt + carried) + (cut_tokens or 0) * again * (again + 1) // 2
-    return given
+            total += carried + sum(calls.values() or [before])
+            more_rounds = rounds_of(response - carried, cut_tokens) - 1
+            total += more_rounds * (prompt + carried) + (cut_tokens or 0) * more_rounds * (more_rounds + 1) // 2
+    return total
 
 
 def retold_metrics(config: RunConfig, samples: pa.Table) -> dict[str, int]:
@@ -368,8 +378,9 @@ def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence
     ]
 
 
-def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
-    """Return the sampling parameters of training samples. `kept`: whether to return each token's sampling support."""
+def sampling_params(run: RunConfig, *, with_support: bool) -> SamplingParams:
+    """Return the sampling parameters of training samples. `with_support`: whether to return each token's sampling
+    support."""
     config = run.rollout
     return SamplingParams(
         max_new_tokens=config.rollout_max_response_len,
@@ -378,6 +389,6 @@ def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
         stop=config.rollout_stop,
-        return_sampling_support=kept,
+        return_sampling_support=with_support,
         return_routed_experts=run.algorithm.use_rollout_routing_replay,
     )

@@ -60,10 +60,10 @@ def grader_version(grader: NamedGrader) -> str:
 def require_findable_answer(name: str) -> None:
     """Raise BadPlugin where a built-in grader behind `BOXED` could never find an answer."""
     file = name.removeprefix(BOXED)
-    found = REWARD.built_in_declaration(file) if name != file else None
-    if found is not None and found.mark is not None:
+    declaration = REWARD.built_in_declaration(file) if name != file else None
+    if declaration is not None and declaration.mark is not None:
         raise BadPlugin(
-            f"the grader {name!r} would never give a reward: {file} looks for the answer after {found.mark}, "
+            f"the grader {name!r} would never give a reward: {file} looks for the answer after {declaration.mark}, "
             f"which no box contains; set rm_type to {file}"
         )
 
@@ -89,8 +89,10 @@ def _outside(config: "RewardConfig") -> NamedGrader:
     if config.rm_type == reward_model.NAME:
         version = reward_model.version_of(reward_model.options_of(config))
         return NamedGrader(reward_model.NAME, reward_model.__name__, version, Takes.SAMPLE, waits=False)
-    asked = outside(config)
-    return NamedGrader(asked.name, f"cairn.tasks.grading.outside.{asked.name}", asked.version, Takes.SAMPLE, waits=True)
+    grader = outside(config)
+    return NamedGrader(
+        grader.name, f"cairn.tasks.grading.outside.{grader.name}", grader.version, Takes.SAMPLE, waits=True
+    )
 
 
 def _built_in(name: str) -> NamedGrader:
@@ -121,16 +123,16 @@ def _version_of_built_in(name: str) -> str:
     from cairn.tasks.durable.plugin_sources import imported_names  # a grader process has no need of it
 
     name, package = name.removeprefix(BOXED), REWARD.package
-    found, pending = set[str](), [name]
+    modules, pending = set[str](), [name]
     while pending:
         module = pending.pop()
-        if module in found or not (_FOLDER / f"{module}.py").is_file():
+        if module in modules or not (_FOLDER / f"{module}.py").is_file():
             continue
-        found.add(module)
+        modules.add(module)
         imports = imported_names(_FOLDER / f"{module}.py", package)
         pending += [one.removeprefix(f"{package}.").partition(".")[0] for one in imports if one.startswith(package)]
     digest = hashlib.sha256()
-    for module in sorted(found):
+    for module in sorted(modules):
         digest.update((_FOLDER / f"{module}.py").read_bytes())
     library = declared(REWARD.load(name)).library
     return digest.hexdigest()[:16] + ("" if library is None else f" {library} {importlib.metadata.version(library)}")
@@ -189,10 +191,10 @@ def named_by_row(config: RewardConfig, metadata: Mapping[str, Any] | None) -> st
         raise BadPlugin(f"{config.rm_type_key} in the metadata is {name!r}, which names no grader")
     name = (name or "").strip() or None
     if name is not None and name != config.rm_type and (name in OUTSIDE or config.rm_type in OUTSIDE):
-        asks = name if name in OUTSIDE else config.rm_type
+        service = name if name in OUTSIDE else config.rm_type
         raise BadPlugin(
-            f"{config.rm_type_key} in the metadata is {name!r} and reward.rm_type {config.rm_type!r}: {asks!r} calls "
-            "a service, and must grade all rows or none"
+            f"{config.rm_type_key} in the metadata is {name!r} and reward.rm_type {config.rm_type!r}: {service!r} "
+            "calls a service, and must grade all rows or none"
         )
     return name
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from cairn.configs.kinds import REWARD, declared
 from cairn.configs.plugins import BadPlugin
@@ -13,35 +13,21 @@ from cairn.storage.ledger.schemas import TRAJECTORY_REWARDS
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest, question_digest
 from cairn.storage.store.store import Store
 from cairn.tasks.grading.graders import returns_only_a_number
-from cairn.tasks.grading.outside.asking import OnResponse, OutsideGraders
-from cairn.tasks.grading.outside.kinds import KEPT, outside
+from cairn.tasks.grading.outside.kinds import STORED, outside
 from cairn.tasks.grading.outside.reward_model import NAME, RewardModelGrader, Scorer
+from cairn.tasks.grading.outside.service import OnResponse, OutsideGraders
 from cairn.tasks.grading.pool import CHUNKS_PER_WORKER, GraderPool
 from cairn.tasks.rewards.grader import OUTSIDE, Graded, Grading, NamedGrader, Rememberable
 from cairn.tasks.rewards.sample import Sample
 
-# A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
+Wrapped = TypeVar("Wrapped", bound=Grading)
 
 
-Ask = Callable[[Sequence[Sample], OnResponse], list[Graded]]
+class _Wrapper(Generic[Wrapped]):
+    """A grader that calls another one, and has its name and version."""
 
-
-class CachedGrader:
-    """A wrapper of a grader that stores its answers and uses them again. Equal samples share an answer. Thread-safe."""
-
-    by_group = False
-    sees_tokens = True  # by which an answer is found
-
-    def __init__(self, grader: Rememberable, store: Store, at_a_time: int, reward_key: str) -> None:
-        """Open the stored answers of the grader.
-
-        Args:
-            at_a_time: samples after which the answers of a grader in processes are written.
-            reward_key: the entry of an answer that is its reward; a part of the key of the stored answers.
-        """
+    def __init__(self, grader: Wrapped) -> None:
         self._grader = grader
-        self._at_a_time = at_a_time
-        self._answers = Answers(store, grader.name, f"{grader.version} {reward_key}")
 
     @property
     def name(self) -> str:
@@ -54,14 +40,39 @@ class CachedGrader:
         return self._grader.version
 
     @property
-    def sees_whole_samples(self) -> bool:
-        """Whether the grader sees whole samples."""
-        return self._grader.sees_whole_samples
-
-    @property
     def sees_messages(self) -> bool:
         """Whether the grader sees messages."""
         return self._grader.sees_messages
+
+    def close(self) -> None:
+        """Close the grader."""
+        self._grader.close()
+
+
+# A grader that is called only once for equal samples: its answers are stored, see `cairn.storage.logs.answers`.
+
+
+class CachedGrader(_Wrapper[Rememberable]):
+    """A wrapper of a grader that stores its answers and uses them again. Equal samples share an answer. Thread-safe."""
+
+    by_group = False
+    sees_tokens = True  # by which an answer is found
+
+    def __init__(self, grader: Rememberable, store: Store, at_a_time: int, reward_key: str) -> None:
+        """Open the stored answers of the grader.
+
+        Args:
+            at_a_time: samples after which the answers of a grader in processes are written.
+            reward_key: the entry of an answer that is its reward; a part of the key of the stored answers.
+        """
+        super().__init__(grader)
+        self._at_a_time = at_a_time
+        self._answers = Answers(store, grader.name, f"{grader.version} {reward_key}")
+
+    @property
+    def sees_whole_samples(self) -> bool:
+        """Whether the grader sees whole samples."""
+        return self._grader.sees_whole_samples
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
         """Grade a batch: see `Grading.grade`.
@@ -70,35 +81,31 @@ class CachedGrader:
         """
         graders = [self._grader.graded_by(sample) for sample in samples]
         questions = [self._question(sample, *one) for sample, one in zip(samples, graders, strict=True)]
-        asked = dict(zip(questions, zip(samples, graders, strict=True), strict=True))
+        by_question = dict(zip(questions, zip(samples, graders, strict=True), strict=True))
         graded = {
             question: Graded(
                 one.reward,
                 None if one.components is None else dict(one.components),
                 one.error,
-                grader=asked[question][1][0],
-                version=asked[question][1][1],
+                grader=by_question[question][1][0],
+                version=by_question[question][1][1],
             )
             for question, one in self._answers.find(questions).items()
         }
-        left = [question for question in asked if question not in graded]
+        left = [question for question in by_question if question not in graded]
         if left:
             answered = next((question for question, one in graded.items() if one.reward is not None), None)
             if answered is not None:
-                self._grader.can_grade(asked[answered][0])
+                self._grader.can_grade(by_question[answered][0])
             with self._answers.log() as log:
 
                 def store_answer(position: int, one: Graded) -> None:
-                    about = prompt_digest(asked[left[position]][0].prompt)
+                    about = prompt_digest(by_question[left[position]][0].prompt)
                     log.append((left[position], Answer(one.reward, one.components, one.error, about)))
 
-                found = self._ask([asked[question][0] for question in left], store_answer)
-            graded |= dict(zip(left, found, strict=True))
+                new = self._ask([by_question[question][0] for question in left], store_answer)
+            graded |= dict(zip(left, new, strict=True))
         return [graded[question] for question in questions]
-
-    def close(self) -> None:
-        """Close the grader."""
-        self._grader.close()
 
     def _question(self, sample: Sample, grader: str, version: str) -> str:
         """Return the digest of what the grader sees of a sample; where the row names its own grader, of that grader
@@ -106,25 +113,25 @@ class CachedGrader:
         if isinstance(self._grader, OutsideGraders):
             try:
                 return question_digest(self._grader.question(sample))
-            except ValueError:  # it will say so when it is asked
+            except ValueError:  # its call ends in this error too
                 return question_digest(_hashed_fields(sample))
         whole = self._grader.sees_whole_samples
         seen: Any = _hashed_fields(sample) if whole else [sample.response, sample.label, sample.metadata]
-        if grader != self.name:  # in the folder of another, under whose version
+        if grader != self.name:  # the answers are in the folder of this grader, under its version
             seen = [_hashed_fields(sample), grader, version]
         return question_digest(seen)
 
-    def _ask(self, samples: Sequence[Sample], keep: OnResponse) -> list[Graded]:
+    def _ask(self, samples: Sequence[Sample], store_answer: OnResponse) -> list[Graded]:
         if isinstance(self._grader, OutsideGraders):
-            return self._grader.ask(samples, keep)
-        found: list[Graded] = []
+            return self._grader.ask(samples, store_answer)
+        graded: list[Graded] = []
         for start in range(0, len(samples), self._at_a_time):
             some = self._grader.grade(samples[start : start + self._at_a_time])
             for position, one in enumerate(some, start):
                 if one.reward is not None:  # an error may pass
-                    keep(position, one)
-            found += some
-        return found
+                    store_answer(position, one)
+            graded += some
+        return graded
 
 
 def _hashed_fields(sample: Sample) -> dict[str, Any]:
@@ -145,7 +152,7 @@ def _hashed_fields(sample: Sample) -> dict[str, Any]:
 # Rewards that a generate function written for slime returns with its samples, in place of the grader's, as in slime.
 
 
-class ReturnedRewards:
+class ReturnedRewards(_Wrapper[Grading]):
     """A wrapper of a grader that uses the rewards which a generate function returned, and calls the grader for the
     others.
 
@@ -159,23 +166,8 @@ class ReturnedRewards:
 
     def __init__(self, grader: Grading, tokenizer: Callable[[], Any]) -> None:
         """Wrap a grader. `tokenizer` returns the tokenizer of the model."""
-        self._grader = grader
+        super().__init__(grader)
         self._tokenizer = tokenizer
-
-    @property
-    def name(self) -> str:
-        """Name of the grader."""
-        return self._grader.name
-
-    @property
-    def version(self) -> str:
-        """Version of the grader."""
-        return self._grader.version
-
-    @property
-    def sees_messages(self) -> bool:
-        """Whether the grader sees messages."""
-        return self._grader.sees_messages
 
     @property
     def by_group(self) -> bool:
@@ -186,17 +178,13 @@ class ReturnedRewards:
         """Grade a batch: see `Grading.grade`."""
         known = [self._known(sample) for sample in samples]
         missing = [(i, k) for i, rewards in enumerate(known) for k, reward in enumerate(rewards) if reward is None]
-        asked = [self._alone(samples[i], k, len(known[i])) for i, k in missing]
-        found = self._grader.grade(asked, None if groups is None else [groups[i] for i, _ in missing]) if asked else []
-        graded = dict(zip(missing, found, strict=True))
+        ungraded = [self._alone(samples[i], k, len(known[i])) for i, k in missing]
+        own_groups = None if groups is None else [groups[i] for i, _ in missing]
+        graded = dict(zip(missing, self._grader.grade(ungraded, own_groups) if ungraded else [], strict=True))
         return [
             _together([graded.get((i, k)) or Graded(reward, grader="generate") for k, reward in enumerate(rewards)])
             for i, rewards in enumerate(known)
         ]
-
-    def close(self) -> None:
-        """Close the grader."""
-        self._grader.close()
 
     def _known(self, sample: Sample) -> Sequence[float | None]:
         """Return the reward that was returned with each trajectory, or None."""
@@ -259,14 +247,14 @@ def open_grader(
 def stores_answers(config: RewardConfig) -> bool:
     """Whether a grader's answers are stored. Raises BadPlugin where they cannot be."""
     path = config.custom_rm_path
-    declares = config.rm_type in KEPT if path is None else declared(REWARD.load(path)).cached
-    keeps = declares if config.cache is None else config.cache
-    if keeps and config.group_rm:
+    declared_cached = config.rm_type in STORED if path is None else declared(REWARD.load(path)).cached
+    is_stored = declared_cached if config.cache is None else config.cache
+    if is_stored and config.group_rm:
         raise BadPlugin(
             "answers are cached for single samples, but group_rm grades whole groups: set reward.cache or group_rm to "
             "false"
         )
-    return keeps
+    return is_stored
 
 
 # Options of `reward` that none of a run's graders reads: a user who set one expects an effect.

@@ -44,8 +44,6 @@ from cairn.tasks.grading.worker import Answer, ErrorCause, Terms
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
 
-__all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
-
 CHUNKS_PER_WORKER = 4
 """Chunks of a batch for each process: enough for an even load."""
 FRESH_PROCESSES = 2
@@ -139,12 +137,12 @@ class GraderPool:
         named = [named_by_row(self._config, sample.metadata) for sample in samples]
         if not any(named):
             return self._grade(samples, groups)
-        found: dict[int, Graded] = {}
+        graded: dict[int, Graded] = {}
         for name in dict.fromkeys(named):
-            pool, mine = self._named(name), [i for i, other in enumerate(named) if other == name]
-            of = None if groups is None else [groups[i] for i in mine]
-            found |= dict(zip(mine, pool._grade([samples[i] for i in mine], of), strict=True))
-        return [found[i] for i in range(len(samples))]
+            pool, own = self._named(name), [i for i, other in enumerate(named) if other == name]
+            of = None if groups is None else [groups[i] for i in own]
+            graded |= dict(zip(own, pool._grade([samples[i] for i in own], of), strict=True))
+        return [graded[i] for i in range(len(samples))]
 
     def _named(self, name: str | None) -> "GraderPool":
         """Return the pool of the grader that a row names."""
@@ -161,15 +159,15 @@ class GraderPool:
         graded = self._grade_once(samples, self._calls(range(len(samples)), groups))
         waited = 0.0
         for delay in self._retries.delays():
-            again = {i for i, one in graded.items() if one.transient}
-            if not again:
+            retried = {i for i, one in graded.items() if one.transient}
+            if not retried:
                 break
-            self._sleep(delay)
+            self._closed.wait(delay)
             waited += delay
             if self.by_group and groups is not None:
-                their = {groups[i] for i in again}
-                again = {i for i, group in enumerate(groups) if group in their}
-            for i, one in self._grade_once(samples, self._calls(sorted(again), groups)).items():
+                retried_groups = {groups[i] for i in retried}
+                retried = {i for i, group in enumerate(groups) if group in retried_groups}
+            for i, one in self._grade_once(samples, self._calls(sorted(retried), groups)).items():
                 graded[i] = replace(one, tries=graded[i].tries + one.tries, waited=waited)
         outcomes = [graded[i] for i in range(len(samples))]
         left = [one for one in outcomes if one.transient]
@@ -227,15 +225,15 @@ class GraderPool:
         """Return the outcome of every sample, by its position: an answer of a process, or a failure that the sample
         caused."""
         messages = [[self._message(samples[i]) for i in call] for call in calls]
-        found = self._together(messages)
+        outcomes_of_calls = self._together(messages)
         for _ in range(FRESH_PROCESSES):
-            late = [place for place, one in enumerate(found) if not isinstance(one, Lost) and _is_late(one)]
+            late = [place for place, one in enumerate(outcomes_of_calls) if not isinstance(one, Lost) and _is_late(one)]
             for place, one in zip(late, self._together([messages[place] for place in late]), strict=True):
-                found[place] = one
+                outcomes_of_calls[place] = one
         graded: dict[int, _Outcome] = {}
         alone: list[int] = []
         lost: list[tuple[Sequence[int], list[Any], Lost]] = []
-        for call, message, one in zip(calls, messages, found, strict=True):
+        for call, message, one in zip(calls, messages, outcomes_of_calls, strict=True):
             if len(call) > 1 and not self.by_group and (isinstance(one, Lost) or not _has_reward(one)):
                 alone += call
             elif isinstance(one, Lost):
@@ -285,7 +283,7 @@ class GraderPool:
                     f"{killed} processes of grader {self.name} were lost on one sample ({outcome.error}): give the "
                     "machine more memory, or set reward.rm_memory, so that a sample that needs more fails"
                 )
-            self._sleep(FIRST_WAIT * 2.0 ** (killed - 1))
+            self._closed.wait(FIRST_WAIT * 2.0 ** (killed - 1))
 
     def _grade_of_lost_sample(self, lost: Lost) -> Graded:
         """Return the grade of a sample that no process could grade, by its own fault."""
@@ -294,9 +292,6 @@ class GraderPool:
 
     def _message(self, sample: Sample) -> Any:
         return sample if self._grader.whole_sample else (sample.response, sample.label, sample.metadata)
-
-    def _sleep(self, seconds: float) -> None:
-        self._closed.wait(seconds)
 
     @contextmanager
     def _one(self) -> Iterator[GraderProcess]:
@@ -310,8 +305,8 @@ class GraderPool:
     @contextmanager
     def _all(self) -> Iterator[GraderProcess]:
         """Yield a process while all others are idle. Call it in a thread of the pool that holds no process."""
-        with self._taking_all, ExitStack() as held:
-            workers = [held.enter_context(self._one()) for _ in self._workers]
+        with self._taking_all, ExitStack() as stack:
+            workers = [stack.enter_context(self._one()) for _ in self._workers]
             yield workers[0]
 
 
@@ -325,8 +320,8 @@ class _Outcome:
 
     @classmethod
     def of(cls, answer: Answer) -> "_Outcome":
-        reward, components, error, whose = answer
-        return cls(Graded(reward, components, error), whose is ErrorCause.SERVICE)
+        reward, components, error, cause = answer
+        return cls(Graded(reward, components, error), cause is ErrorCause.SERVICE)
 
 
 def _has_reward(answers: Sequence[Answer]) -> bool:
@@ -334,4 +329,4 @@ def _has_reward(answers: Sequence[Answer]) -> bool:
 
 
 def _is_late(answers: Sequence[Answer]) -> bool:
-    return any(whose is ErrorCause.NOBODY for *_, whose in answers)
+    return any(cause is ErrorCause.UNKNOWN for *_, cause in answers)

@@ -170,8 +170,8 @@ class GraderProcess:
         """
         outcomes: dict[int, list[Answer] | Lost] = {}
         while left := [position for position in range(len(calls)) if position not in outcomes]:
-            found = self._grade_while_alive([calls[position] for position in left])
-            outcomes |= {left[place]: outcome for place, outcome in found.items()}
+            new = self._grade_while_alive([calls[position] for position in left])
+            outcomes |= {left[place]: outcome for place, outcome in new.items()}
         return [outcomes[position] for position in range(len(calls))]
 
     def grade_fresh(self, call: Sequence[Any]) -> list[Answer] | Lost:
@@ -269,12 +269,12 @@ class GraderProcess:
             return 0 if child is None else child.kill()
 
     def _require_recorded_code(self) -> None:
-        found = grader_version(self._grader)
-        if found != self._grader.version:
+        version = grader_version(self._grader)
+        if version != self._grader.version:
             self.kill()
             raise GraderFailed(
                 f"the source of grader {self._grader.name} was changed while the run used it (version "
-                f"{self._grader.version}, now {found}): undo the change and run `cairn resume`, or run `cairn fork` "
+                f"{self._grader.version}, now {version}): undo the change and run `cairn resume`, or run `cairn fork` "
                 "to use the new source"
             )
 
@@ -315,4 +315,4 @@ class GraderProcess:
 
 def _machine_failure(answers: Sequence[Answer]) -> Lost | None:
     """Return the loss if the machine kept a call from being graded, else None."""
-    return next((Lost(Cause.MACHINE, error or "") for *_, error, whose in answers if whose is ErrorCause.MACHINE), None)
+    return next((Lost(Cause.MACHINE, error or "") for *_, error, cause in answers if cause is ErrorCause.MACHINE), None)

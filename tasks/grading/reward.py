@@ -58,7 +58,7 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     graded = [one for one in shard.results if one is not None]
     return Outcome(
         tables={"rewards.parquet": shard.table},
-        metrics={"failed_samples": shard.failed, "graded_again": graded_again(graded)},
+        metrics={"failed_samples": shard.failed, "graded_again": count_regraded(graded)},
         timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
     )
 
@@ -123,22 +123,22 @@ def graded_shard(
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
     samples["metadata"] = [from_json(metadata) if metadata else {} for metadata in samples["metadata"]]
-    given = grader_samples(grader, tokenizer, samples)
+    grader_inputs = grader_samples(grader, tokenizer, samples)
     ready = iter(
         grade_generated(
             grader,
-            [sample for sample, later in zip(given, waits, strict=True) if not later],
+            [sample for sample, later in zip(grader_inputs, waits, strict=True) if not later],
             [error for error, later in zip(samples["error"], waits, strict=True) if not later],
             [group_id for group_id, later in zip(samples["group_id"], waits, strict=True) if not later],
         )
     )
     counts = [len(lengths or (0,)) for lengths in samples[TRAJECTORIES.name]]
     required = [key for key in reward_keys if overlong is None or key not in SHAPED]  # which shaping adds
-    found = [
+    with_own = [
         (None, None) if later else with_own_rewards(with_rewards(next(ready), required, grader.name), count)
         for later, count in zip(waits, counts, strict=True)
     ]
-    results, own = tuple(one for one, _ in found), [rewards for _, rewards in found]
+    results, own = tuple(one for one, _ in with_own), [rewards for _, rewards in with_own]
     raw_rewards = [one and one.reward for one in results]
     if overlong is not None:
         lengths = list(map(sampled_tokens, map(len, samples["response_ids"]), samples["segments"]))
@@ -184,7 +184,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
     none = [None] * len(columns["response_text"])
-    given, roles, turns = (
+    returned, roles, turns = (
         columns.get(field.name, none) for field in (TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS)
     )
     if tokenizer is None:
@@ -196,7 +196,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
                 prompt=columns["prompt_text"][i],
                 finish_reason=columns["finish_reason"][i],
                 status=columns["status"][i],
-                rewards=tuple(given[i] or ()),
+                rewards=tuple(returned[i] or ()),
                 roles=tuple(roles[i] or ()),
             )
             for i, (text, label, metadata) in enumerate(simple)
@@ -221,7 +221,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
             status=str(columns["status"][i]),
             segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i], lengths[i], turns[i]),
             messages=columns["messages"][i] if sees_messages else (),
-            rewards=tuple(given[i] or ()),
+            rewards=tuple(returned[i] or ()),
             roles=tuple(roles[i] or ()),
         )
         for i, (text, label, metadata) in enumerate(simple)
@@ -247,17 +247,17 @@ def _messages(
 ) -> list[tuple[dict[str, Any], ...]]:
     """Return the messages of every sample, by the row of its prompt. Raises BadData where the row has another
     prompt."""
-    found: dict[int, tuple[dict[str, Any], ...]] = {}
+    by_row: dict[int, tuple[dict[str, Any], ...]] = {}
     for index, text in zip(indices, texts, strict=True):
-        if index not in found:
-            asked = row(index)
-            if asked.prompt_text != text:
+        if index not in by_row:
+            data_row = row(index)
+            if data_row.prompt_text != text:
                 raise BadData(
                     f"row {index + 1} of the data is not the prompt of the sample, so the grader cannot "
                     "get its messages: restore the data that the run was created with"
                 )
-            found[index] = messages_of(asked)
-    return [found[index] for index in indices]
+            by_row[index] = messages_of(data_row)
+    return [by_row[index] for index in indices]
 
 
 def _segments(
@@ -269,16 +269,16 @@ def _segments(
 ) -> tuple[ResponseSegment, ...]:
     ends = accumulate(segment["tokens"] for segment in segments or ())
     bounds = list(accumulate(trajectories or ()))
-    found = []
-    given = (rewards if segments else None) or [None] * len(segments or ())
-    for segment, end, reward in zip(segments or (), ends, given, strict=True):
+    result = []
+    own_rewards = (rewards if segments else None) or [None] * len(segments or ())
+    for segment, end, reward in zip(segments or (), ends, own_rewards, strict=True):
         ids = tuple(map(int, response[end - segment["tokens"] : end]))
         trajectory = bisect_left(bounds, end) if bounds else 0
-        found.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None, trajectory, reward))
-    return tuple(found)
+        result.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None, trajectory, reward))
+    return tuple(result)
 
 
-def graded_again(graded: Sequence[Graded]) -> int:
+def count_regraded(graded: Sequence[Graded]) -> int:
     """Return the number of samples that were graded more than once."""
     return sum(g.tries > 1 for g in graded)
 

@@ -61,10 +61,10 @@ def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequ
         rollouts: the rollout commits of the shards.
         rewards: the reward commits of the same shards, in the same order.
     """
-    found = [_finished(run, *pair) for pair in zip(rollouts, rewards, strict=True)]
-    if not found:
+    tables = [_finished(run, *pair) for pair in zip(rollouts, rewards, strict=True)]
+    if not tables:
         return {}
-    samples = pa.concat_tables(found)
+    samples = pa.concat_tables(tables)
     generated = samples.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
     metrics = sample_metrics(
         samples.column("reward").drop_null().to_numpy().astype(np.float64),
@@ -78,12 +78,12 @@ def _by_source(data: MixedData, samples: pa.Table) -> dict[str, float]:
     """Return the mean reward and the number of generated samples of each source of a mixture."""
     sources = np.array([data.source_of(index) for index in samples.column("prompt_index").to_pylist()])
     rewards = samples.column("reward").to_numpy(zero_copy_only=False).astype(np.float64)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted(set(sources.tolist())):
         graded = rewards[(sources == name) & ~np.isnan(rewards)]
-        found |= {f"source/{name}/samples": float((sources == name).sum())}
-        found |= {f"source/{name}/raw_reward": float(graded.mean())} if len(graded) else {}
-    return found
+        metrics |= {f"source/{name}/samples": float((sources == name).sum())}
+        metrics |= {f"source/{name}/raw_reward": float(graded.mean())} if len(graded) else {}
+    return metrics
 
 
 def _finished(run: RunContext, generated: Commit, graded: Commit) -> pa.Table:

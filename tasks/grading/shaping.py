@@ -56,12 +56,12 @@ def with_rewards(graded: Graded, keys: Collection[str], grader: str) -> Graded:
     if graded.reward is None or not missing:
         return graded
     key, names = missing[0], ", ".join(map(repr, sorted(components))) or "nothing"
-    said = f"{components[key]!r:.100} as {key!r}" if key in components else f"no {key!r}, but {names}"
+    returned = f"{components[key]!r:.100} as {key!r}" if key in components else f"no {key!r}, but {names}"
     return replace(
         graded,
         reward=None,
-        error=f"the grader {graded.grader or grader!r} returned {said} with the reward, but algorithm.gdpo_reward_keys "
-        f"names {key!r}: let it return a number under this name, or leave the name out",
+        error=f"the grader {graded.grader or grader!r} returned {returned} with the reward, but "
+        f"algorithm.gdpo_reward_keys names {key!r}: let it return a number under this name, or leave the name out",
     )
 
 
@@ -76,13 +76,13 @@ def with_own_rewards(graded: Graded, trajectories: int) -> tuple[Graded, Sequenc
     if graded.reward is None or TRAJECTORY_REWARDS.name not in (graded.components or {}):
         return graded, None
     components = dict(graded.components or {})
-    given = components.pop(TRAJECTORY_REWARDS.name)
+    returned = components.pop(TRAJECTORY_REWARDS.name)
     try:
-        rewards = [finite(reward) for reward in given]
+        rewards = [finite(reward) for reward in returned]
     except (TypeError, ValueError):
         rewards = []
     if len(rewards) != trajectories:
-        problem = f"the grader returned {given!r} as {TRAJECTORY_REWARDS.name} of {trajectories} trajectories"
+        problem = f"the grader returned {returned!r} as {TRAJECTORY_REWARDS.name} of {trajectories} trajectories"
         return replace(graded, reward=None, error=f"{problem}: let it return a list with one number for each"), None
     return replace(graded, components=components or None), rewards
 

@@ -42,7 +42,7 @@ class ErrorCause(StrEnum):
     """Something that the grader called; the error may pass."""
     MACHINE = "machine"
     """The machine had no memory, disk, files or processes left."""
-    NOBODY = "nobody"
+    UNKNOWN = "unknown"
     """Unknown: the call timed out while it ran next to others."""
 
 
@@ -90,11 +90,11 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
     die_with(parent)
     os.set_inheritable(connection_fd, False)
     connection = Connection(connection_fd)
-    given = Terms(Takes(terms[0]), *terms[1:])
-    if given.memory is not None and sys.platform == "linux":
+    settings = Terms(Takes(terms[0]), *terms[1:])
+    if settings.memory is not None and sys.platform == "linux":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (given.memory, given.memory))
+        resource.setrlimit(resource.RLIMIT_DATA, (settings.memory, settings.memory))
     grader: Grader = load_callable(path)
     # The pool may be gone, perhaps before it had read the last answer. One event loop serves all messages, so that what
     # a coroutine leaves open, such as the client of a service, stays open between them.
@@ -102,11 +102,11 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
         connection.send(None)
         while True:
             calls: list[list[Any]] = connection.recv()
-            if given.waits:
-                runner.run(_side_by_side(connection, grader, calls, given))
+            if settings.waits:
+                runner.run(_side_by_side(connection, grader, calls, settings))
                 continue
             for position, samples in enumerate(calls):
-                connection.send((position, answers(grader, samples, given, runner)))
+                connection.send((position, answers(grader, samples, settings, runner)))
 
 
 def answers(grader: Grader, samples: Sequence[Any], terms: Terms, runner: asyncio.Runner) -> list[Answer]:
@@ -159,7 +159,7 @@ async def _awaited(grader: Grader, samples: Sequence[Any], terms: Terms, alone: 
         left -= min(time.monotonic() - began, 2 * look)
     task.cancel()
     await asyncio.wait([task], timeout=_TO_END)
-    return [(None, None, timeout_message(terms.timeout * len(samples)), ErrorCause.NOBODY)] * len(samples)
+    return [(None, None, timeout_message(terms.timeout * len(samples)), ErrorCause.UNKNOWN)] * len(samples)
 
 
 def timeout_message(seconds: float) -> str:
@@ -170,10 +170,10 @@ def timeout_message(seconds: float) -> str:
 def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
     """Return the arguments of the grader. For a grader of texts a sample is a tuple of its three arguments."""
     if terms.takes in (Takes.SLIME_SAMPLE, Takes.SLIME_SAMPLES):
-        from cairn.tasks import slime  # no other grader has need of it
+        from cairn.tasks import slime  # no other grader needs it
 
-        args, given = slime.Arguments({"reward.reward_key": terms.reward_key}), list(map(slime.to_grade, samples))
-        return [args, given if terms.takes.several else given[0]]
+        args, own = slime.Arguments({"reward.reward_key": terms.reward_key}), list(map(slime.to_grade, samples))
+        return [args, own if terms.takes.several else own[0]]
     if terms.boxed:
         samples = [in_box(sample) for sample in samples]
     if terms.takes is Takes.SAMPLES:
@@ -186,12 +186,12 @@ def _answers_of_result(result: Any, samples: Sequence[Any], terms: Terms, alone:
     """Return the answers of a call, one a sample. Raises an error where the result is not valid."""
     if not terms.takes.several:
         return [_reward(result, terms)]
-    found = list(result)
-    if len(found) != len(samples):
+    results = list(result)
+    if len(results) != len(samples):
         raise ValueError(
-            f"the grader returned {len(found)} rewards for {len(samples)} samples: let it return one for each"
+            f"the grader returned {len(results)} rewards for {len(samples)} samples: let it return one for each"
         )
-    return list(_each(found, terms, alone))
+    return list(_each(results, terms, alone))
 
 
 def _each(results: Sequence[Any], terms: Terms, alone: bool) -> Iterator[Answer]:

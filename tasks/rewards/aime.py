@@ -43,9 +43,9 @@ def _harness(sample: Sample) -> int | None:
     """Return what lm-evaluation-harness accepts as the answer in addition."""
     final = answer_of(sample)
     try:
-        found = last_boxed(final)
+        text = last_boxed(final)
     except UnclosedBox:
         return None
-    if found is None and not sample.truncated:
-        found = final.partition("$")[2].rpartition("$")[0]
-    return notation.integer(_IGNORED.sub("", found or "", count=1))
+    if text is None and not sample.truncated:
+        text = final.partition("$")[2].rpartition("$")[0]
+    return notation.integer(_IGNORED.sub("", text or "", count=1))

@@ -16,7 +16,7 @@ _END = 64
 """Usual maximum of characters of the special tokens at a response's end."""
 _LAST = 1000
 """Characters at the end of a text in which a sentence is searched."""
-_SAID = re.compile(
+_STATEMENT = re.compile(
     r".*?(?:\$\$?(?P<dollar>[^$]+)\$\$?|\\\((?P<round>.*?)\\\)|\\\[(?P<square>.*?)\\\])(?P<unit>[^$\d]*)|"
     r"(?:.*?\b(?:is|are|was|equals?|gets?|has|have|pays?|costs?|makes?|needs?|earns?|spends?|total)\b|.*:)? *"
     r"(?P<words>[^$:]*?\d[^$:]*)"
@@ -48,10 +48,7 @@ def answer_of(sample: Sample) -> str:
 def in_box(sample: Sample) -> Sample:
     """Return the sample with the content of its last box after the thoughts as its response; an empty one without a
     whole box."""
-    try:
-        boxed = last_boxed(answer_of(sample))
-    except UnclosedBox:
-        boxed = None
+    boxed = whole_box(answer_of(sample))
     finish_reason = sample.finish_reason if boxed is None else "stop"  # a whole box is whole, whatever followed it
     return replace(
         sample, response=boxed or "", response_with_special_tokens="", prompt="", finish_reason=finish_reason
@@ -89,6 +86,14 @@ def last_boxed(text: str) -> str | None:
     return None if last is None else text[last[0] : last[1]]
 
 
+def whole_box(text: str) -> str | None:
+    """Return the content of the last box; None without a box, and if the text ends within it."""
+    try:
+        return last_boxed(text)
+    except UnclosedBox:
+        return None
+
+
 def final_answer(sample: Sample) -> str | None:
     """Return the answer that a sample gives after its thoughts; None without an answer.
 
@@ -113,11 +118,11 @@ def stated_answer(text: str) -> str | None:
     sentences = re.split(r"(?<=[.!?]) +|\n+", re.sub(r"\*\*|__|\\boxed\b", "", text[-_LAST:]))
     sentence = next((one.strip() for one in reversed(sentences) if re.search(r"[\d$]|\\[(\[]", one)), "")
     sentence = _ASIDE.sub("", sentence.rstrip(".!? "))
-    found = _SAID.fullmatch(sentence)
-    if found is None or _DENIED.search(sentence):
+    match = _STATEMENT.fullmatch(sentence)
+    if match is None or _DENIED.search(sentence):
         return None
-    formula = found["dollar"] or found["round"] or found["square"]
-    return found["words"] if formula is None else formula + (found["unit"] or "")
+    formula = match["dollar"] or match["round"] or match["square"]
+    return match["words"] if formula is None else formula + (match["unit"] or "")
 
 
 def _overlap(text: str, answer: str) -> int:

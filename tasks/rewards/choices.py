@@ -27,13 +27,13 @@ _STATED = re.compile(
     r"(.*)\b(?:answer|option|choice)s?\b[^:]*?(?:\bis\b|\b(?:must|should|has to|would) be\b|:)(.*)", re.IGNORECASE
 )
 _CORRECT = re.compile(r"(.*?)\b(?:is|must be|would be)(?: \w+ly)?(?: the)? (?:correct|right|best)\b(.*)", re.IGNORECASE)
-_BESIDE = re.compile(r"\b(?:(?:so|as) (?:is|are)|or|as well|also|too)\b", re.IGNORECASE)
-_ANEW = (
+_ALSO = re.compile(r"\b(?:(?:so|as) (?:is|are)|or|as well|also|too)\b", re.IGNORECASE)
+_CORRECTION = (
     r"\b(?:wait|correction|sorry|oops|scratch that|on second thought|i meant?|"
     r"that(?:['’]s| is) (?:wrong|incorrect|not (?:it|right|correct)))\b|(?:^|\W{2})no,"
 )
-_SAID_ANEW = re.compile(_ANEW, re.IGNORECASE)
-_TAKEN_BACK = re.compile(rf"{_ANEW}|\b(?:actually|mistake\w*|mistaken|rather|instead)\b", re.IGNORECASE)
+_CORRECTED = re.compile(_CORRECTION, re.IGNORECASE)
+_RETRACTED = re.compile(rf"{_CORRECTION}|\b(?:actually|mistake\w*|mistaken|rather|instead)\b", re.IGNORECASE)
 _BEFORE = r"(?:\W|\b(?:{words})\b)*?"
 _HEAD = re.compile(
     rf"(?i:{_BEFORE.format(words='the|clearly|definitely|indeed|therefore|thus|option|choice|letter|answer|again')})"
@@ -76,20 +76,20 @@ def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | 
     denied: set[str] = set()
     instead: set[str] = set()
     alone: str | None = None
-    anew = False
+    corrected = False
     for sentence in _sentences(text):
         stated = _stated(sentence, letters)
         if stated is not None:
-            instead |= {alone} if anew and alone else set()
+            instead |= {alone} if corrected and alone else set()
             return "" if stated in denied or instead - {stated} else stated
         named = _named(sentence, letters)
         if named and alone is None:
             alone = _alone(sentence, letters)
             named -= {alone}
-        anew = anew or _SAID_ANEW.search(sentence) is not None
+        corrected = corrected or _CORRECTED.search(sentence) is not None
         if _DENIED.search(sentence):
             denied |= named
-        elif _TAKEN_BACK.search(sentence):
+        elif _RETRACTED.search(sentence):
             instead |= _named(sentence, letters)
     return None if not loose or alone is None else "" if alone in denied else alone
 
@@ -100,17 +100,17 @@ def choice_in_box(box: str, letters: Collection[str], texts: Collection[str]) ->
     None where the box contains anything else. `texts` are the texts of the choices, in the order of their letters, if
     known.
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\(?\s*([A-Z])\s*(?:\)?\s*\.?|(?:\)\s?[.:]?|[.:,])\s*(\w.*))", _WRAPPED.sub("", box[:_LONGEST]).strip()
     )
-    if found is None or found[1] not in letters:
+    if match is None or match[1] not in letters:
         return None
-    said = found[2] or ""
-    if texts and said:
-        text = dict(zip(letters, texts, strict=False)).get(found[1], "")
-        return found[1] if plain(text) == plain(said) else None
-    joined = re.match(r"(?:or|and)\b", said) or _named(said, letters)
-    return None if joined or denies(said) else found[1]
+    rest = match[2] or ""
+    if texts and rest:
+        text = dict(zip(letters, texts, strict=False)).get(match[1], "")
+        return match[1] if plain(text) == plain(rest) else None
+    joined = re.match(r"(?:or|and)\b", rest) or _named(rest, letters)
+    return None if joined or denies(rest) else match[1]
 
 
 def denies_what_follows(text: str) -> bool:
@@ -122,7 +122,7 @@ def denies_what_follows(text: str) -> bool:
 
 
 def _denies_next(clause: str) -> bool:
-    return any(_DENIED_NEXT.fullmatch(clause, found.start()) for found in _DENIED.finditer(clause))
+    return any(_DENIED_NEXT.fullmatch(clause, match.start()) for match in _DENIED.finditer(clause))
 
 
 def denies(text: str) -> bool:
@@ -144,18 +144,18 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def _named(text: str, letters: Collection[str]) -> set[str]:
-    return {letter for found in _MENTIONED.findall(text) if (letter := "".join(found)) in letters}
+    return {letter for groups in _MENTIONED.findall(text) if (letter := "".join(groups)) in letters}
 
 
 def _stated(sentence: str, letters: Collection[str]) -> str | None:
     """Return the letter that a sentence states as the answer; empty where it names several; None where it states
     none."""
-    found = _STATED.fullmatch(sentence)
-    if found and _named(found[2].upper() if _SMALL.fullmatch(found[2]) else found[2], letters):
-        if not _BEFORE_STATED.fullmatch(_CLAUSE.split(found[1])[-1]):
+    match = _STATED.fullmatch(sentence)
+    if match and _named(match[2].upper() if _SMALL.fullmatch(match[2]) else match[2], letters):
+        if not _BEFORE_STATED.fullmatch(_CLAUSE.split(match[1])[-1]):
             return None if denies(sentence) else ""
-        before, _, behind = found[2].rpartition(":")
-        for tail in (found[2], *(() if denies(before) else (behind,))):
+        before, _, behind = match[2].rpartition(":")
+        for tail in (match[2], *(() if denies(before) else (behind,))):
             if small := _SMALL.fullmatch(tail):
                 return small[1].upper()
             if head := _HEAD.fullmatch(tail):
@@ -164,13 +164,13 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
                 if letter not in letters:
                     return None
                 several = joined is not None and _named(joined[0], letters)
-                anew = _SAID_ANEW.search(rest) and _named(rest, letters) - {letter}
-                return "" if several or anew or not _BEHIND_LETTER.fullmatch(rest) else letter
-        if not denies(found[2]):
+                corrected = _CORRECTED.search(rest) and _named(rest, letters) - {letter}
+                return "" if several or corrected or not _BEHIND_LETTER.fullmatch(rest) else letter
+        if not denies(match[2]):
             return ""
     correct = _CORRECT.fullmatch(sentence)
     named = _named(correct[1], letters) if correct and not denies(sentence) else set()
-    if correct and named and _BESIDE.search(correct[2]) and _named(correct[2], letters):
+    if correct and named and _ALSO.search(correct[2]) and _named(correct[2], letters):
         return ""
     return named.pop() if len(named) == 1 else None
 
@@ -179,10 +179,10 @@ def _alone(sentence: str, letters: Collection[str]) -> str:
     """Return the letter that is alone, and in no list, in the last clause with a letter; empty where there is none, or
     where the text around it denies it."""
     clauses = [clause for clause in _CLAUSE.split(sentence) if _named(clause, letters)]
-    found = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
-    last = found[-1] if found else None
-    if last is None or (len(found) == 2 and found[0]) or denies(sentence.rpartition(last[1] or last[2])[2]):
+    matches = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
+    last = matches[-1] if matches else None
+    if last is None or (len(matches) == 2 and matches[0]) or denies(sentence.rpartition(last[1] or last[2])[2]):
         return ""
     before, colon, rest = sentence.rpartition(last[1] or last[2])[0].rpartition(":")
-    said = _CLAUSE.split(before)[-1].strip()
-    return "" if colon and not rest.strip(" (") and " " in said and _denies_next(said) else last[1] or last[2]
+    clause = _CLAUSE.split(before)[-1].strip()
+    return "" if colon and not rest.strip(" (") and " " in clause and _denies_next(clause) else last[1] or last[2]

@@ -19,7 +19,7 @@ Equality has to be proved, as in the grader `math`:
 from cairn.configs.kinds import plugin
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.math import is_right
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, required_label
 
 _CLOSE, _RESPONSE = "</think>", "###Response"
 
@@ -27,13 +27,12 @@ _CLOSE, _RESPONSE = "</think>", "###Response"
 @plugin(library="math-verify", mark="`</think>` or `###Response`")
 def grade(sample: Sample) -> float:
     """Return 1 if the box equals the label, else 0. Raises ValueError without a usable label."""
-    if sample.label is None:
-        raise ValueError("deepscaler needs a label, and the row has none")
+    label = required_label(sample, "deepscaler")
     try:
         boxed = last_boxed(_behind_the_mark(sample))
     except UnclosedBox:
         return 0.0
-    return float(is_right("" if boxed is None else boxed, sample.label))
+    return float(is_right(boxed or "", label))
 
 
 def _behind_the_mark(sample: Sample) -> str:

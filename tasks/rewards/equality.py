@@ -77,8 +77,8 @@ def value_of(answer: str) -> tuple[str, Any] | None:
 def are_equal(one: str, other: str) -> bool:
     """Whether two answers, as `notation.read` returns them, can be proved to be equal."""
     try:
-        if "=" in one and "=" in other and (found := _same_equation(one, other)) is not None:
-            return found
+        if "=" in one and "=" in other and (equivalent := _same_equation(one, other)) is not None:
+            return equivalent
         first, second = value_of(one), value_of(other)
         if first is None or second is None or (first[0] and second[0] and first[0] != second[0]):
             return False
@@ -118,39 +118,39 @@ def parsed(text: str) -> Any:
     if _DROPPED.search(text):
         return None
     try:
-        found = latex2sympy(text, is_real=True, normalization_config=_NORMALIZED, conversion_config=_CONVERTED)
-        if isinstance(found, sympy.MatrixBase):
-            found = found.applyfunc(_exact)
-        elif isinstance(found, sympy.Basic):
-            found = _exact(found)
+        value = latex2sympy(text, is_real=True, normalization_config=_NORMALIZED, conversion_config=_CONVERTED)
+        if isinstance(value, sympy.MatrixBase):
+            value = value.applyfunc(_exact)
+        elif isinstance(value, sympy.Basic):
+            value = _exact(value)
         else:
             return None
-        if isinstance(found, sympy.FiniteSet):
-            return [_done(member) for member in found.args]
-        if isinstance(found, sympy.Tuple) and "[" in (text[0], text[-1].replace("]", "[")):
+        if isinstance(value, sympy.FiniteSet):
+            return [_done(member) for member in value.args]
+        if isinstance(value, sympy.Tuple) and "[" in (text[0], text[-1].replace("]", "[")):
             return None  # no interval, and no tuple
-        return found if isinstance(found, Relational) else _done(found)
+        return value if isinstance(value, Relational) else _done(value)
     except MemoryError:
         raise
     except Exception:  # the parser and sympy raise all kinds of errors over what a policy writes
         return None
 
 
-def _exact(found: sympy.Basic) -> sympy.Basic:
+def _exact(expression: sympy.Basic) -> sympy.Basic:
     """Return an expression with fractions in place of decimals."""
-    return found.xreplace({number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)})
+    return expression.xreplace({number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)})
 
 
-def _done(found: Any) -> Any:
+def _done(value: Any) -> Any:
     """Return the computed value. Raises ValueError where that would take long, or where the value is no number."""
     if any(
-        not power.exp.free_symbols and abs(power.exp) > 99 for power in found.atoms(sympy.Pow) if power.free_symbols
+        not power.exp.free_symbols and abs(power.exp) > 99 for power in value.atoms(sympy.Pow) if power.free_symbols
     ):
         raise ValueError("a power of unknowns that is too high")
-    found = found.doit()
-    if found.has(sympy.nan, sympy.zoo):
+    value = value.doit()
+    if value.has(sympy.nan, sympy.zoo):
         raise ValueError("no number")
-    return found
+    return value
 
 
 def _is_large(text: str) -> bool:
@@ -166,10 +166,10 @@ def _is_large(text: str) -> bool:
 
 
 def _number(text: str) -> float | None:
-    found = parsed(text)
-    if not isinstance(found, sympy.Expr) or not found.is_number or not found.is_finite:
+    expression = parsed(text)
+    if not isinstance(expression, sympy.Expr) or not expression.is_number or not expression.is_finite:
         return None
-    value = complex(found)
+    value = complex(expression)
     return value.real if value.imag == 0 else None
 
 
@@ -209,10 +209,10 @@ def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
 
 def _same_equation(one: str, other: str) -> bool | None:
     """Whether two equations are equivalent. None where one of the texts is no equation, or cannot be read."""
-    found = [parsed(text) for text in (one, other)]
-    if not all(isinstance(equation, sympy.Eq) for equation in found) or "approx" in one + other:
+    equations = [parsed(text) for text in (one, other)]
+    if not all(isinstance(equation, sympy.Eq) for equation in equations) or "approx" in one + other:
         return None
-    left, right = (equation.lhs - equation.rhs for equation in found)
+    left, right = (equation.lhs - equation.rhs for equation in equations)
     ratio = sympy.simplify(left / right)
     return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
 
@@ -260,7 +260,7 @@ def _solved(relation: Any, signs: int) -> tuple[str, Any] | None:
     (unknown,) = relation.free_symbols
     common: Any = sympy.S.Reals
     parts = relation.args if isinstance(relation, sympy.And) else [relation]
-    if len(parts) != signs:  # of what is true anyhow sympy leaves nothing
+    if len(parts) != signs:  # sympy leaves out conditions that are always true
         return None
     for part in parts:
         difference = sympy.expand(part.lhs - part.rhs)

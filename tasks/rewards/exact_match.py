@@ -8,7 +8,7 @@ count, runs of spaces count as one, and the commas of a number such as 1,234 do 
 import re
 
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, required_label
 
 # A minus after a digit is a subtraction.
 _NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -16,8 +16,7 @@ _NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?
 
 def grade(sample: Sample) -> float:
     """Return 1 if the answer equals the label, else 0. Raises ValueError without a label."""
-    if sample.label is None:
-        raise ValueError("exact_match needs a label, and the row has none")
+    label = required_label(sample, "exact_match")
     final = answer_of(sample)
     try:
         answer = last_boxed(final)
@@ -26,7 +25,7 @@ def grade(sample: Sample) -> float:
     if answer is None and not sample.truncated:
         numbers = _NUMBER.findall(final)
         answer = numbers[-1] if numbers else None
-    return float(answer is not None and _normalise(answer) == _normalise(sample.label))
+    return float(answer is not None and _normalise(answer) == _normalise(label))
 
 
 def _normalise(text: str) -> str:

@@ -14,7 +14,7 @@ import string
 from collections import Counter
 
 from cairn.tasks.rewards.boxed import answer_of
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, required_label
 
 _CLOSED = frozenset({"yes", "no", "noanswer"})
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -22,16 +22,15 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def grade(sample: Sample) -> dict[str, float]:
     """Return F1, from 0 to 1, with `precision` and `recall`. Raises ValueError without a label that contains words."""
-    if sample.label is None:
-        raise ValueError("f1 needs a label, and the row has none")
-    said, wanted = _words(answer_of(sample)), _words(sample.label)
+    label = required_label(sample, "f1")
+    words, wanted = _words(answer_of(sample)), _words(label)
     if not wanted:
-        raise ValueError(f"f1 needs a label with words besides articles, and the row has {sample.label!r}")
-    shared = (Counter(said) & Counter(wanted)).total()
-    differs = said != wanted and not _CLOSED.isdisjoint((" ".join(said), " ".join(wanted)))
+        raise ValueError(f"f1 needs a label with words besides articles, and the row has {label!r}")
+    shared = (Counter(words) & Counter(wanted)).total()
+    differs = words != wanted and not _CLOSED.isdisjoint((" ".join(words), " ".join(wanted)))
     if not shared or differs:
         return {"reward": 0.0, "precision": 0.0, "recall": 0.0}
-    precision, recall = shared / len(said), shared / len(wanted)
+    precision, recall = shared / len(words), shared / len(wanted)
     return {"reward": 2 * precision * recall / (precision + recall), "precision": precision, "recall": recall}
 
 

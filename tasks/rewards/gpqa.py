@@ -38,11 +38,11 @@ def grade(sample: Sample) -> dict[str, Any]:
     answer = letter_of(final, letters)
     if answer is not None and right is not None:
         return {"reward": float(answer == right), "answer": answer or None}
-    said = plain(final)
-    found = [text for text in map(plain, texts) if _holds(said, text)]
-    named = [text for text in map(plain, choices) if _holds(said, text)]
-    alone = all(any(_holds(text, other) for text in found) for other in named)
-    return {"reward": float(bool(found) and alone and not denies(final)), "answer": answer or None}
+    words = plain(final)
+    right_texts = [text for text in map(plain, texts) if _holds(words, text)]
+    named = [text for text in map(plain, choices) if _holds(words, text)]
+    alone = all(any(_holds(text, other) for text in right_texts) for other in named)
+    return {"reward": float(bool(right_texts) and alone and not denies(final)), "answer": answer or None}
 
 
 def _choices(metadata: dict[str, Any]) -> list[str]:
@@ -61,8 +61,8 @@ def _letters(metadata: dict[str, Any], choices: Sequence[str]) -> list[str]:
 
 def _right(sample: Sample, choices: Sequence[str], letters: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the letter of the right choice, if it is known, and texts that mean this choice."""
-    label, given = (sample.label or "").strip(), sample.metadata.get("correct_letter")
-    letter = given.strip().upper() if isinstance(given, str) and given.strip() else None
+    label, correct = (sample.label or "").strip(), sample.metadata.get("correct_letter")
+    letter = correct.strip().upper() if isinstance(correct, str) and correct.strip() else None
     if letter is None and label.strip("()").upper() in letters:
         letter = label.strip("()").upper()
     if letter is None and label.isdecimal() and int(label) < len(letters) and label not in choices:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from cairn.tasks.rewards.boxed import answer_of
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, required_label
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
@@ -24,9 +24,8 @@ def grade(sample: Sample) -> dict[str, Any]:
 
 def extracted(sample: Sample) -> dict[str, Any]:
     """Return `flexible` and `strict`, 1 or 0 each, and the `answer` of each. Raises ValueError without a label."""
-    if sample.label is None:
-        raise ValueError("gsm8k needs a label, and the row has none")
-    expected, final = _number(sample.label.rpartition("#### ")[2]), answer_of(sample)
+    label = required_label(sample, "gsm8k")
+    expected, final = _number(label.rpartition("#### ")[2]), answer_of(sample)
     marked, numbers = _STRICT.search(final), _NUMBER.findall(final)
     strict = None if marked is None else _number(marked[1])
     flexible = None if sample.truncated or not numbers else _number(numbers[-1])

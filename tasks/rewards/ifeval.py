@@ -39,9 +39,9 @@ def follows(instruction: str, arguments: Arguments, response: str) -> bool:
         raise CannotCheck(
             f"the instruction {instruction!r} is not one of IFEval's {len(CHECKS)}, so it cannot be checked"
         )
-    given = {name: value for name, value in arguments.items() if value is not None}
+    values = {name: value for name, value in arguments.items() if value is not None}
     try:
-        return bool(response.strip()) and CHECKS[instruction](response, given)
+        return bool(response.strip()) and CHECKS[instruction](response, values)
     except KeyError as error:
         raise CannotCheck(f"the instruction {instruction!r} lacks its argument {error.args[0]!r}") from None
     except ModuleNotFoundError as error:
@@ -50,87 +50,87 @@ def follows(instruction: str, arguments: Arguments, response: str) -> bool:
         ) from None
 
 
-def _compared(count: int, given: Arguments, number: str, relation: str = "relation") -> bool:
-    return count < given[number] if given[relation] == "less than" else count >= given[number]
+def _compared(count: int, args: Arguments, number: str, relation: str = "relation") -> bool:
+    return count < args[number] if args[relation] == "less than" else count >= args[number]
 
 
-def _keywords(response: str, given: Arguments) -> bool:
-    return all(re.search(word, response, re.IGNORECASE) for word in given["keywords"])
+def _keywords(response: str, args: Arguments) -> bool:
+    return all(re.search(word, response, re.IGNORECASE) for word in args["keywords"])
 
 
-def _keyword_frequency(response: str, given: Arguments) -> bool:
-    return _compared(len(re.findall(given["keyword"].strip(), response, re.IGNORECASE)), given, "frequency")
+def _keyword_frequency(response: str, args: Arguments) -> bool:
+    return _compared(len(re.findall(args["keyword"].strip(), response, re.IGNORECASE)), args, "frequency")
 
 
-def _forbidden_words(response: str, given: Arguments) -> bool:
-    return not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in given["forbidden_words"])
+def _forbidden_words(response: str, args: Arguments) -> bool:
+    return not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in args["forbidden_words"])
 
 
-def _letter_frequency(response: str, given: Arguments) -> bool:
-    return _compared(response.lower().count(given["letter"].strip().lower()), given, "let_frequency", "let_relation")
+def _letter_frequency(response: str, args: Arguments) -> bool:
+    return _compared(response.lower().count(args["letter"].strip().lower()), args, "let_frequency", "let_relation")
 
 
-def _language(response: str, given: Arguments) -> bool:
-    return _is_in(given["language"], response)
+def _language(response: str, args: Arguments) -> bool:
+    return _is_in(args["language"], response)
 
 
-def _sentences(response: str, given: Arguments) -> bool:
+def _sentences(response: str, args: Arguments) -> bool:
     import punkt
 
-    return _compared(len(punkt.sent_tokenize(response)), given, "num_sentences")
+    return _compared(len(punkt.sent_tokenize(response)), args, "num_sentences")
 
 
-def _paragraphs(response: str, given: Arguments) -> bool:
+def _paragraphs(response: str, args: Arguments) -> bool:
     parts = re.split(r"\s?\*\*\*\s?", response)
     inner = parts[1:-1]
-    return all(map(str.strip, inner)) and sum(bool(part.strip()) for part in parts) == given["num_paragraphs"]
+    return all(map(str.strip, inner)) and sum(bool(part.strip()) for part in parts) == args["num_paragraphs"]
 
 
-def _words(response: str, given: Arguments) -> bool:
-    return _compared(len(re.findall(r"\w+", response)), given, "num_words")
+def _words(response: str, args: Arguments) -> bool:
+    return _compared(len(re.findall(r"\w+", response)), args, "num_words")
 
 
-def _first_word(response: str, given: Arguments) -> bool:
+def _first_word(response: str, args: Arguments) -> bool:
     """Whether the n-th paragraph begins with the word, and there are as many as required. Blank lines separate them."""
     parts = response.split("\n\n")
-    count, number = sum(bool(part.strip()) for part in parts), given["nth_paragraph"]
+    count, number = sum(bool(part.strip()) for part in parts), args["nth_paragraph"]
     if number > count or not (paragraph := parts[number - 1].strip()):
         return False
     word = re.split(r"[.,?!'\"]", paragraph.split()[0].lstrip("'").lstrip('"'))[0].lower()
-    return count == given["num_paragraphs"] and word == given["first_word"].lower()
+    return count == args["num_paragraphs"] and word == args["first_word"].lower()
 
 
-def _placeholders(response: str, given: Arguments) -> bool:
-    return len(_in_lines(r"\[.*?\]", "]", response)) >= given["num_placeholders"]
+def _placeholders(response: str, args: Arguments) -> bool:
+    return len(_in_lines(r"\[.*?\]", "]", response)) >= args["num_placeholders"]
 
 
-def _postscript(response: str, given: Arguments) -> bool:
-    marker = given["postscript_marker"].strip()
+def _postscript(response: str, args: Arguments) -> bool:
+    marker = args["postscript_marker"].strip()
     spelled = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, marker.lower())
     return re.search(spelled, response.lower()) is not None
 
 
-def _bullets(response: str, given: Arguments) -> bool:
+def _bullets(response: str, args: Arguments) -> bool:
     stars = re.findall(r"^[^\S\n]*\*[^\*].*$", response, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)
-    return len(stars) + len(dashes) == given["num_bullets"]
+    return len(stars) + len(dashes) == args["num_bullets"]
 
 
-def _constrained(response: str, given: Arguments) -> bool:
+def _constrained(response: str, args: Arguments) -> bool:
     return any(answer in response for answer in _YES_NO_MAYBE)
 
 
-def _highlights(response: str, given: Arguments) -> bool:
+def _highlights(response: str, args: Arguments) -> bool:
     single = [text for text in re.findall(r"\*[^\n\*]*\*", response) if text.strip("*").strip()]
     double = [text for text in re.findall(r"\*\*([^\n\*]*)\*\*", response) if text.strip()]
-    return len(single) + len(double) >= given["num_highlights"]
+    return len(single) + len(double) >= args["num_highlights"]
 
 
-def _sections(response: str, given: Arguments) -> bool:
-    return len(re.findall(rf"\s?{given['section_spliter'].strip()}\s?\d+\s?", response)) >= given["num_sections"]
+def _sections(response: str, args: Arguments) -> bool:
+    return len(re.findall(rf"\s?{args['section_spliter'].strip()}\s?\d+\s?", response)) >= args["num_sections"]
 
 
-def _json(response: str, given: Arguments) -> bool:
+def _json(response: str, args: Arguments) -> bool:
     text = _FENCES.sub("", response.strip())
     end, passed_line_end = len(text), False
     while (fence := text.endswith("```", 0, end)) or (text.endswith("\n", 0, end) and not passed_line_end):
@@ -142,49 +142,49 @@ def _json(response: str, given: Arguments) -> bool:
     return True
 
 
-def _title(response: str, given: Arguments) -> bool:
+def _title(response: str, args: Arguments) -> bool:
     return any(title.lstrip("<").rstrip(">").strip() for title in _in_lines(r"<<[^\n]+>>", ">>", response))
 
 
 def _in_lines(pattern: str, end: str, text: str) -> list[str]:
     """Return the matches of a pattern within lines. Each match ends with `end`, so text after the last `end` is
     skipped."""
-    return [found for line in text.split("\n") for found in re.findall(pattern, line[: line.rfind(end) + len(end)])]
+    return [match for line in text.split("\n") for match in re.findall(pattern, line[: line.rfind(end) + len(end)])]
 
 
-def _two_responses(response: str, given: Arguments) -> bool:
+def _two_responses(response: str, args: Arguments) -> bool:
     parts = [part.strip() for part in response.split("******")]
-    said = [part for part in parts if part]
-    return all(parts[1:-1]) and len(said) == 2 and said[0] != said[1]
+    responses = [part for part in parts if part]
+    return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
-def _repeats_prompt(response: str, given: Arguments) -> bool:
-    return response.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
+def _repeats_prompt(response: str, args: Arguments) -> bool:
+    return response.strip().lower().startswith(args["prompt_to_repeat"].strip().lower())
 
 
-def _ends(response: str, given: Arguments) -> bool:
-    return response.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
+def _ends(response: str, args: Arguments) -> bool:
+    return response.strip().strip('"').lower().endswith(args["end_phrase"].strip().lower())
 
 
-def _quoted(response: str, given: Arguments) -> bool:
+def _quoted(response: str, args: Arguments) -> bool:
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def _capital_words(response: str, given: Arguments) -> bool:
+def _capital_words(response: str, args: Arguments) -> bool:
     words = [word for word in _CAPITALS.findall(response) if word.isupper()]
-    return _compared(len(words), given, "capital_frequency", "capital_relation")
+    return _compared(len(words), args, "capital_frequency", "capital_relation")
 
 
-def _english_capitals(response: str, given: Arguments) -> bool:
+def _english_capitals(response: str, args: Arguments) -> bool:
     return response.isupper() and _is_in("en", response)
 
 
-def _english_lowercase(response: str, given: Arguments) -> bool:
+def _english_lowercase(response: str, args: Arguments) -> bool:
     return response.islower() and _is_in("en", response)
 
 
-def _no_comma(response: str, given: Arguments) -> bool:
+def _no_comma(response: str, args: Arguments) -> bool:
     return "," not in response
 
 
@@ -235,9 +235,9 @@ def grade(sample: Sample) -> dict[str, Any]:
     if not names or not isinstance(arguments, list) or len(arguments) != len(names):
         raise ValueError("ifeval needs instruction_id_list and kwargs in the row's metadata, one for one")
     response = answer_of(sample)
-    given = list(zip(names, arguments, strict=True))
-    strict = [follows(name, one, response) for name, one in given]
-    loose = [any(follows(name, one, text) for text in _loosened(response)) for name, one in given]
+    instructions = list(zip(names, arguments, strict=True))
+    strict = [follows(name, one, response) for name, one in instructions]
+    loose = [any(follows(name, one, text) for text in _loosened(response)) for name, one in instructions]
     return {
         "reward": float(all(strict)),
         "strict": float(all(strict)),

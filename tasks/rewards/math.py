@@ -27,17 +27,16 @@ from functools import lru_cache
 from cairn.configs.kinds import plugin
 from cairn.tasks.rewards import notation
 from cairn.tasks.rewards.boxed import final_answer, last_boxed
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, required_label
 
 
 @plugin(library="math-verify")
 def grade(sample: Sample) -> float:
     """Return 1 if the answer equals the label, else 0, also without an answer. Raises ValueError without a usable
     label."""
-    if sample.label is None:
-        raise ValueError("math needs a label, and the row has none")
+    label = required_label(sample, "math")
     answer = final_answer(sample)
-    return float(is_right(answer or "", sample.label))
+    return float(is_right(answer or "", label))
 
 
 def is_right(answer: str, label: str) -> bool:
@@ -46,24 +45,24 @@ def is_right(answer: str, label: str) -> bool:
     Raises ValueError without a usable label.
     """
     expected, expected_unit = _label(label)
-    said, unit = notation.read(answer)
-    if not said or (unit and expected_unit and unit != expected_unit):
+    read, unit = notation.read(answer)
+    if not read or (unit and expected_unit and unit != expected_unit):
         return False
-    if notation.closed_up(said) == notation.closed_up(expected):
+    if notation.closed_up(read) == notation.closed_up(expected):
         return True
-    texts = notation.text_only(expected), notation.text_only(said)
+    texts = notation.text_only(expected), notation.text_only(read)
     if texts != (None, None):
         return texts[0] == texts[1]
     from cairn.tasks.rewards import equality  # SymPy takes long to import
 
-    return equality.are_equal(expected, said)
+    return equality.are_equal(expected, read)
 
 
 @lru_cache(maxsize=1024)
 def _label(label: str) -> tuple[str, str]:
     """Return the answer in a label, and its unit."""
     boxed = last_boxed(label)
-    found = notation.read(label if boxed is None else boxed)
-    if not found[0]:
+    answer = notation.read(label if boxed is None else boxed)
+    if not answer[0]:
         raise ValueError(f"math finds no expression in the label {label!r}")
-    return found
+    return answer

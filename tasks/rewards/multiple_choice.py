@@ -12,15 +12,14 @@ from typing import Any
 
 from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
 from cairn.tasks.rewards.choices import choice_in_box, denies_what_follows, letter_of
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, required_label
 
 
 def grade(sample: Sample) -> dict[str, Any]:
     """Return 1 if the letter is the label, else 0. Raises ValueError without a label."""
-    if sample.label is None:
-        raise ValueError("multiple_choice needs a label, and the row has none")
+    label = required_label(sample, "multiple_choice")
     answer = _letter(sample, [str(choice) for choice in sample.metadata.get("choices") or ()])
-    return {"reward": float(answer == sample.label.strip("() ").upper()), "answer": answer}
+    return {"reward": float(answer == label.strip("() ").upper()), "answer": answer}
 
 
 def _letter(sample: Sample, choices: list[str]) -> str | None:

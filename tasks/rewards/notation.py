@@ -116,14 +116,14 @@ def read(answer: str) -> tuple[str, str]:
     written = [sign.removeprefix("\\") for sign in _CURRENCY.findall(answer)]
     signs = {"$" if sign.endswith("$") else _CURRENCIES.get(sign, sign) for sign in written}
     amount = _CURRENCY.sub("", _CURRENCY_BETWEEN.sub(" ", answer)).strip()
-    found = None if re.search(r"\bper ?cent\b", amount) else _UNIT.fullmatch(amount)
-    unit = _canonical(found["unit"]) if found else ""
+    match = None if re.search(r"\bper ?cent\b", amount) else _UNIT.fullmatch(amount)
+    unit = _canonical(match["unit"]) if match else ""
     if signs:
         currency = _NAMES.get(sign := signs.pop(), sign)
         if signs or (unit and not unit.startswith("/") and unit != currency):
             return answer.replace(_UPRIGHT, ""), ""  # two units are none
         unit = currency + unit.removeprefix(currency)
-    body = (found["body"] if found else amount).replace(_UPRIGHT, "").strip()
+    body = (match["body"] if match else amount).replace(_UPRIGHT, "").strip()
     return _numbers(body), unit
 
 
@@ -139,9 +139,9 @@ def _plain(answer: str) -> str:
     return _SPACED_GROUPS.sub(lambda number: number[0].replace(" ", ""), answer)
 
 
-def _set_as_text(found: re.Match[str]) -> str:
-    letter = re.fullmatch(r" *([A-Za-z]) *", found[1])
-    return f" {_UPRIGHT}{letter[1]} " if letter else f" {found[1]} "
+def _set_as_text(match: re.Match[str]) -> str:
+    letter = re.fullmatch(r" *([A-Za-z]) *", match[1])
+    return f" {_UPRIGHT}{letter[1]} " if letter else f" {match[1]} "
 
 
 def _canonical(unit: str) -> str:
@@ -207,7 +207,7 @@ def integer(text: str) -> int | None:
     name, named, number = body.rpartition("=")
     if named and not _is_name(name.strip()):
         return None
-    digits = _COMMA_GROUPS.sub(lambda found: found[0].replace(",", ""), number.strip("() "))
+    digits = _COMMA_GROUPS.sub(lambda match: match[0].replace(",", ""), number.strip("() "))
     return int(digits) if re.fullmatch(r"[-+]?\d{1,100}", digits) else None
 
 
@@ -236,22 +236,22 @@ def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
     rounded = [part for part in parts[first:] if part and part not in names]
     if not exact and not rounded:
         return (names[0], names[-1]) if names else None
-    found = (exact or rounded)[-1 if exact else 0]
-    known = value(found)
+    result = (exact or rounded)[-1 if exact else 0]
+    known = value(result)
     for part in exact:
         other = value(part)
         if other is None and known is not None:
             letters = set(re.findall(r"[A-Za-z]", part))
             holds = bool(names) and letters.isdisjoint(names)  # `y = 3x = 18` says nothing false
         else:
-            holds = part == found or equal(part, found)
+            holds = part == result or equal(part, result)
         if not holds:
             return None
     for part in rounded:
         other = value(part)
         if exact and (known is None or other is None or not _rounds(other, part, known)):
             return None
-    return names[0] if names else "", found
+    return names[0] if names else "", result
 
 
 def _is_name(text: str) -> bool:
@@ -273,18 +273,18 @@ def _is_name(text: str) -> bool:
 def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """Return the parts of a text between separators outside of all brackets, and the separators."""
     depth = depths(text)
-    found = [sign for sign in separator.finditer(text) if depth[sign.start()] == 0]
-    ends, begins = [*(sign.start() for sign in found), len(text)], [0, *(sign.end() for sign in found)]
+    signs = [sign for sign in separator.finditer(text) if depth[sign.start()] == 0]
+    ends, begins = [*(sign.start() for sign in signs), len(text)], [0, *(sign.end() for sign in signs)]
     parts = [text[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
-    return parts, [sign[0] for sign in found]
+    return parts, [sign[0] for sign in signs]
 
 
 def depths(text: str) -> list[int]:
     """Return the number of open brackets before each character."""
-    found = [0]
+    counts = [0]
     for char in text:
-        found.append(found[-1] + (char in "{([") - (char in "})]"))
-    return found
+        counts.append(counts[-1] + (char in "{([") - (char in "})]"))
+    return counts
 
 
 def _rounds(rounded: float, written: str, exact: float) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.configs.kinds import plugin
-from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from cairn.tasks.rewards.boxed import answer_of, whole_box
 from cairn.tasks.rewards.sample import Sample
 
 
@@ -45,8 +45,5 @@ def _answer(final: str, place: str, in_tag: Callable[[str], str | None]) -> str 
         return final.strip()
     if place == "tag":
         return in_tag(final)
-    try:
-        boxed = last_boxed(final)
-    except UnclosedBox:
-        return None
+    boxed = whole_box(final)
     return None if boxed is None else boxed.strip()

@@ -66,3 +66,10 @@ class Sample:
     def truncated(self) -> bool:
         """Whether the response was cut off: it might have continued after its last words."""
         return self.finish_reason == "length"
+
+
+def required_label(sample: Sample, grader: str) -> str:
+    """Return the label of a sample. Raises ValueError without one."""
+    if sample.label is None:
+        raise ValueError(f"{grader} needs a label, and the row has none")
+    return sample.label

@@ -63,7 +63,7 @@ AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for dropping groups that the filter kept."""
 
 
-_OF_A_LOSS = ("generate: UncertainEffect", "EngineTimeout")
+_LOSS_ERRORS = ("generate: UncertainEffect", "EngineTimeout")
 """Prefixes of errors that result from the loss of a process or an engine."""
 _FAILED = "failed_sample"
 """Reason for dropping a group with a failed sample."""
@@ -141,6 +141,8 @@ def filter_groups(
         )
     if not missing:
         groups = _without_removed(step.run, groups)
+    removed = sum(len(group.removed) for group in groups)
+    stale_tokens = sum(group.stale_tokens for group in groups)
     return Outcome(
         tables={"groups.parquet": _table(step.run, groups)},
         values={
@@ -158,8 +160,8 @@ def filter_groups(
             "buffered": dispositions[Disposition.BUFFER],
             "unfinished": dispositions[Disposition.CONTINUE],
             **(generated_metrics(step.run, rollouts, rewards) if missing == 0 else {}),
-            **_removed_metrics(step.run, groups),
-            **_stale_metrics(step.run, groups),
+            **({"sample_filter/removed": removed} if config.rollout_sample_filter_path is not None else {}),
+            **({"age/stale_tokens": stale_tokens} if config.pipeline == "streaming" else {}),
             "age/dropped_groups": sum(reasons[reason] for reason in AGES),
             **{f"dynamic_filter/drop_{why}": count for why, count in sorted(reasons.items()) if why not in AGES},
         },
@@ -221,7 +223,7 @@ def _remaining_groups(run: RunContext, previous: Commit | None, iteration: int) 
                 kept=row["disposition"] == Disposition.BUFFER,
                 unfinished=row["disposition"] == Disposition.CONTINUE,
                 priority=row.get(PRIORITY.name),
-                key=_decoded(row.get(BUFFER_KEY.name)),
+                key=from_json(row.get(BUFFER_KEY.name) or "null"),
             ),
         )
         for row in run.read(previous).to_pylist()
@@ -255,12 +257,12 @@ def _stale_tokens(run: RunContext, iteration: int, generated: Commit) -> dict[in
         return {}
     if iteration - sampled_from(run.ledger, oldest) <= config.oldest_trained:
         return {}
-    found: dict[int, Counter[int]] = {}
+    by_group: dict[int, Counter[int]] = {}
     for row in run.read(generated, ["group_id", "weight_versions", "loss_mask"]).to_pylist():
         trained = np.asarray(row["weight_versions"], np.int64)[np.asarray(row["loss_mask"], bool)]
         ages = token_ages(run.ledger, iteration, trained).tolist()
-        found.setdefault(row["group_id"], Counter()).update(ages)
-    return {id: ages for id, ages in found.items() if max(ages, default=0) > config.oldest_trained}
+        by_group.setdefault(row["group_id"], Counter()).update(ages)
+    return {id: ages for id, ages in by_group.items() if max(ages, default=0) > config.oldest_trained}
 
 
 def _weighed(run: RunContext, group: JudgedGroup, tokens: Counter[int] | None) -> JudgedGroup:
@@ -290,8 +292,8 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
     unfinished = set()
     table = run.read(graded)
     columns = (table.column("group_id"), as_graded(table), table.column("status"))
-    for id, given, status in zip(*(column.to_pylist() for column in columns), strict=True):
-        rewards.setdefault(id, []).append(given)
+    for id, reward, status in zip(*(column.to_pylist() for column in columns), strict=True):
+        rewards.setdefault(id, []).append(reward)
         if status == Status.ABORTED:
             unfinished.add(id)
     groups = []
@@ -329,7 +331,7 @@ class _Failures:
     @property
     def will_recur(self) -> bool:
         """Whether code failed on all samples, and so would fail again. The loss of a process need not recur."""
-        return self.samples == self.errors.total() and not any(error.startswith(_OF_A_LOSS) for error in self.errors)
+        return self.samples == self.errors.total() and not any(error.startswith(_LOSS_ERRORS) for error in self.errors)
 
     def __str__(self) -> str:
         ((error, count),) = self.errors.most_common(1)
@@ -357,7 +359,7 @@ def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
     name = run.config.rollout.buffer_key
     if name is None:
         return {}
-    found = {}
+    keys = {}
     for row in run.read(generated, ["group_id", "prompt_index", "metadata"]).to_pylist():
         metadata = from_json(row["metadata"]) if row["metadata"] else {}
         if name not in metadata:
@@ -365,8 +367,8 @@ def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
                 f"rollout.buffer_key is {name}, but the metadata of data row {row['prompt_index']} has "
                 f"{', '.join(sorted(metadata)) or 'nothing'}: name a key that all rows have, or add it to them"
             )
-        found[row["group_id"]] = metadata[name]
-    return found
+        keys[row["group_id"]] = metadata[name]
+    return keys
 
 
 def _without_removed(run: RunContext, groups: Sequence[JudgedGroup]) -> list[JudgedGroup]:
@@ -383,22 +385,6 @@ def _without_removed(run: RunContext, groups: Sequence[JudgedGroup]) -> list[Jud
     }
     removed = removed_by(name, [shards[group.iteration, group.shard][group.group_id] for group in trained])
     return [replace(group, removed=tuple(removed.get(group.group_id, ()))) for group in groups]
-
-
-def _removed_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, float]:
-    if run.config.rollout.rollout_sample_filter_path is None:
-        return {}
-    return {"sample_filter/removed": sum(len(group.removed) for group in groups)}
-
-
-def _stale_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, float]:
-    if run.config.rollout.pipeline != "streaming":
-        return {}
-    return {"age/stale_tokens": sum(group.stale_tokens for group in groups)}
-
-
-def _decoded(key: str | None) -> Any:
-    return None if key is None else from_json(key)
 
 
 def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:

@@ -29,7 +29,7 @@ from cairn.tasks.generation.rollout import sampling_params
 from cairn.tasks.streaming.state import StreamState
 from cairn.tasks.trainer.sync import serve, update
 
-_AGAIN = 0.02
+_RESEND_INTERVAL = 0.02
 """Seconds after which an interruption that the engine has not noticed is sent again."""
 
 _MOST_LOSSES = 3
@@ -90,7 +90,7 @@ class EngineWork:
             self._interrupted.set()
             self._changed.notify_all()
 
-    def look(self) -> None:
+    def interrupt_if_moved(self) -> None:
         """Interrupt the engine if it must not continue: it has left the fleet, or one of its groups belongs to another
         engine. Call it after engines have joined or left."""
         own = (self._state.open.get(id) for id in self._groups)
@@ -129,14 +129,14 @@ class EngineWork:
                     self._engine,
                     weights,
                     samples,
-                    sampling_params(run.config, kept=run.records_kept),
+                    sampling_params(run.config, with_support=run.records_support),
                     rows=rows,
                     calls=state.calls,
                     interrupted=lambda: self._interrupted.is_set() or run.stopping.is_set(),
                     newest=lambda: self._serves,
                     joined=self._take_added,
                 ):
-                    self._came(generated)
+                    self._record(generated)
             except Exception as error:
                 self._fail(error)
             finally:
@@ -160,7 +160,7 @@ class EngineWork:
                 self._sending = True
             try:
                 if interrupted:
-                    with suppress(Exception):  # the thread that generates hears of it
+                    with suppress(Exception):  # the generating thread gets the error
                         self._engine.abort()
                 elif behind:
                     self._update(weights)
@@ -175,7 +175,7 @@ class EngineWork:
                     self._sending = False
                     self._changed.notify_all()
             if interrupted:
-                time.sleep(_AGAIN)
+                time.sleep(_RESEND_INTERVAL)
 
     def _serves_the_run(self) -> bool:
         return self._engine in self._run.fleet.membership.members
@@ -219,13 +219,13 @@ class EngineWork:
         self._state.begin(samples)
 
     def _end(self, sample: SampleRequest | GeneratedSample) -> None:
-        if sample.group_id not in self._groups:  # it has given all back meanwhile
+        if sample.group_id not in self._groups:  # all its samples were returned meanwhile
             return
         self._state.end(sample.group_id, sample.index)
         if sample.group_id not in self._state.running:
             self._groups.discard(sample.group_id)
 
-    def _came(self, samples: Sequence[GeneratedSample]) -> None:
+    def _record(self, samples: Sequence[GeneratedSample]) -> None:
         """Record samples that have ended or were interrupted."""
         state = self._state
         with self._changed:

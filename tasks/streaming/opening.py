@@ -17,7 +17,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.generation.calls import call_table
 from cairn.tasks.generation.generation import generate_function
-from cairn.tasks.generation.groups import Group, sample_parts, sample_schema
+from cairn.tasks.generation.groups import sample_parts, sample_schema
 from cairn.tasks.halves import newest_sampled, newest_trained, oldest_open, weights_after
 from cairn.tasks.streaming.stream import Stream, admission_number, admitted_groups, admitted_ids
 from cairn.tasks.streaming.take import encode_rows, take_groups
@@ -55,10 +55,11 @@ def open_stream(run: RunContext) -> Iterator[None]:
     sampled = newest_sampled(run.config.rollout, newest_trained(run))
     stream = Stream(call, weights_after(run, sampled), open_logs, open_ids)
     try:
-        parts = _parts(recovered[0])
+        rows = _rows_by_group(recovered[0])
         for admission, ids in left:
             groups = (group for group in admitted_groups(run, admission) if group.prompt.group_id in ids)
-            stream.admit(admission, [_with_parts(group, parts) for group in groups])
+            parts = ((group, sample_parts(rows.get(group.prompt.group_id, []))) for group in groups)
+            stream.admit(admission, [replace(group, parts=own) for group, own in parts])
         if newest is not None:
             stream.admit(newest, [])
         stream.begin()
@@ -74,12 +75,12 @@ def open_groups(run: RunContext) -> tuple[Commit | None, list[tuple[Commit, list
     order of admission."""
     ledger = run.ledger
     last, first = ledger.last_iteration(), ledger.first_iteration
-    found = dict[str, Commit]()
+    admitted = dict[str, Commit]()
     newest: Commit | None = None
     left: dict[str, list[int]] = {}
     for iteration in range(-1 if last is None else last, first - 1, -1):
         commits = ledger.commits(iteration)
-        found |= {commit.name: commit for commit in commits if commit.step is Step.ADMIT}
+        admitted |= {commit.name: commit for commit in commits if commit.step is Step.ADMIT}
         takes = [commit for commit in commits if commit.step is Step.ROLLOUT]
         if takes:  # the last of its rounds: what was admitted after it belongs to this iteration or a later one
             take = max(takes, key=lambda commit: int((commit.shard or "0").partition("-")[0]))
@@ -89,9 +90,9 @@ def open_groups(run: RunContext) -> tuple[Commit | None, list[tuple[Commit, list
             left = {name: list(ids) for name, ids in still.items()}  # type: ignore[arg-type]
             break
     number = -1 if newest is None else admission_number(newest)
-    later = [one for one in found.values() if admission_number(one) > number]
+    later = [one for one in admitted.values() if admission_number(one) > number]
     left |= {one.name: admitted_ids(one) for one in later}
-    admissions = {name: found.get(name) or _committed(run, name) for name in left}
+    admissions = {name: admitted.get(name) or _committed(run, name) for name in left}
     ordered = sorted(left, key=lambda name: admission_number(admissions[name]))
     newest = max([*later, *([newest] if newest else [])], key=admission_number, default=None)
     return newest, [(admissions[name], left[name]) for name in ordered]
@@ -102,14 +103,9 @@ def _committed(run: RunContext, name: str) -> Commit:
     return run.committed(int(iteration), Step.ADMIT, rest.partition(".")[2])
 
 
-def _parts(rows: pa.Table) -> dict[int, list[dict[str, object]]]:
+def _rows_by_group(rows: pa.Table) -> dict[int, list[dict[str, object]]]:
     """Return rows of the rollout table by group."""
-    found: dict[int, list[dict[str, object]]] = {}
+    by_group: dict[int, list[dict[str, object]]] = {}
     for row in rows.to_pylist():
-        found.setdefault(row["group_id"], []).append(row)
-    return found
-
-
-def _with_parts(group: Group, rows: dict[int, list[dict[str, object]]]) -> Group:
-    own = rows.get(group.prompt.group_id)
-    return group if own is None else replace(group, parts=sample_parts(own))
+        by_group.setdefault(row["group_id"], []).append(row)
+    return by_group

@@ -31,7 +31,6 @@ class StreamCalls(LoggedCalls):
             origin: that of its samples. The iteration is replaced by that of each group's admission.
         """
         super().__init__(log)
-        self._stream_log = log
         self._origin = origin
         self._lock = threading.Lock()
         self._iterations: dict[int, int] = {}
@@ -44,12 +43,12 @@ class StreamCalls(LoggedCalls):
     @property
     def records(self) -> bool:
         """Whether there are calls to log."""
-        return self._stream_log is not None
+        return self._log is not None
 
     @property
     def broken(self) -> bool:
         """Whether the log is broken, so that nothing more becomes durable."""
-        return self._stream_log is not None and self._stream_log.broken
+        return self._log is not None and self._log.broken
 
     def admit(self, groups: Iterable[int], iteration: int) -> None:
         """Record that an iteration has admitted these groups."""
@@ -57,7 +56,7 @@ class StreamCalls(LoggedCalls):
 
     def begin_anew(self, log: CallLog | None) -> None:
         """Switch to another log, and write all known records to it."""
-        self._log = self._stream_log = log
+        self._log = log
         if log is not None:
             log.append(*(record for records in self._recorded.values() for record in records))
 
@@ -87,13 +86,13 @@ class StreamCalls(LoggedCalls):
             for id in gone:
                 self._iterations.pop(id, None)
                 self._oldest.pop(id, None)
-        if self._stream_log is not None:
-            self._stream_log.forget(gone)
+        if self._log is not None:
+            self._log.forget(gone)
 
     def close(self) -> None:
         """Return when everything taken is durable, and the callbacks that wait for it have run."""
-        if self._stream_log is not None and not self.broken:
-            self._stream_log.close()
+        if self._log is not None and not self._log.broken:
+            self._log.close()
 
     def _add(self, records: Sequence[CallRecord]) -> None:
         with self._lock:
@@ -104,7 +103,7 @@ class StreamCalls(LoggedCalls):
                     version = int(record.segment.weight_versions.min())
                     self._oldest[record.group_id] = min(self._oldest.get(record.group_id, version), version)
 
-    def _given(self, sample: SampleRequest) -> SampleRequest:
+    def _with_logged_calls(self, sample: SampleRequest) -> SampleRequest:
         origin = replace(self._origin, iteration=self._iterations[sample.group_id])
         with self._lock:
             return replace(sample, origin=origin, recorded=tuple(self._recorded.get(sample.key, ())))
@@ -139,8 +138,8 @@ class OpenGroup:
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest weight version of its tokens; None without tokens."""
         parts = [part.trajectory.weight_versions for part in self.group.parts.values() if part.trajectory.segments]
-        found = [versions for versions in parts if len(versions)]
-        return (min(int(v.min()) for v in found), max(int(v.max()) for v in found)) if found else None
+        sampled = [versions for versions in parts if len(versions)]
+        return (min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)) if sampled else None
 
     def engine_of(self, part: GeneratedSample) -> int:
         """Return the number of the engine that generated a sample of the group last."""
@@ -281,7 +280,7 @@ class StreamState:
             self.calls.forget(ids)
         self.changed.notify_all()
 
-    def try_again(self) -> None:
+    def resume(self) -> None:
         """Resume after an error. A log that could not be written is replaced by a new one with all open groups."""
         self.error = None
         if self._log.broken or self.calls.broken:
@@ -295,7 +294,7 @@ class StreamState:
 
     def close_logs(self) -> None:
         """Close the logs. All that they received is durable afterwards, where that is possible."""
-        self.calls.close()  # what it does at last is to write to the other
+        self.calls.close()  # its last callbacks write to the log of samples
         if not self._log.broken:
             self._log.close()
 

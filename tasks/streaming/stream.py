@@ -223,7 +223,7 @@ class Stream:
     def take(self, iteration: int, count: int, report: Callable[[int], None]) -> Taken:
         """Wait until a round of an iteration can take `count` groups, and return them. They stay open until `forget`.
 
-        Raises what an engine raised: a new call lets it try again. `report` is called with the number of complete
+        Raises what an engine raised: a new call resumes. `report` is called with the number of complete
         groups.
         """
         began = time.monotonic()
@@ -232,7 +232,7 @@ class Stream:
         oldest = weight_version_after(self._run.ledger, iteration - bound)  # that the next iteration trains on
         state, membership = self._state, self._run.fleet.membership
         with self._changed:
-            state.try_again()
+            state.resume()
             while True:
                 if state.error is not None:
                     raise state.error
@@ -301,7 +301,7 @@ class Stream:
         with self._changed:
             self._state.deal(self._serving())
             for engine in self._engines:
-                engine.look()
+                engine.interrupt_if_moved()
             self._changed.notify_all()
 
     def _serving(self) -> list[int]:

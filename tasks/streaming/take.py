@@ -11,14 +11,14 @@ import pyarrow.compute as pc
 
 from cairn.engines.types.trajectories import GeneratedSample
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE
+from cairn.storage.ledger.layout import CALLS_FILE
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import GroupsGenerated
 from cairn.tasks.durable.step import Outcome, StepCall, durable
-from cairn.tasks.generation.calls import call_table, call_tables, uncertain_effects
-from cairn.tasks.generation.groups import Group, image_table, sample_table, without_unused
+from cairn.tasks.generation.calls import call_table
+from cairn.tasks.generation.groups import Group, sample_table
 from cairn.tasks.generation.progress import INTERVAL, episode_metrics, failure_metrics
-from cairn.tasks.generation.rollout import READS, retold_metrics, token_count, whole_groups
+from cairn.tasks.generation.rollout import READS, retold_metrics, shard_files, token_count
 from cairn.tasks.streaming.stream import Stream
 
 
@@ -53,22 +53,14 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
         return encode_rows(run, [("", groups[sample.group_id], sample) for sample in samples])
 
     ended = encode_rows(run, rows)
-    made = None if taken.calls is None else call_table(taken.calls)
-    uncertain = {} if made is None else uncertain_effects(made)
-    samples = without_unused(whole_groups(ended, groups, encode, uncertain))
+    samples, files = shard_files(ended, groups, encode, None if taken.calls is None else call_table(taken.calls))
     run.response_lengths.add(samples)
-    images = image_table(groups.values())
-    beside = {} if made is None else call_tables(made, samples)
     versions = [one.versions for one in taken.groups if one.versions is not None]
     newest = {id: one.versions[1] for id, one in zip(groups, taken.groups, strict=True) if one.versions is not None}
     admissions = {one.admission.name: one.admission for one in taken.groups}
     return Outcome(
-        tables={
-            "samples.parquet": samples.combine_chunks(),
-            **({} if images is None else {IMAGES_FILE: images}),
-            **beside,
-        },
-        found=list({**admissions, taken.newest.name: taken.newest}.values()),
+        tables=files,
+        selected=list({**admissions, taken.newest.name: taken.newest}.values()),
         values={
             "cursor": taken.newest.values["cursor"],
             "groups": list(groups),
@@ -90,7 +82,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             "interrupted_samples": taken.usage.interrupted_samples,
             "recomputed_tokens": taken.usage.recomputed_tokens,
             **retold_metrics(run.config, samples),
-            **episode_metrics(samples, beside.get(CALLS_FILE)),
+            **episode_metrics(samples, files.get(CALLS_FILE)),
             **failure_metrics(ended),
         },
         timings={"wait": taken.waited, "engines": taken.usage.seconds, "update_stall": taken.usage.stall},

@@ -77,7 +77,8 @@ def _restore_from(run: RunContext, position: Position | None, weights: Commit | 
     run.fleet.turns.for_training()
     origin = "the initial weights" if current < 0 else f"iteration {current}"
     if saved is not None and current < begin:
-        _load(run, saved)
+        run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
+        _require_state(saved, run.fleet.training.position().state_digest)
         current, origin = begin, f"the checkpoint of iteration {begin}"
     todo = target - current
     if saved is not None or todo:
@@ -101,16 +102,11 @@ def _current_iteration(run: RunContext, position: Position | None) -> int | None
     return iteration if trained is not None and trained.state_digest == position.state_digest else None
 
 
-def _load(run: RunContext, saved: Commit) -> None:
-    run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
-    _require_state(saved, run.fleet.training.position().state_digest, saved.state_digest)
-
-
 def replay(run: RunContext, committed: Commit) -> None:
     """Replay a committed train step on the engine, from its snapshots. Raises ReplayDiverged for another state
     digest."""
     require_unredacted(run, committed)
-    run = run.seen_as(run.config_of(committed))  # what the step saw that is done again, not what its caller may see
+    run = run.seen_as(run.config_of(committed))  # the view of the replayed step, not that of the caller
     assert committed.weight_version_in is not None
     began = time.perf_counter()
     result = run.fleet.training.train(
@@ -121,7 +117,7 @@ def replay(run: RunContext, committed: Commit) -> None:
         train_actor=run.config.algorithm.trains_actor(committed.iteration),
         update_reference=run.config.algorithm.updates_reference(committed.iteration),
     )
-    _require_state(committed, result.state_digest, committed.state_digest)
+    _require_state(committed, result.state_digest)
     run.replays.add(time.perf_counter() - began)
 
 
@@ -144,9 +140,9 @@ def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
     return train_batch(run, by_step[Step.FILTER], rollouts, by_step.get(Step.ADVANTAGE), by_step.get(Step.SCORE))
 
 
-def _require_state(commit: Commit, found: str, expected: str | None) -> None:
-    if found != expected:
+def _require_state(commit: Commit, digest: str) -> None:
+    if digest != commit.state_digest:
         raise ReplayDiverged(
-            f"{commit.name}: expected state digest {expected}, found {found}. Equal weights need the machine type, "
-            "thread count and package versions of the commit's environment; see docs/recovery.md"
+            f"{commit.name}: expected state digest {commit.state_digest}, found {digest}. Equal weights need the "
+            "machine type, thread count and package versions of the commit's environment; see docs/recovery.md"
         )

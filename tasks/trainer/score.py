@@ -43,10 +43,10 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     needed = scores_needed(config.algorithm, config.training.num_steps_per_rollout)
     top_k, roles = teacher_top_k(config.algorithm), dict.fromkeys(needed.values())
     served = "teacher" if "teacher" in roles and config.model.teacher_url is not None else None
-    with _calling(_served_teacher(run, top_k) if served else None, batch) as asked:
-        by_role = _by_the_engine(run, weights, batch, [role for role in roles if role != served])
-        if asked is not None:
-            by_role["teacher"] = asked.result()
+    with _served_scores(_served_teacher(run, top_k) if served else None, batch) as future:
+        by_role = _engine_scores(run, weights, batch, [role for role in roles if role != served])
+        if future is not None:
+            by_role["teacher"] = future.result()
     by_column = {column: by_role[role] for column, role in needed.items()}
     if top_k:
         from cairn.engines.models.folders import check_model_folder  # PyTorch takes seconds to import
@@ -70,7 +70,7 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     )
 
 
-def _by_the_engine(
+def _engine_scores(
     run: RunContext, weights: Commit | None, batch: TrainBatch, roles: Sequence[ModelRole]
 ) -> dict[ModelRole, list[np.ndarray]]:
     """Return the scores of the batch's sequences under models of the training engine, by role."""
@@ -82,7 +82,7 @@ def _by_the_engine(
 
 
 @contextmanager
-def _calling(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]] | None]":
+def _served_scores(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]] | None]":
     """Yield the future scores of a teacher behind a server, computed in a thread; None without one. If the body fails,
     the calls are aborted."""
     if teacher is None:

@@ -81,7 +81,7 @@ def _self_test(run: RunContext, trained: Commit) -> None:
         run.emit(Message("Self-test: interrupted, the next driver repeats it: this driver must stop"))
         return
     first, second = digests
-    found = SelfTest(
+    result = SelfTest(
         fingerprint=key,
         environment=environment,
         agrees=first == second,
@@ -91,17 +91,17 @@ def _self_test(run: RunContext, trained: Commit) -> None:
         seconds=time.perf_counter() - began,
         tested_at=time.time(),
     )
-    record_self_test(run.ledger.store, found, run.ledger.require_lease)
-    run.emit(Message(sentence(found), "info" if found.agrees else "warning"))
+    record_self_test(run.ledger.store, result, run.ledger.require_lease)
+    run.emit(Message(sentence(result), "info" if result.agrees else "warning"))
 
 
-def sentence(found: SelfTest) -> str:
+def sentence(result: SelfTest) -> str:
     """Return the result of a self-test as a sentence for people."""
-    if found.agrees:
-        return f"Self-test: {found.environment.device} computed the same bits twice, in {found.seconds:.0f} s"
+    if result.agrees:
+        return f"Self-test: {result.environment.device} computed the same bits twice, in {result.seconds:.0f} s"
     return (
-        f"Self-test: {found.environment.device} computed other bits the second time ({found.state_digests[0][:12]}…, "
-        f"then {found.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be "
+        f"Self-test: {result.environment.device} computed other bits the second time ({result.state_digests[0][:12]}…, "
+        f"then {result.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be "
         "replayed. Set training.deterministic_mode, checkpoint.save_interval: 1, or recovery.on_divergence: fork"
     )
 
@@ -146,5 +146,5 @@ def _saved(run: RunContext, trained: Commit) -> Iterator[str]:
     try:
         run.fleet.training.save(run.ledger.store.url, attempt.folder)
         yield attempt.folder
-    finally:  # what a save that failed has left too: the space may be what it lacked
+    finally:  # the files of a failed save too: it may have lacked their space
         attempt.discard()

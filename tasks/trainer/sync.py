@@ -58,7 +58,7 @@ def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
                 f"weight version {version} {why}, and the training engine is ahead of it: run `cairn resume` to "
                 "publish it again"
             ) from error
-        with run.weights_lock:  # who waited for it finds what the other one published
+        with run.weights_lock:  # another thread may have published it meanwhile
             if version not in run.fleet.weights.published():
                 publish(run, weights)
         run.fleet.weights.serve(engine, version)

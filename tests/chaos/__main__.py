@@ -34,7 +34,7 @@ from tests.chaos.plans import CI_PLANS, whole
 from tests.chaos.random_kills import FAMILIES, random_kills
 from tests.chaos.report import FOLDER, Report, RunReport
 from tests.chaos.runs import ROOT, Disturbed
-from tests.chaos.standing import Standing
+from tests.chaos.services import Services
 from tests.shared_memory import watched_segments
 
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -47,9 +47,9 @@ class Chaos:
     def __init__(self, report: Report, console: Console, folder: Path) -> None:
         self._report = report
         self._console = console
-        self.standing = Standing(folder)
+        self.services = Services(folder)
         self._stack = ExitStack()
-        self._stack.callback(self.standing.close)
+        self._stack.callback(self.services.close)
 
     def close(self) -> None:
         """End what is shared by runs."""
@@ -57,15 +57,15 @@ class Chaos:
 
     def execute(self, plan: Plan) -> None:
         """One run of the matrix."""
-        self.standing.warm = False
+        self.services.warm = False
         self._reported(plan.name, plan.configuration, plan.on_s3, lambda run: execute(plan, run))
 
     def kill(self, name: str, family_name: str, seed: int, most: int, tell: Callable[[str], None]) -> int:
         """One run of random kills; returns how many faults happened."""
-        self.standing.warm = True
+        self.services.warm = True
         family = FAMILIES[family_name]
         repeatable = CONFIGURATIONS[family.configuration].repeatable
-        whole = self.standing.undisturbed(family.configuration).seconds if repeatable else family.seconds
+        whole = self.services.undisturbed(family.configuration).seconds if repeatable else family.seconds
         within = whole / family.pace
         dice = random.Random(seed)
         report = self._reported(
@@ -79,13 +79,13 @@ class Chaos:
         self, name: str, configuration: str, on_s3: bool, work: Callable[[Disturbed], list[str]]
     ) -> RunReport:
         repeatable = CONFIGURATIONS[configuration].repeatable
-        undisturbed = self.standing.undisturbed(configuration).run if repeatable else None
+        undisturbed = self.services.undisturbed(configuration).run if repeatable else None
         with ExitStack() as stack:
             left_segments = stack.enter_context(watched_segments())
-            run = self.standing.run(name, configuration)
+            run = self.services.run(name, configuration)
             stack.callback(run.kill_what_is_left)
             if on_s3:
-                stack.enter_context(self.standing.on_s3(run))
+                stack.enter_context(self.services.on_s3(run))
             began = time.monotonic()
             report = RunReport(name, configuration, 0.0, run.exits, run.struck(), work(run))
             report.seconds = time.monotonic() - began
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the random kills")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), help="of runs that are killed at random")
     parser.add_argument("--plans", nargs="*", help="runs of the matrix, by name; all by default")
-    parser.add_argument("--resume", action="store_true", help="go on with the last report")
+    parser.add_argument("--resume", action="store_true", help="continue the last report")
     arguments = parser.parse_args()
     plans = [
         plan

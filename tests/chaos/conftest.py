@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos import in_process
 from tests.chaos.runs import Disturbed, chaos_config
-from tests.chaos.standing import Standing
+from tests.chaos.services import Services
 from tests.shared_memory import watched_segments
 
 
@@ -30,8 +30,8 @@ def disturbed(tmp_path: Path, config_file: Path, api_url: str) -> Iterator[Distu
 
 
 @pytest.fixture(scope="session")
-def standing(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path, api_url: str) -> Iterator[Standing]:
-    shared = Standing(tmp_path_factory.mktemp("standing"))
+def services(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path, api_url: str) -> Iterator[Services]:
+    shared = Services(tmp_path_factory.mktemp("standing"))
     shared.assets, shared.api_url = tiny_assets, api_url
     yield shared
     shared.close()

@@ -35,8 +35,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def said(what: str) -> int:
-    """What the world answers."""
+def reply(what: str) -> int:
+    """Return the world's answer."""
     return int(hashlib.sha256(what.encode()).hexdigest()[:4], 16)
 
 
@@ -49,14 +49,14 @@ def effect(world: str, what: str) -> None:
 async def find(intent: cairn.Intent) -> Any:
     """Ask the world."""
     done = {line["what"] for line in lines(Path(intent.arguments["world"], "effects"))}
-    return said(intent.arguments["what"]) if intent.arguments["what"] in done else cairn.NOT_DONE
+    return reply(intent.arguments["what"]) if intent.arguments["what"] in done else cairn.NOT_DONE
 
 
 @cairn.tool(kind="effects", reconcile=find)
 def traceable(world: str, what: str) -> int:
     """Done where it is called."""
     effect(world, what)
-    return said(what)
+    return reply(what)
 
 
 @cairn.tool(kind="effects")
@@ -67,14 +67,14 @@ def keyed(world: str, what: str, idempotency_key: str) -> int:
     note(Path(world, "calls"), what=what, again=done.exists())
     done.touch()
     time.sleep(MOMENT)
-    return said(what)
+    return reply(what)
 
 
 @cairn.tool(kind="effects")
 def blind(world: str, what: str) -> int:
-    """Done where it is called, and nobody can say whether it was."""
+    """Done where it is called; whether it was cannot be looked up."""
     effect(world, what)
-    return said(what)
+    return reply(what)
 
 
 TOOLS = {tool.name: tool for tool in (traceable, keyed, blind)}

@@ -31,7 +31,7 @@ worker        SIGKILL of a worker of episodes                               star
 code          SIGKILL of the process below it in which their code runs      the same
 tool          SIGKILL of a process in which their tools run                 goes on; the episodes whose calls with
                                                                             effects cannot be looked up fail
-gc, fork, delete    none: somebody gives the command (tests/chaos/beside.py)    goes on
+gc, fork, delete    none: somebody gives the command (tests/chaos/commands.py)    goes on
 event         none: the test does something to its machine meanwhile        (tests/chaos/events)
 
 Every fault writes a witness before it strikes, so that a run without a fault cannot pass for one that survived it.
@@ -64,7 +64,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 from cairn.tasks.durable.step import DurableStep, Outcome, StepCall
 from cairn.tasks.trainer import recovery
-from tests.chaos.beside import COMMANDS, Command, give
+from tests.chaos.commands import COMMANDS, Command, give
 from tests.chaos.in_flight import watch_updates
 from tests.faulty_s3 import control
 from tests.waiting import wait_for
@@ -234,7 +234,7 @@ class Striker:
             wait_for(mark_of(self._witness, fault).exists)
             return
         if fault.victim in COMMANDS:
-            came = self._beside(fault.victim)
+            came = self._give(fault.victim)
             bear_witness(self._witness, [], **account, came=came)
             return
         raylet = os.environ.get(CLUSTER)
@@ -249,8 +249,8 @@ class Striker:
         bear_witness(self._witness, victims, **account)
         strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
 
-    def _beside(self, command: Command) -> str:
-        """What came of a command. What it raises is told by the witness, not to the step that was struck."""
+    def _give(self, command: Command) -> str:
+        """Run a command and return its result. The witness records its error, which the struck step does not see."""
         try:
             return give(command, self._store_url, self._run)
         except Exception as error:

@@ -1,6 +1,6 @@
 """Drivers within the test's own process: the real steps, ledger and engines, without Ray and Prefect.
 
-A run that nobody struck ends in the same bits here as with drivers of its own, in a tenth of the time.
+A run without faults ends in the same bits here as with drivers of its own, in a tenth of the time.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class EndingAt(DirectSteps):
 
 
 class StoppingSteps(DirectSteps):
-    """Begins no step once the driver ends: a killed driver does nothing beside."""
+    """Begins no step once the driver ends, as a killed driver does."""
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
         if self._run.stopping.is_set():

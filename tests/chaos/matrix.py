@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from cairn.flows.driver.signals import EXIT_CODE
 from cairn.storage.ledger.commits import Step
-from tests.chaos.beside import COMMANDS
+from tests.chaos.commands import COMMANDS
 from tests.chaos.faults import FAILED, AnyVictim, Fault, Moment, RareMoment, Victim, outages_met
 from tests.chaos.runs import Disturbed
 

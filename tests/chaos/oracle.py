@@ -38,7 +38,7 @@ from cairn.storage.opening import open_store
 from cairn.storage.store import canonical
 from cairn.storage.upkeep.retention import is_retired
 from cairn.storage.upkeep.verification import verify
-from tests.chaos.beside import unusable_forks
+from tests.chaos.commands import unusable_forks
 from tests.chaos.runs import Disturbed
 from tests.local_fleet import LocalFleet
 
@@ -65,8 +65,8 @@ def differences(
 
 def differing_digests(run: Disturbed, undisturbed: Disturbed) -> int:
     """How many train steps ended in another state, or not at all."""
-    ours, theirs = run.state_digests(), undisturbed.state_digests()
-    return max(len(ours), len(theirs)) - sum(a == b for a, b in zip(ours, theirs, strict=False))
+    digests, expected = run.state_digests(), undisturbed.state_digests()
+    return max(len(digests), len(expected)) - sum(a == b for a, b in zip(digests, expected, strict=False))
 
 
 def unequal(run: Disturbed, undisturbed: Disturbed) -> list[str]:
@@ -106,7 +106,7 @@ def recommitted(run: Disturbed) -> list[str]:
 
 
 def not_recomputed(ledger: Ledger) -> list[str]:
-    """What the steps make otherwise when they are done again from the committed samples."""
+    """Return the differences of steps that are repeated from the committed samples."""
     config = _config(ledger)
     found = []
     with ExitStack() as stack:
@@ -118,18 +118,21 @@ def not_recomputed(ledger: Ledger) -> list[str]:
         for index in ledger.iterations():
             runner = _FromSamples(run, Step.TRAIN, None, scratch)
             iteration(run, runner, index)
-            found += [f"{again.name} recomputed: {why}" for again in runner.replayed for why in again.differences]
+            found += [
+                f"{replayed.name} recomputed: {why}" for replayed in runner.replayed for why in replayed.differences
+            ]
     return found
 
 
 class _FromSamples(Replaying):
-    """Does again what is made of samples. (Checkpoints have the digest of their train step; a sync has no content.)"""
+    """Repeats the steps that are computed from samples. (Checkpoints have the digest of their train step; a sync has no
+    content.)"""
 
-    AGAIN = (Step.REWARD, Step.FILTER, Step.SCORE, Step.ADVANTAGE, Step.TRAIN)
+    REPEATED = (Step.REWARD, Step.FILTER, Step.SCORE, Step.ADVANTAGE, Step.TRAIN)
 
     def call(self, step: Any, index: int, shard: str | None, *args: Any, **kwargs: Any) -> Any:
-        self._wanted = step.name if step.name in self.AGAIN else Step.EVAL
-        if step.name not in self.AGAIN:
+        self._wanted = step.name if step.name in self.REPEATED else Step.EVAL
+        if step.name not in self.REPEATED:
             return self._run.committed(index, step.name, shard)
         return super().call(step, index, shard, *args, **kwargs)
 
@@ -139,7 +142,7 @@ def _config(ledger: Ledger) -> RunConfig:
 
 
 def _by_transformers(rollout: Any) -> Any:
-    """The engine of this process, of which nothing is asked."""
+    """The engine of this process, which is not used."""
     return rollout.model_copy(update={"engine": "transformers", "sglang": {}, "router": None, "num_engines": 1})
 
 

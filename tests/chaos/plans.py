@@ -4,7 +4,7 @@ Events of a cluster (partitions, full disks, clock steps, power loss) would be p
 """
 
 from cairn.storage.ledger.commits import Step
-from tests.chaos.beside import COMMANDS
+from tests.chaos.commands import COMMANDS
 from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, Driver, Plan, case, every_case
 
 MIXED = Plan(

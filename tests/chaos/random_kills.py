@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.chaos.beside import COMMANDS, give
+from tests.chaos.commands import COMMANDS, give
 from tests.chaos.faults import FAILED, OUTAGE, AnyVictim, bear_witness, outages_met, processes, strike
 from tests.chaos.oracle import survivors
 from tests.chaos.runs import Disturbed, Driver

@@ -170,7 +170,7 @@ class Disturbed:
         return self.exits[-1]
 
     def at_event(self, fault: Fault, driver: Driver, do: Callable[[], None]) -> None:
-        """Wait until the driver has come to a fault `event`, do what happens then, and let the driver go on."""
+        """Wait until the driver has come to a fault `event`, do what happens then, and let the driver resume."""
         account = asdict(fault).items()
         wait_for(
             lambda: driver.poll() is not None or any(account <= struck.items() for struck in self.struck()), DEADLINE
@@ -213,18 +213,18 @@ class Disturbed:
         return [commit.state_digest for commit in self.commits() if commit.step is Step.TRAIN]
 
     def generated(self) -> "Generated":
-        """What of its rollouts was generated more than once."""
+        """Return the number of its samples and tokens, and of those that were generated more than once."""
         noted = [json.loads(line) for line in (self.folder / "generated.jsonl").open()]
-        asked: Counter[tuple[int, str, int, int]] = Counter()
+        requested: Counter[tuple[int, str, int, int]] = Counter()
         finished: set[tuple[int, str, int, int]] = set()
-        again: Counter[tuple[int, str, int, int]] = Counter()
+        repeated: Counter[tuple[int, str, int, int]] = Counter()
         for note in noted:
             for sample in note.get("finished", ()):
                 finished.add((note["iteration"], note["shard"], *sample))
             for sample in note.get("asked", ()):
                 key = (note["iteration"], note["shard"], *sample)
-                asked[key] += 1
-                again[key] += key in finished
+                requested[key] += 1
+                repeated[key] += key in finished
         found = Generated()
         ledger = self.ledger()
         for commit in self.commits():
@@ -237,8 +237,8 @@ class Disturbed:
                     found.samples += 1
                     found.tokens += tokens
                     streamed = (*STREAM, row["group_id"], row["sample_index"])
-                    found.samples_twice += again[key] + again[streamed]
-                    found.tokens_again += tokens * max(0, asked[key] - 1)
+                    found.samples_twice += repeated[key] + repeated[streamed]
+                    found.tokens_again += tokens * max(0, requested[key] - 1)
         return found
 
     def left_behind(self, patience: float = 20.0, *, engines: bool = True) -> list[list[str]]:

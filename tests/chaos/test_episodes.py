@@ -113,16 +113,16 @@ def samples(run: Disturbed) -> dict[tuple[int, int], tuple[list[int], str | None
     return found
 
 
-def sampled_again(run: Disturbed) -> list[str]:
-    """Turns that the policy was asked for when they were durable."""
+def resampled(run: Disturbed) -> list[str]:
+    """Return turns that the policy sampled although they were durable."""
     durable: dict[tuple[int, int, str], float] = {}
     for line in lines(run.folder / "calls.jsonl"):
         for call in line["calls"]:
             durable.setdefault(tuple(call), line["at"])
-    asked = lines(run.folder / "world" / "asked")
+    requested = lines(run.folder / "world" / "asked")
     assert durable
-    assert asked
-    return [str(line) for line in asked if line["at"] > durable.get(tuple(line["call"]), time.time())]
+    assert requested
+    return [str(line) for line in requested if line["at"] > durable.get(tuple(line["call"]), time.time())]
 
 
 def orphans(run: Disturbed) -> dict[tuple[int, int], tuple[str, str]]:
@@ -130,9 +130,11 @@ def orphans(run: Disturbed) -> dict[tuple[int, int], tuple[str, str]]:
     noted = lines(run.folder / "calls.jsonl")
     answered = {tuple(call) for line in noted for call in line["answered"]}
     intended = {tuple(call): arguments for line in noted for *call, arguments in line["intended"]}
-    found = {(*sample, call): told for (*sample, call), told in intended.items() if (*sample, call) not in answered}
+    found = {
+        (*sample, call): arguments for (*sample, call), arguments in intended.items() if (*sample, call) not in answered
+    }
     assert len({key[:2] for key in found}) == len(found), "a sample fails with its first"
-    return {(group, sample): (call, told) for (group, sample, call), told in found.items()}
+    return {(group, sample): (call, arguments) for (group, sample, call), arguments in found.items()}
 
 
 def committed_orphans(run: Disturbed) -> dict[tuple[int, int], tuple[str, str]]:
@@ -149,7 +151,7 @@ def committed_orphans(run: Disturbed) -> dict[tuple[int, int], tuple[str, str]]:
 
 def assert_nothing_twice(run: Disturbed) -> None:
     assert [what for what, times in effects(run).items() if times > 1] == []
-    assert sampled_again(run) == []
+    assert resampled(run) == []
     assert recommitted(run) == []
     assert not run.left_behind()
 
@@ -189,8 +191,8 @@ def test_each_call_that_can_neither_be_looked_up_nor_has_a_key_is_named_and_its_
         assert uncertain
         assert committed_orphans(run) == uncertain
         for sample, (call, arguments) in uncertain.items():
-            told = f"call {call} (tool blind) with {arguments} was under way when its process was lost, and may have"
-            assert told in (found[sample][1] or ""), "each is named, by its own sample"
+            message = f"call {call} (tool blind) with {arguments} was under way when its process was lost, and may have"
+            assert message in (found[sample][1] or ""), "each is named, by its own sample"
         failed = {group for group, _ in uncertain}
         assert {sample[0] for sample, (_, error) in found.items() if error is not None} == failed, "and no other fails"
         done, turns = effects(run), {key: int(call[1:]) for key, (call, _) in uncertain.items()}

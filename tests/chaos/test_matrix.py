@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from tests.chaos.beside import COMMANDS
+from tests.chaos.commands import COMMANDS
 from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.faults import FurtherVictim
 from tests.chaos.in_process import drive_whole
@@ -15,7 +15,7 @@ from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, VICTIMS, every_case, exec
 from tests.chaos.oracle import differences
 from tests.chaos.plans import JOINED_PARTIAL, LAGGED, STREAMING, whole
 from tests.chaos.runs import Disturbed
-from tests.chaos.standing import Standing
+from tests.chaos.services import Services
 from tests.faulty_s3 import proxy_process
 from tests.s3 import S3Server
 from tests.shared_memory import watched_segments
@@ -59,10 +59,10 @@ def test_a_run_struck_everywhere_ends_in_the_undisturbed_state(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_engines_that_outlive_their_drivers_and_unfinished_groups_lose_nothing(standing: Standing) -> None:
-    standing.warm = True
+def test_engines_that_outlive_their_drivers_and_unfinished_groups_lose_nothing(services: Services) -> None:
+    services.warm = True
     with watched_segments() as left_segments:
-        run = standing.run(JOINED_PARTIAL.name, JOINED_PARTIAL.configuration)
+        run = services.run(JOINED_PARTIAL.name, JOINED_PARTIAL.configuration)
         try:
             assert execute(JOINED_PARTIAL, run) == []
             assert differences(run, None, left_segments) == []
@@ -72,12 +72,12 @@ def test_engines_that_outlive_their_drivers_and_unfinished_groups_lose_nothing(s
 
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
-def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: Standing) -> None:
-    standing.warm = True
-    undisturbed = standing.run("undisturbed-lagged", LAGGED.configuration)
+def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(services: Services) -> None:
+    services.warm = True
+    undisturbed = services.run("undisturbed-lagged", LAGGED.configuration)
     drive_whole(undisturbed)
     with watched_segments() as left_segments:
-        run = standing.run(LAGGED.name, LAGGED.configuration)
+        run = services.run(LAGGED.name, LAGGED.configuration)
         try:
             assert execute(LAGGED, run) == []
             saved = "committed in one of the two alone: ['000002/checkpoint']"
@@ -89,10 +89,10 @@ def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: S
 
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
-def test_a_run_that_streams_loses_nothing_and_trains_on_what_was_decided_once(standing: Standing) -> None:
-    standing.warm = True
+def test_a_run_that_streams_loses_nothing_and_trains_on_what_was_decided_once(services: Services) -> None:
+    services.warm = True
     with watched_segments() as left_segments:
-        run = standing.run(STREAMING.name, STREAMING.configuration)
+        run = services.run(STREAMING.name, STREAMING.configuration)
         try:
             assert execute(STREAMING, run) == []
             resting = [account["resting"] for account in run.struck() if account["moment"] == "updating"]

@@ -67,6 +67,6 @@ def test_a_server_stopped_and_a_router_killed_in_mid_rollout_cost_nothing_that_h
         if commit.step is Step.ROLLOUT:
             assert commit.metrics["recovered_groups"] + commit.metrics["generated_groups"] == GROUPS / 2
     notes = [json.loads(line) for line in (tmp_path / "generated.jsonl").open()]
-    told = [next(word for word in ("asked", "finished") if word in note) for note in notes if note["iteration"] == 1]
-    last_asked = len(told) - told[::-1].index("asked")
-    assert "finished" in told[:last_asked], "its rollouts broke off with the router, after a sample had finished"
+    kinds = [next(word for word in ("asked", "finished") if word in note) for note in notes if note["iteration"] == 1]
+    last_request = len(kinds) - kinds[::-1].index("asked")
+    assert "finished" in kinds[:last_request], "its rollouts broke off with the router, after a sample had finished"

@@ -123,10 +123,10 @@ def mixed(run: RunContext, iterations: int) -> list[tuple[int, int]]:
             segments = {(row["group_id"], row["sample_index"]): row_segments(row) for row in rows}
             records = by_sample(read_calls(calls, results, segments))
             for key, own in segments.items():
-                given = [one.ids.tolist() for one in own if one.call is None]
+                tokens = [one.ids.tolist() for one in own if one.call is None]
                 seen = [one.result for one in records[key] if one.kind is CallKind.TOOL and one.name == "look"]
-                told = [run.tokenizer.encode(json.loads(one or '""'), add_special_tokens=False) for one in seen]
-                if given != told:
+                expected = [run.tokenizer.encode(json.loads(one or '""'), add_special_tokens=False) for one in seen]
+                if tokens != expected:
                     found.append(key)
     return found
 

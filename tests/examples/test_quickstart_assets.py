@@ -14,7 +14,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
-from cairn.tasks.data import PromptData, draw
+from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.stream import draw
 from cairn.tasks.rewards.exact_match import grade
 from cairn.tasks.rewards.sample import Sample
 from examples.quickstart import build as builder

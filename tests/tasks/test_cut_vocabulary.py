@@ -14,7 +14,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ROLLOUT, SUPPORT, rollout_schema
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
-from cairn.tasks.batch.batch import kept_column, sampling_supports, train_batch
+from cairn.tasks.batch.batch import sampling_supports, support_column, train_batch
 from cairn.tasks.durable.selection import last_selection
 from tests.storage.builders import rollout_table
 from tests.tasks.generation.test_partial_rollout import PARTIAL
@@ -53,8 +53,8 @@ def test_a_run_trains_within_what_was_kept_and_goes_on_after_a_kill_to_the_same_
         (rollout,) = [commit for commit in run.ledger.commits(1) if commit.step is Step.ROLLOUT]
         for row in run.read(rollout).to_pylist():
             assert len(row[SUPPORT.name]) == len(row["response_ids"])
-            assert all(token in kept for token, kept in zip(row["response_ids"], row[SUPPORT.name], strict=True))
-            assert all(1 <= len(kept) <= 40 for kept in row[SUPPORT.name])
+            assert all(token in support for token, support in zip(row["response_ids"], row[SUPPORT.name], strict=True))
+            assert all(1 <= len(support) <= 40 for support in row[SUPPORT.name])
         batch = train_batch(run, last_selection(run, 1), [rollout])
         assert batch.kept is not None
         (train,) = [commit for commit in run.ledger.commits(0) if commit.step is Step.TRAIN]
@@ -84,7 +84,7 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
                 for row in run.read(commit).to_pylist():
                     assert len(row[SUPPORT.name]) == len(row["response_ids"])
                     assert all(
-                        token in kept for token, kept in zip(row["response_ids"], row[SUPPORT.name], strict=True)
+                        token in support for token, support in zip(row["response_ids"], row[SUPPORT.name], strict=True)
                     )
                     before = parts.pop((row["group_id"], row["sample_index"]), None)
                     if before is not None:
@@ -96,14 +96,14 @@ def test_a_sample_that_is_continued_keeps_what_its_first_tokens_were_drawn_from(
 
 
 def test_the_column_says_what_was_kept_of_rows_that_were_sliced_joined_and_written_without_it() -> None:
-    kept = [SamplingSupport.of([[4, 2], [], [7]]), SamplingSupport.whole(0), SamplingSupport.of([[1]])]
+    supports = [SamplingSupport.of([[4, 2], [], [7]]), SamplingSupport.whole(0), SamplingSupport.of([[1]])]
     responses = [np.zeros(3), np.zeros(0), np.zeros(1)]
-    cut = pa.table({SUPPORT.name: kept_column(kept)}, pa.schema([SUPPORT]))
+    cut = pa.table({SUPPORT.name: support_column(supports)}, pa.schema([SUPPORT]))
     without = pa.table({SUPPORT.name: pa.nulls(2, SUPPORT.type)}, pa.schema([SUPPORT]))
     joined = pa.concat_tables([without, cut.slice(2), cut.slice(0, 2)]).combine_chunks()
     found = sampling_supports(joined, [np.zeros(5), np.zeros(2), responses[2], responses[0], responses[1]])
     assert found is not None
-    expected = [SamplingSupport.whole(5), SamplingSupport.whole(2), kept[2], kept[0], kept[1]]
+    expected = [SamplingSupport.whole(5), SamplingSupport.whole(2), supports[2], supports[0], supports[1]]
     assert [(one.ids.tolist(), one.counts.tolist()) for one in found] == [
         (one.ids.tolist(), one.counts.tolist()) for one in expected
     ]
@@ -115,7 +115,7 @@ def test_finished_groups_survive_a_kill_with_what_they_were_drawn_from(tmp_path:
     ledger.acquire()
     schema = rollout_schema(cut=True)
     plain = rollout_table([0], tokens=3)
-    table = plain.append_column(SUPPORT, kept_column([SamplingSupport.of([[1], [2, 3], []])] * plain.num_rows))
+    table = plain.append_column(SUPPORT, support_column([SamplingSupport.of([[1], [2, 3], []])] * plain.num_rows))
     with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:
         log.append(table)
     with SampleLog(ledger.attempt(0, Step.ROLLOUT, "00-000"), "digest", schema=schema) as log:

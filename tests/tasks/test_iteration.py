@@ -96,8 +96,8 @@ def test_an_altered_snapshot_stops_the_replay_and_is_named(tiny_assets: Path, tm
     data[len(data) // 2] ^= 1
     snapshot.write_bytes(data)
     found = hashlib.sha256(data).hexdigest()
-    told = rf"iterations/000000/advantage/.*{snapshot.name} .* expected .* {expected}, found .* {found}"
-    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Damaged, match=told):
+    message = rf"iterations/000000/advantage/.*{snapshot.name} .* expected .* {expected}, found .* {found}"
+    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Damaged, match=message):
         restore_trainer(run, run.committed(0, Step.TRAIN))
 
 
@@ -259,7 +259,10 @@ def test_rewards_are_lowered_where_the_policy_has_left_the_reference(tiny_assets
         scored = run.read(run.committed(1, Step.SCORE))
         estimated = run.read(run.committed(1, Step.ADVANTAGE))
     policy, ref = (arrays(scored, name) for name in ("log_probs", "ref_log_probs"))
-    divergences = [(ours.astype(float) - theirs).sum() for ours, theirs in zip(policy, ref, strict=True)]
+    divergences = [
+        (policy_log_probs.astype(float) - ref_log_probs).sum()
+        for policy_log_probs, ref_log_probs in zip(policy, ref, strict=True)
+    ]
     assert max(map(abs, divergences)) > 1e-3
     # With gamma and lambd 1 the return of a sample's first token is all that follows.
     returns = [sample[0] for sample in arrays(estimated, "returns")]

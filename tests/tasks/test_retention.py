@@ -37,9 +37,9 @@ def test_a_run_with_retention_ends_with_the_digest_of_one_without_though_killed_
         _go_on(run, ITERATIONS - 1)
         expected = train_digests(run, range(ITERATIONS))
     options |= {"save_retain_interval": 2 * save_interval, "retain_snapshots": 2}
-    kept = tiny_config(tiny_assets, rollout=BUFFERING, checkpoint=options)
+    retaining = tiny_config(tiny_assets, rollout=BUFFERING, checkpoint=options)
     for last in range(ITERATIONS):  # every driver begins with fresh engines, which must be restored
-        with tiny_context(str(tmp_path / "kept"), kept) as (run, _):
+        with tiny_context(str(tmp_path / "kept"), retaining) as (run, _):
             _go_on(run, last)
     assert train_digests(run, range(ITERATIONS)) == expected
     before_newest = newest_checkpoint(run.ledger, ITERATIONS - 2)

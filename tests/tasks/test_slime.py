@@ -102,8 +102,8 @@ def test_a_reward_grades_a_run(rewards: Path, tiny_assets: Path, tmp_path: Path)
         sampled = run.read(run.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
     assert len({row["reward"] for row in graded}) > 1
     for row, sample in zip(graded, sampled, strict=True):
-        told = 0.01 * (len(sample["response_ids"]) % 3) - 0.1 * (sample["status"] == "truncated")
-        assert row["reward"] % 1 == pytest.approx(told % 1, abs=1e-6)
+        expected = 0.01 * (len(sample["response_ids"]) % 3) - 0.1 * (sample["status"] == "truncated")
+        assert row["reward"] % 1 == pytest.approx(expected % 1, abs=1e-6)
         assert '"acc"' in row["components"]
 
 

@@ -15,19 +15,19 @@ SCORE = "score"
 def measure(name: str, samples: Sequence[GradedSample]) -> dict[str, float]:
     """Return the metrics that a benchmark's `metric`, `name`, computes from its samples, question after question;
     `SCORE` is among them. Raises BadPlugin if it returns anything else."""
-    found = BENCHMARK.load(name)(samples)
+    returned = BENCHMARK.load(name)(samples)
     try:
         values = (
-            {str(key): float(value) for key, value in found.items()}
-            if isinstance(found, Mapping)
-            else {SCORE: float(found)}
+            {str(key): float(value) for key, value in returned.items()}
+            if isinstance(returned, Mapping)
+            else {SCORE: float(returned)}
         )
         fits = SCORE in values and all(map(math.isfinite, values.values()))
     except (TypeError, ValueError):
         fits = False
     if not fits:
         raise BadPlugin(
-            f"the benchmark metric {name!r} returned {found!r}: let it return a number, or a mapping of names to "
+            f"the benchmark metric {name!r} returned {returned!r}: let it return a number, or a mapping of names to "
             f"numbers with {SCORE!r} among them"
         )
     return values

@@ -1,8 +1,8 @@
 """Metric `mean`: the mean reward, where a failed sample counts as wrong.
 
-A sample that could not be generated or graded counts as wrong. A policy's result includes the answers that nobody can
-grade, and a mean over the others would rise with every one of them. Wrong is a reward of 0, or the lowest reward of all
-if that is less: with a grader that pays -1 for a wrong answer, failing does not pay.
+A sample that could not be generated or graded counts as wrong. A policy's result includes the answers that cannot be
+graded, and a mean over the others would rise with every one of them. Wrong is a reward of 0, or the lowest reward of
+all if that is less: with a grader that pays -1 for a wrong answer, failing does not pay.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ from cairn.configs.schema.data import RowFormat
 from cairn.configs.schema.evaluation import TEMPLATES, Benchmark
 from cairn.configs.schema.reward import RewardConfig
 from cairn.tasks.data.prompts import OverRows, PromptData
-from cairn.tasks.data.rows import FILES, RowFile, label_text, open_rows
+from cairn.tasks.data.rows import FILES, RowFile, label_text, open_rows, without_slice
 from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.rewards.grader import NamedGrader
 
@@ -33,16 +33,16 @@ def local_data(benchmark: Benchmark) -> str | None:
     source = benchmark.source
     if source.data is not None or source.dataset is None or source.file is None:
         return source.data
-    found = try_to_load_from_cache(source.dataset, source.file, revision=source.revision, repo_type="dataset")
-    return found if isinstance(found, str) else None
+    path = try_to_load_from_cache(source.dataset, source.file, revision=source.revision, repo_type="dataset")
+    return path if isinstance(path, str) else None
 
 
 def require_data(benchmark: Benchmark) -> str:
     """Return the path or URL of the rows. Raises BadData, with how to get them, where they are not on this machine."""
-    found = local_data(benchmark)
-    if found is None:
+    path = local_data(benchmark)
+    if path is None:
         raise BadData(how_to_get(benchmark))
-    return found
+    return path
 
 
 def how_to_get(benchmark: Benchmark) -> str:
@@ -79,8 +79,7 @@ def benchmark_digests(benchmark: Benchmark, grader: NamedGrader, fingerprint: st
 def grader_config(benchmark: Benchmark) -> RewardConfig:
     """Return the configuration of the benchmark's grader pool."""
     name, timeout = benchmark.grader.name, benchmark.grader.timeout
-    own = "." in name
-    if own:
+    if "." in name:
         return RewardConfig(rm_timeout=timeout, custom_rm_path=name)
     return RewardConfig(rm_timeout=timeout, rm_type=name, rm_type_key=None)
 
@@ -105,7 +104,7 @@ class BenchmarkRows(OverRows):
     def open(cls, benchmark: Benchmark) -> "BenchmarkRows":
         """Open the rows, and render each once: see `require_data` and `open_rows`. Raises BadData."""
         path = require_data(benchmark)
-        columns, source = benchmark.columns, "csv" if _url(path).endswith(".csv") else FILES
+        columns, source = benchmark.columns, "csv" if without_slice(path).endswith(".csv") else FILES
         required = dict.fromkeys(columns.choices, "columns.choices")
         required |= dict.fromkeys(columns.metadata, "columns.metadata")
         named = {"columns.id": columns.id, "columns.label": columns.label, "prompt.column": benchmark.prompt.column}
@@ -164,10 +163,10 @@ def graded_part(benchmark: Benchmark, response: str) -> str:
 
 
 def _cut(label: str, pattern: str, where: str) -> str:
-    found = re.search(pattern, label)
-    if found is None:
+    match = re.search(pattern, label)
+    if match is None:
         raise BadData(f"{where}: the label has no match for columns.label_pattern {pattern!r}: correct one of them")
-    return found[1].strip()
+    return match[1].strip()
 
 
 def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
@@ -184,8 +183,8 @@ def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str |
         for example in prompt.examples
         for role, text in (("user", example.question), ("assistant", example.answer))
     ]
-    asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    return [*system, *turns, *asked]
+    messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    return [*system, *turns, *messages]
 
 
 def _filled(template: str, names: Mapping[str, Any], where: str) -> str:
@@ -200,10 +199,6 @@ def _filled(template: str, names: Mapping[str, Any], where: str) -> str:
 @cache
 def _compiled(template: str) -> Template:
     return TEMPLATES.from_string(template)
-
-
-def _url(path: str) -> str:
-    return path.partition("@[")[0]
 
 
 class _Everything(frozenset[str]):

@@ -85,7 +85,7 @@ def majority_at_k(answers: Sequence[str | None], rewards: Sequence[float], k: in
         return 0.0
     most = max(votes.values())
     earned = [
-        np.mean([reward for given, reward in zip(answers[:k], rewards[:k], strict=True) if given == answer])
+        np.mean([reward for vote, reward in zip(answers[:k], rewards[:k], strict=True) if vote == answer])
         for answer, count in votes.items()
         if count == most
     ]
@@ -132,16 +132,16 @@ class Summary(BaseModel):
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by name, without unknown ones."""
-        found: dict[str, float | None] = {"score": self.score, "standard_error": self.standard_error}
+        figures: dict[str, float | None] = {"score": self.score, "standard_error": self.standard_error}
         if self.interval is not None:
-            found |= {"interval_low": self.interval[0], "interval_high": self.interval[1]}
-        found |= {f"pass@{k}": value for k, value in (self.pass_at or {}).items()}
-        found |= {f"maj@{k}": value for k, value in (self.majority_at or {}).items()}
-        found |= {"failed": self.failed, "truncated": self.truncated}
+            figures |= {"interval_low": self.interval[0], "interval_high": self.interval[1]}
+        figures |= {f"pass@{k}": value for k, value in (self.pass_at or {}).items()}
+        figures |= {f"maj@{k}": value for k, value in (self.majority_at or {}).items()}
+        figures |= {"failed": self.failed, "truncated": self.truncated}
         if self.lengths is not None:
-            found |= {f"response_len_{name}": value for name, value in self.lengths.model_dump().items()}
-        found |= self.components
-        return {name: float(value) for name, value in found.items() if value is not None}
+            figures |= {f"response_len_{name}": value for name, value in self.lengths.model_dump().items()}
+        figures |= self.components
+        return {name: float(value) for name, value in figures.items() if value is not None}
 
 
 def measure(samples: Sequence[GradedSample]) -> Mapping[str, float]:
@@ -197,7 +197,7 @@ def _majority_at(
         return None
     answers = [[_answer(sample) for sample in group] for group in questions]
     return {
-        k: float(np.mean([majority_at_k(given, list(r), k) for given, r in zip(answers, rewards_QN, strict=True)]))
+        k: float(np.mean([majority_at_k(votes, list(r), k) for votes, r in zip(answers, rewards_QN, strict=True)]))
         for k in _ks(n)
         if k > 1
     }
@@ -217,9 +217,9 @@ def _lengths(lengths: Sequence[int]) -> Lengths | None:
 
 def _components(samples: Sequence[GradedSample]) -> dict[str, float]:
     graded = [sample.components for sample in samples if sample.reward is not None]
-    names = dict.fromkeys(name for found in graded for name, value in found.items() if _is_number(value))
+    names = dict.fromkeys(name for own in graded for name, value in own.items() if _is_number(value))
     return {
-        name: float(np.mean([found[name] for found in graded if _is_number(found.get(name))]))
+        name: float(np.mean([own[name] for own in graded if _is_number(own.get(name))]))
         for name in names
         if name != "answer"
     }

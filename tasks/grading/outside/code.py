@@ -29,7 +29,7 @@ from cairn.engines.processes.bubblewrap import Confined
 from cairn.engines.processes.sandbox import LOST, Ran, Sandbox, SandboxFailed
 from cairn.engines.types.errors import GraderUnavailable
 from cairn.storage.store import canonical
-from cairn.tasks.grading.outside.asking import source_version
+from cairn.tasks.grading.outside.service import source_version
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
@@ -68,8 +68,8 @@ class Code:
         self.at_once = config.num_workers
         self._partial_credit = config.partial_credit
         self._sandbox = Sandbox(confined(config))
-        asked = canonical.digest(config.model_dump(mode="json", exclude={"bwrap", "num_workers"}))
-        self.version = f"{source_version('code', sandbox, bubblewrap, bounds)} {asked[:16]}"
+        options = canonical.digest(config.model_dump(mode="json", exclude={"bwrap", "num_workers"}))
+        self.version = f"{source_version('code', sandbox, bubblewrap, bounds)} {options[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """Return the program and its tests. Raises ValueError where the row has no tests."""
@@ -122,8 +122,8 @@ class Code:
         ran = await self._run(_CALLS.encode(), json.dumps(payload).encode())
         if why := _ended(ran):
             return why
-        _, told, value = ran.output.rpartition(passed.encode())
-        if not told:
+        _, mark, value = ran.output.rpartition(passed.encode())
+        if not mark:
             return "it ended before it returned"
         try:
             return None if json.loads(value) in _accepted_values(test["value"]) else "wrong value"
@@ -133,7 +133,7 @@ class Code:
 
 def program_of(answer: str) -> str:
     """Return the program in an answer."""
-    blocks = _BLOCK.findall(answer[: answer.rfind("```") + 3])  # behind it each of its beginnings would be in vain
+    blocks = _BLOCK.findall(answer[: answer.rfind("```") + 3])  # no block ends after the last fence
     return str(blocks[-1]) if blocks else answer
 
 
@@ -160,7 +160,7 @@ def _tests(metadata: dict[str, Any]) -> list[dict[str, Any]]:
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError("code needs `inputs` and `outputs` in the row's tests, one for one")
-        tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+        tests = [{"input": stdin, "output": wanted} for stdin, wanted in zip(inputs, outputs, strict=True)]
     if not isinstance(tests, list) or not tests:
         raise ValueError("code needs `tests` in the row's metadata, but there are none")
     return [_test(test, name) for test in tests]
@@ -174,12 +174,12 @@ def _test(test: Any, name: Any) -> dict[str, Any]:
         return {"assert": text if text.lstrip().startswith("assert") else f"assert {text}"}
     if not isinstance(test, dict) or "input" not in test or "output" not in test:
         raise ValueError("code needs each of the row's tests to have `input` and `output`, or `assert`")
-    given, wanted = test["input"], test["output"]
+    stdin, wanted = test["input"], test["output"]
     if name is None:
-        if not isinstance(given, str) or not isinstance(wanted, str):
+        if not isinstance(stdin, str) or not isinstance(wanted, str):
             raise ValueError("code needs texts as `input` and `output` of the row's tests, unless fn_name is set")
-        return {"input": given, "output": wanted}
-    arguments = [_value(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
+        return {"input": stdin, "output": wanted}
+    arguments = [_value(line) for line in stdin.splitlines() if line.strip()] if isinstance(stdin, str) else stdin
     if not isinstance(arguments, list):
         raise ValueError(
             "code needs a list of arguments, or one argument per line, as `input` of the row's tests with fn_name"

@@ -11,7 +11,7 @@ from typing import Any
 
 from cairn.configs.schema.reward import JudgeConfig
 from cairn.storage.store import canonical
-from cairn.tasks.grading.outside.asking import Service, source_version
+from cairn.tasks.grading.outside.service import Service, source_version
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
@@ -31,8 +31,8 @@ class Judge:
         self._pattern = re.compile(config.pattern)
         url = f"{config.url.rstrip('/')}/chat/completions"
         self._service = Service(url, config.api_key_env, config.timeout, at_once)
-        asked = canonical.digest(config.model_dump(mode="json", exclude={"url", "timeout", "api_key_env"}))
-        self.version = f"{source_version('judge', 'asking')} {config.model} {asked[:16]}"
+        options = canonical.digest(config.model_dump(mode="json", exclude={"url", "timeout", "api_key_env"}))
+        self.version = f"{source_version('judge', 'service')} {config.model} {options[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """Return the body of the request. Raises ValueError where the template names the label, and the row has
@@ -42,7 +42,8 @@ class Judge:
             fields["answer"] = answer_of(sample)
         if sample.label is None and "{label}" in self._config.template:
             raise ValueError("reward.judge.template names {label}, but the row has no label")
-        text = _PLACE.sub(lambda place: fields[place[1]] or "", self._config.template)  # what is put in stays as it is
+        # Placeholders in the values stay.
+        text = _PLACE.sub(lambda place: fields[place[1]] or "", self._config.template)
         system = [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
         return {
             "model": self._config.model,
@@ -55,19 +56,19 @@ class Judge:
         """Return the grade in the reply. Raises as `Service.post`."""
         reply = await self._service.post(question)
         try:
-            said = reply["choices"][0]["message"]["content"]
+            content = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             return Graded(None, error="the judge's reply is not a chat completion")
-        if not isinstance(said, str):
+        if not isinstance(content, str):
             return Graded(None, error="the judge's reply has no text")
         usage = reply.get("usage") or {}
         tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
-        components = {"reply": said, **tokens}
-        scores = [match[1] for match in self._pattern.finditer(said)]
+        components = {"reply": content, **tokens}
+        scores = [match[1] for match in self._pattern.finditer(content)]
         try:
             score = float(scores[-1])
         except (IndexError, TypeError, ValueError):
-            return Graded(None, components, error=f"the judge's reply holds no score: {said[-200:]!r}")
+            return Graded(None, components, error=f"the judge's reply holds no score: {content[-200:]!r}")
         if not self._config.min_score <= score <= self._config.max_score:
             bounds = f"{self._config.min_score:g} to {self._config.max_score:g}"
             return Graded(None, components, error=f"the judge's score {score:g} is not in the range {bounds}")

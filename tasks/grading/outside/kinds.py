@@ -1,7 +1,7 @@
 """Names of the graders that call something outside: a service, a language model, a program in a sandbox. One a file.
 
 They are Cairn's own code and wait rather than compute. So they run in the driver, many requests at a time
-(`cairn.tasks.grading.outside.asking`).
+(`cairn.tasks.grading.outside.service`).
 """
 
 from typing import TYPE_CHECKING
@@ -10,9 +10,9 @@ from cairn.configs.plugins import BadPlugin
 
 if TYPE_CHECKING:
     from cairn.configs.schema.reward import RewardConfig
-    from cairn.tasks.grading.outside.asking import Outside
+    from cairn.tasks.grading.outside.service import Outside
 
-KEPT = ("judge", "remote_rm")
+STORED = ("judge", "remote_rm")
 """Graders whose answers cost something, and are stored by default."""
 
 

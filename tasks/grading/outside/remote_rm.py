@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.store import canonical
-from cairn.tasks.grading.outside.asking import Service, source_version
+from cairn.tasks.grading.outside.service import Service, source_version
 from cairn.tasks.grading.worker import finite
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
@@ -26,8 +26,8 @@ class RemoteRM:
         self.at_once = config.rm_concurrency
         self._reward_key = config.reward_key
         self._service = Service(config.rm_url, config.rm_api_key_env, config.rm_timeout, config.rm_concurrency)
-        asked = canonical.digest({"url": config.rm_url, "reward_key": config.reward_key})
-        self.version = f"{source_version('remote_rm', 'asking')} {asked[:16]}"
+        options = canonical.digest({"url": config.rm_url, "reward_key": config.reward_key})
+        self.version = f"{source_version('remote_rm', 'service')} {options[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """Return the body of the request."""

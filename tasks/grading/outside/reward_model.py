@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardModelConfig
 from cairn.engines.types.errors import GraderFailed
-from cairn.tasks.grading.outside.asking import source_version
+from cairn.tasks.grading.outside.service import source_version
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
 
@@ -54,24 +54,24 @@ class RewardModelGrader:
         self.version = version_of(self._options)
         self._engine = engine
         self._own: Scorer | None = None
-        self._asking = threading.Lock()
+        self._loading = threading.Lock()
         self._closed = False
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
         """Grade a batch: see `Grading.grade`. Raises EngineError where the engine fails."""
         from cairn.engines.scoring.reward_model import PromptAndResponse
 
-        answered = []
+        pairs = []
         for sample in samples:
             if not sample.messages:
                 raise GraderFailed("the grader reward_model needs the prompts of the data rows, but received none")
-            answered.append(PromptAndResponse(sample.messages, _text(sample), sample.response))
+            pairs.append(PromptAndResponse(sample.messages, _text(sample), sample.response))
         scores: list[Score] = []
         size = BATCHES * self._options.batch_size
-        for start in range(0, len(answered), size):
+        for start in range(0, len(pairs), size):
             if self._closed:
                 raise GraderFailed(f"the grader {self.name} is closed")
-            scores += self._scorer().score(answered[start : start + size])
+            scores += self._scorer().score(pairs[start : start + size])
         return [
             Graded(one.value, {"tokens": one.tokens}, one.error, grader=self.name, version=self.version)
             for one in scores
@@ -92,7 +92,7 @@ class RewardModelGrader:
     def _scorer(self) -> Scorer:
         if self._engine is not None:
             return self._engine()
-        with self._asking:
+        with self._loading:
             if self._own is None:
                 from cairn.engines.scoring.reward_model import RewardModel
 
@@ -121,9 +121,9 @@ def version_of(options: RewardModelConfig) -> str:
     except BadModel as error:
         raise BadPlugin(f"reward_model.path: {error}") from error
     states = [(str(path), path.stat()) for path in loaded_files(Path(options.path))]
-    found = tuple((path, state.st_size, state.st_mtime_ns) for path, state in states)
+    files = tuple((path, state.st_size, state.st_mtime_ns) for path, state in states)
     longest = "" if options.max_length is None else f" {options.max_length}"
-    return f"{source_version(NAME)} {_digest(options.path, found)[:16]} {options.dtype}{longest}"
+    return f"{source_version(NAME)} {_digest(options.path, files)[:16]} {options.dtype}{longest}"
 
 
 @lru_cache(maxsize=4)
@@ -138,5 +138,5 @@ def _digest(folder: str, files: tuple[tuple[str, int, int], ...]) -> str:
 def _text(sample: Sample) -> str:
     """Return the prompt for a model without a chat template: a plain prompt unchanged, or the contents of a chat's
     messages."""
-    said = [str(message.get("content") or "") for message in sample.messages]
-    return said[0] if said == [sample.prompt] else "".join(f"{one}\n\n" for one in said)
+    contents = [str(message.get("content") or "") for message in sample.messages]
+    return contents[0] if contents == [sample.prompt] else "".join(f"{one}\n\n" for one in contents)

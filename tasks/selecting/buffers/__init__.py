@@ -23,8 +23,8 @@ def get_policy(name: str) -> BufferPolicy:
     function = BUFFER.load(name)
 
     def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:
-        found = function(list(groups))
-        ordered = list(found) if isinstance(found, Iterable) else None
+        returned = function(list(groups))
+        ordered = list(returned) if isinstance(returned, Iterable) else None
         if ordered is None or sorted(map(id, ordered)) != sorted(map(id, groups)):
             raise BadPlugin(
                 f"the buffer policy {name!r} must return the {len(groups)} groups that it received, each once, "

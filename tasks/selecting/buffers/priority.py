@@ -19,8 +19,8 @@ def order(groups: Sequence[JudgedGroup]) -> Sequence[JudgedGroup]:
 
 def _priority(group: JudgedGroup) -> float:
     if group.key is None:
-        found = group.std_reward if group.priority is None else group.priority
-        return 0.0 if found is None else found
+        priority = group.std_reward if group.priority is None else group.priority
+        return 0.0 if priority is None else priority
     if isinstance(group.key, bool) or not isinstance(group.key, int | float):
         raise BadPlugin(
             f"the buffer policy 'priority' needs numbers under rollout.buffer_key, but the metadata of group "

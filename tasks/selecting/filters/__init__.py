@@ -16,17 +16,10 @@ from cairn.tasks.selecting.filters.sample import Filter, FilterDecision
 # Filters written for slime: see `cairn.tasks.slime`.
 
 
-def graded(sample: GradedSample, group_size: int) -> slime.GroupSample:
+def slime_sample(sample: GradedSample, group_size: int) -> slime.GroupSample:
     """Return a sample as a filter written for slime gets it."""
     return slime.GroupSample(
-        prompt=sample.prompt,
-        tokens=[*sample.prompt_ids, *sample.response_ids],
-        response=sample.response,
-        response_length=sample.length,
-        label=sample.label,
-        reward=sample.reward,
-        metadata=dict(sample.metadata),
-        status=slime.Status(sample.status),
+        **{**vars(slime.to_grade(sample)), "reward": sample.reward},
         group_index=sample.group_id,
         index=sample.group_id * group_size + sample.sample_index,
         loss_mask=list(sample.loss_mask),
@@ -36,12 +29,12 @@ def graded(sample: GradedSample, group_size: int) -> slime.GroupSample:
 def decision_of_slime_filter(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterDecision:
     """Return the decision of a filter written for slime about a group. Raises BadPlugin where it returns something
     else."""
-    found = keep(slime.Arguments({}), [graded(sample, len(samples)) for sample in samples])
-    said = found if hasattr(found, "keep") else slime.DynamicFilterOutput(found)
-    kept, reason = bool(said.keep), getattr(said, "reason", None)
+    returned = keep(slime.Arguments({}), [slime_sample(sample, len(samples)) for sample in samples])
+    output = returned if hasattr(returned, "keep") else slime.DynamicFilterOutput(returned)
+    kept, reason = bool(output.keep), getattr(output, "reason", None)
     if reason is not None and not isinstance(reason, str):
         raise BadPlugin(f"the filter returned {reason!r} as the reason: let it be text")
-    spare = bool(getattr(said, "keep_when_insufficient", False))
+    spare = bool(getattr(output, "keep_when_insufficient", False))
     return FilterDecision(kept, None if kept else reason or "not_kept", keep_when_insufficient=spare and not kept)
 
 
@@ -55,20 +48,20 @@ def get_filter(name: str | None) -> Filter:
     other arguments. The filter raises it where it returns something else.
     """
     if name is None:
-        return lambda given: FilterDecision(keep=True)
+        return lambda group: FilterDecision(keep=True)
     decide = FILTER.load(name)
     if _written_for_slime(name, decide):
         return partial(decision_of_slime_filter, decide)
 
     def decision(group: Any) -> FilterDecision:
-        found = decide(group)
-        if isinstance(found, bool | np.bool_):
-            return FilterDecision(bool(found), None if found else "not_kept")
-        if not isinstance(found, FilterDecision):
+        returned = decide(group)
+        if isinstance(returned, bool | np.bool_):
+            return FilterDecision(bool(returned), None if returned else "not_kept")
+        if not isinstance(returned, FilterDecision):
             raise BadPlugin(
-                f"the filter {name!r} returned {found!r}: let it return true, false or a cairn.FilterDecision"
+                f"the filter {name!r} returned {returned!r}: let it return true, false or a cairn.FilterDecision"
             )
-        return found
+        return returned
 
     return decision
 

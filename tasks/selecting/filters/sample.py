@@ -1,6 +1,6 @@
 """Input and output of a filter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,3 @@ def graded_samples(rollout: pa.Table, rewards: pa.Table) -> dict[int, list[Grade
         sample = GradedSample.of(row | {"reward": reward, "components": components})
         groups.setdefault(sample.group_id, []).append(sample)
     return {group_id: samples for group_id, samples in groups.items() if group_id not in failed}
-
-
-def places(samples: Sequence[GradedSample]) -> dict[int, list[int]]:
-    """Return the positions of some samples in their groups, ascending, by the group's id."""
-    found: dict[int, list[int]] = {}
-    for sample in samples:
-        found.setdefault(sample.group_id, []).append(sample.sample_index)
-    return {group_id: sorted(own) for group_id, own in found.items()}

@@ -7,7 +7,6 @@ from cairn.configs.errors import Failure
 from cairn.configs.kinds import SAMPLE_FILTER
 from cairn.configs.plugins import BadPlugin
 from cairn.tasks.grading.graded import GradedSample
-from cairn.tasks.selecting.filters.sample import places
 
 
 class NothingLeft(Failure):
@@ -15,16 +14,16 @@ class NothingLeft(Failure):
 
 
 def removed_by(name: str, groups: Sequence[Sequence[GradedSample]]) -> dict[int, list[int]]:
-    """Return the samples of a batch that `rollout.rollout_sample_filter_path` removes: positions in their groups, by
-    the group's id.
+    """Return the samples of a batch that `rollout.rollout_sample_filter_path` removes: positions in their groups,
+    ascending, by the group's id.
 
     Raises:
         BadPlugin: the filter is not available, takes other arguments, or returns anything else than samples of the
             batch.
         NothingLeft: it removes all samples.
     """
-    found = SAMPLE_FILTER.load(name)([list(group) for group in groups])
-    removed = list(found) if isinstance(found, Iterable) else None
+    returned = SAMPLE_FILTER.load(name)([list(group) for group in groups])
+    removed = list(returned) if isinstance(returned, Iterable) else None
     batch_samples = {id(sample) for group in groups for sample in group}
     if removed is None or not batch_samples.issuperset(map(id, removed)):
         raise BadPlugin(
@@ -37,4 +36,7 @@ def removed_by(name: str, groups: Sequence[Sequence[GradedSample]]) -> dict[int,
             f"the sample filter {name!r} has removed all {len(batch_samples)} samples of the batch, so nothing is left "
             "to train on: correct it, or drop such groups with rollout.dynamic_sampling_filter"
         )
-    return places(removed)
+    positions: dict[int, list[int]] = {}
+    for sample in removed:
+        positions.setdefault(sample.group_id, []).append(sample.sample_index)
+    return {group_id: sorted(own) for group_id, own in positions.items()}

@@ -18,16 +18,16 @@ def stale_weights(name: str, tokens: Mapping[int, int], max_age: int) -> tuple[f
     Args:
         tokens: number of the group's trained tokens of each age.
     """
-    found = STALENESS.load(name)(dict(tokens), max_age)
-    if found is None:
+    weights = STALENESS.load(name)(dict(tokens), max_age)
+    if weights is None:
         return None
     ages = [age for age in tokens if age > max_age]
-    if not isinstance(found, Mapping) or not all(_is_weight(found.get(age)) for age in ages):
+    if not isinstance(weights, Mapping) or not all(_is_weight(weights.get(age)) for age in ages):
         raise BadPlugin(
-            f"the staleness policy {name!r} returned {found!r}: let it return a weight from 0 to 1 for each age above "
-            f"{max_age} ({', '.join(map(str, sorted(ages)))}), or None to drop the group"
+            f"the staleness policy {name!r} returned {weights!r}: let it return a weight from 0 to 1 for each age "
+            f"above {max_age} ({', '.join(map(str, sorted(ages)))}), or None to drop the group"
         )
-    return tuple(float(found[age]) if age in tokens else 0.0 for age in range(max_age + 1, max(ages) + 1))
+    return tuple(float(weights[age]) if age in tokens else 0.0 for age in range(max_age + 1, max(ages) + 1))
 
 
 def _is_weight(value: object) -> bool:

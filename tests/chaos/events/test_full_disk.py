@@ -42,12 +42,12 @@ def test_a_store_that_is_full_at_any_step_costs_nothing_that_was_committed(tiny_
         expected = drive(run)
     for step in (Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.ADVANTAGE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC):
         store_url = str(disk / f"full-at-{step}")
-        told = Events()
+        events = Events()
         with pytest.raises(NoSpace, match=r"no space is left on the device; free some"):
-            drive_until_full(store_url, config, disk, step, told)
+            drive_until_full(store_url, config, disk, step, events)
         assert not uncommitted(Ledger.open(open_store(store_url), "tiny"))
         (disk / "ballast").unlink()
-        before = {event.commit.digest for event in told if isinstance(event, StepCommitted)}
+        before = {event.commit.digest for event in events if isinstance(event, StepCommitted)}
         assert before
         with tiny_context(store_url, config, fleet=LocalFleet(config)) as (run, _):
             assert drive(run) == expected
@@ -60,9 +60,9 @@ def test_a_store_that_is_full_at_any_step_costs_nothing_that_was_committed(tiny_
         assert not list(garbage(ledger))
 
 
-def drive_until_full(store_url: str, config: RunConfig, disk: Path, step: Step, told: Events) -> None:
+def drive_until_full(store_url: str, config: RunConfig, disk: Path, step: Step, events: Events) -> None:
     with tiny_context(store_url, config) as (run, _):
-        run.emit = filling(disk, Path(store_url), step, told.append)
+        run.emit = filling(disk, Path(store_url), step, events.append)
         drive(run)
 
 

@@ -59,8 +59,8 @@ class Machine:
             text=True,
             timeout=DEADLINE,
         )
-        said = re.sub(r"^\[\*\*\* LOG ERROR .*\n", "", driver.stdout, flags=re.MULTILINE)
-        return f"{said}exit {driver.returncode}"
+        output = re.sub(r"^\[\*\*\* LOG ERROR .*\n", "", driver.stdout, flags=re.MULTILINE)
+        return f"{output}exit {driver.returncode}"
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +100,21 @@ def require_whole(run: Disturbed, expected: list[str | None]) -> None:
 
 
 def test_shared_memory_that_others_fill_costs_nothing(machine: Machine, expected: list[str | None]) -> None:
-    said = machine.drive("memory", 0, "rollout", stays=True)
-    assert said == "full: memory\nexit 0"
+    output = machine.drive("memory", 0, "rollout", stays=True)
+    assert output == "full: memory\nexit 0"
     require_whole(machine.run, expected)
 
 
 def test_without_room_for_rays_objects_or_weights_on_their_way_a_run_waits_or_ends_with_a_sentence(
     machine: Machine, expected: list[str | None]
 ) -> None:
-    said = machine.drive("objects", 1, "train", stays=True)
+    output = machine.drive("objects", 1, "train", stays=True)
     full = rf"the driver: no space is left for Ray's objects: .* disk of {machine.temporary}/cairn-\w+, to which .*"
-    assert re.fullmatch(rf"full: objects\n{full}\nexit 1", said)
+    assert re.fullmatch(rf"full: objects\n{full}\nexit 1", output)
     assert machine.run.ledger().find(1, Step.TRAIN) is None
-    said = machine.drive("folder", 1, "sync")
+    output = machine.drive("folder", 1, "sync")
     full = rf"sync failed \(disk\): cannot write to {machine.staging}/\S+: no space is left there; free some"
-    assert re.fullmatch(rf"full: folder\n{full}\nleft: folder\nexit 0", said)
+    assert re.fullmatch(rf"full: folder\n{full}\nleft: folder\nexit 0", output)
     synced = machine.run.ledger().find(1, Step.SYNC)
     assert synced is not None
     assert synced.metrics["retries/disk"] == 1

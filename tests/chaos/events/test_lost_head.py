@@ -40,7 +40,7 @@ def test_a_new_driver_goes_on_after_the_head_on_the_cluster_that_comes_next(
         assert run.exits == [1], run.log()
         sentence = f"the Ray cluster at {far.address} is out of reach: its raylet on this machine died; "
         assert sentence in run.log().splitlines()[-1]
-        kept = {commit.name: commit.digest for commit in run.commits()}
+        before = {commit.name: commit.digest for commit in run.commits()}
 
         lost.kill()  # as whoever starts another head does; by itself it would look for the old one for a minute
         assert survivors([lost, *engines], 60) == []
@@ -55,6 +55,6 @@ def test_a_new_driver_goes_on_after_the_head_on_the_cluster_that_comes_next(
             timeout=400,
         )
         assert resumed.returncode == 0, resumed.stderr
-        assert {commit.name: commit.digest for commit in run.commits() if commit.epoch == 1} == kept
+        assert {commit.name: commit.digest for commit in run.commits() if commit.epoch == 1} == before
         assert {commit.epoch for commit in run.commits()} == {1, 2}
         assert differences(run, undisturbed) == []

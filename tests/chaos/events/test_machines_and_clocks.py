@@ -32,7 +32,7 @@ class Driver:
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
-        self.said = process.stdout.readline().strip()  # type: ignore[union-attr]
+        self.status = process.stdout.readline().strip()  # type: ignore[union-attr]
 
     def check(self) -> str:
         self.process.stdin.write("?\n")  # type: ignore[union-attr]
@@ -105,16 +105,16 @@ def test_a_clock_that_is_set_neither_ends_a_live_driver_nor_keeps_a_dead_one(
 ) -> None:
     clock = machines.folder / "clock"
     first = machines.driver(where, clock)
-    assert first.said == "holds epoch 1"
+    assert first.status == "holds epoch 1"
     clock.write_text(step)
     assert first.check() == "holds it"
-    assert machines.driver().said.startswith("refused: run 'run' is driven by pid ")
+    assert machines.driver().status.startswith("refused: run 'run' is driven by pid ")
     assert first.check() == "holds it"
     first.process.kill()
     first.process.wait(30)
     clock.write_text("+0")
     began = time.monotonic()
-    assert machines.driver().said == "holds epoch 2"
+    assert machines.driver().status == "holds epoch 2"
     waited = time.monotonic() - began
     assert (waited >= TIME_TO_LIVE) == (where is not None)  # here its process is known to be gone
 
@@ -122,15 +122,15 @@ def test_a_clock_that_is_set_neither_ends_a_live_driver_nor_keeps_a_dead_one(
 @pytest.mark.proof
 def test_of_two_machines_with_processes_of_one_number_one_owns_the_run(machines: Machines) -> None:
     first = machines.driver("one")
-    assert first.said == "holds epoch 1"
+    assert first.status == "holds epoch 1"
     second = machines.driver("two")
     # Both say that they are the same process: it is the boot and the namespace that tell them apart.
-    assert second.said.startswith("refused: run 'run' is driven by pid 1 on ")
+    assert second.status.startswith("refused: run 'run' is driven by pid 1 on ")
     assert first.check() == "holds it"
     first.process.kill()
     first.process.wait(30)
     successor = machines.driver("two")
-    assert successor.said == "holds epoch 2"
+    assert successor.status == "holds epoch 2"
     assert successor.check() == "holds it"
 
 
@@ -140,7 +140,7 @@ def test_a_machine_that_slept_finds_that_it_was_succeeded(machines: Machines) ->
     (inside,) = map(int, children.stdout.split())
     os.kill(inside, 19)
     successor = machines.driver("two")
-    assert successor.said == "holds epoch 2"
+    assert successor.status == "holds epoch 2"
     os.kill(inside, 18)
     assert "was taken over by" in sleeper.check()
     assert successor.check() == "holds it"
@@ -156,7 +156,7 @@ def test_a_slow_store_costs_no_driver_its_run_whose_signs_of_life_come_in_time(
         with monkeypatch.context() as slow:
             slow.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
             first = machines.driver("one")
-        assert first.said == "holds epoch 1"
+        assert first.status == "holds epoch 1"
         proxy.latency = 1.0
-        assert machines.driver("two").said.startswith("refused: run 'run' is driven by pid 1 on ")
+        assert machines.driver("two").status.startswith("refused: run 'run' is driven by pid 1 on ")
         assert first.check() == "holds it"

@@ -78,15 +78,15 @@ def test_what_was_acknowledged_survives_a_power_failure_at_any_moment(
             assert not committed
         else:
             found = Ledger.open(store, "tiny")
-            kept = {commit.name: commit.digest for index in found.iterations() for commit in found.commits(index)}
-            assert committed.items() <= kept.items()
+            survived = {commit.name: commit.digest for index in found.iterations() for commit in found.commits(index)}
+            assert committed.items() <= survived.items()
             assert findings(found) == []
         finished = sum(count == config.rollout.n_samples_per_prompt for count in acknowledged.values())
         with tiny_context(store_url, config, fleet=LocalFleet(config)) as (run, events):
             assert drive(run) == expected
             fleet = run.fleet
-            again = sum(handle.generated_groups for handle in fleet.rollout)  # type: ignore[attr-defined]
-        assert again <= ITERATIONS * config.rollout.rollout_batch_size - finished, f"moment {moment}"
+            regenerated = sum(handle.generated_groups for handle in fleet.rollout)  # type: ignore[attr-defined]
+        assert regenerated <= ITERATIONS * config.rollout.rollout_batch_size - finished, f"moment {moment}"
         assert findings(Ledger.open(store, "tiny")) == []
 
 

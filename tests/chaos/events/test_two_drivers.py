@@ -34,7 +34,7 @@ def test_a_run_passes_from_machine_to_machine_as_they_fall_asleep_and_die(
         assert " on one since " in run.log()
 
         run.at_event(ASLEEP, first, one.sleep)
-        kept = {commit.name: commit.digest for commit in run.commits()}
+        before = {commit.name: commit.digest for commit in run.commits()}
         second = run.start([LOST], on=two)
 
         def wake_the_first_and_lose_the_second() -> None:
@@ -47,7 +47,7 @@ def test_a_run_passes_from_machine_to_machine_as_they_fall_asleep_and_die(
 
         run.at_event(LOST, second, wake_the_first_and_lose_the_second)
         second.wait(60)
-        assert {commit.name: commit.digest for commit in run.commits() if commit.epoch == 1} == kept
+        assert {commit.name: commit.digest for commit in run.commits() if commit.epoch == 1} == before
         assert _wait(run.start(on=one), run) == 0, run.log()
     assert {commit.epoch for commit in run.commits()} == {1, 2, 3}
     assert differences(run, undisturbed) == []

@@ -23,7 +23,7 @@ RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare a sample with its group."""
 OF_TOKENS = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Those whose advantage is 0 at tokens that are not trained on."""
-OURS = sorted({*RELATIVE, *OF_TOKENS, "maxrl"})
+BUILT_IN = sorted({*RELATIVE, *OF_TOKENS, "maxrl"})
 
 
 def algorithm(name: str, **options: Any) -> AlgorithmConfig:
@@ -66,14 +66,14 @@ def looped(batch: ScoredBatch, config: AlgorithmConfig) -> list[list[float]]:
     assert batch.values is not None
     assert batch.truncated is not None
     rewards = [float(reward) for reward in batch.rewards]
-    kept = [[t for t in range(len(mask)) if mask[t]] for mask in batch.loss_masks]
-    kl = [[float(batch.kl[i][t]) for t in kept[i]] for i in range(len(batch))]
-    values = [[float(batch.values[i][t]) for t in kept[i]] for i in range(len(batch))]
+    trained = [[t for t in range(len(mask)) if mask[t]] for mask in batch.loss_masks]
+    kl = [[float(batch.kl[i][t]) for t in trained[i]] for i in range(len(batch))]
+    values = [[float(batch.values[i][t]) for t in trained[i]] for i in range(len(batch))]
     beta, found = config.kl_coef, []
     for group in batch.groups:
         members = range(len(batch))[group]
         for i in members:
-            count, others = len(kept[i]), [j for j in members if j != i]
+            count, others = len(trained[i]), [j for j in members if j != i]
             if config.advantage_estimator in ("grpo", "reinforce_plus_plus_baseline"):
                 mean = math.fsum(rewards[j] for j in members) / len(members)
                 advantage = rewards[i] - mean
@@ -121,7 +121,7 @@ def settings_of(name: str) -> list[AlgorithmConfig]:
     return found
 
 
-EVERY = [(name, index) for name in OURS for index in range(len(settings_of(name)))]
+EVERY = [(name, index) for name in BUILT_IN for index in range(len(settings_of(name)))]
 
 
 @pytest.mark.parametrize(("name", "index"), EVERY)
@@ -181,18 +181,18 @@ def test_what_is_relative_to_a_group_adds_up_to_nothing_and_knows_no_origin_of_r
 def test_whitened_advantages_have_mean_0_and_bessels_variance_1_over_the_batch(batch: ScoredBatch) -> None:
     advantages, _ = estimators.estimate(batch, algorithm("reinforce_plus_plus", kl_coef=0.3))
     found = normalise(advantages, batch.loss_masks)
-    kept = [float(a) for field, mask in zip(found, batch.loss_masks, strict=True) for a in field[mask == 1]]
+    trained = [float(a) for field, mask in zip(found, batch.loss_masks, strict=True) for a in field[mask == 1]]
     before = [float(a) for field, mask in zip(advantages, batch.loss_masks, strict=True) for a in field[mask == 1]]
     assert not any(field[mask == 0].any() for field, mask in zip(found, batch.loss_masks, strict=True))
     if len(set(before)) < 2:  # none, one, or equal ones
-        assert not any(kept)
+        assert not any(trained)
         return
     mean = math.fsum(before) / len(before)
     variance = math.fsum((a - mean) ** 2 for a in before) / (len(before) - 1)
-    np.testing.assert_allclose(kept, [(a - mean) / math.sqrt(variance + 1e-8) for a in before], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(trained, [(a - mean) / math.sqrt(variance + 1e-8) for a in before], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", BUILT_IN)
 @settings(max_examples=15, deadline=None)
 @given(batch=batches(), data=st.data())
 def test_tokens_of_the_world_move_nothing_wherever_they_stand(

@@ -121,10 +121,10 @@ def test_a_run_learns_from_what_its_grader_gives_and_a_sample_that_lacks_a_rewar
     failed = [row for row in graded if row["reward"] is None]
     assert failed, "the witness that a grader forgot one"
     assert all("as 'low' with the reward, but algorithm.gdpo_reward_keys names 'low'" in r["error"] for r in failed)
-    said = {(row["group_id"], row["sample_index"]): json.loads(row["components"]) for row in graded}
+    components = {(row["group_id"], row["sample_index"]): json.loads(row["components"]) for row in graded}
     groups: dict[int, list[dict[str, float]]] = {}
     for row in table.select(["group_id", "sample_index"]).to_pylist():
-        groups.setdefault(row["group_id"], []).append(said[row["group_id"], row["sample_index"]])
+        groups.setdefault(row["group_id"], []).append(components[row["group_id"], row["sample_index"]])
     expected = by_the_paper(list(groups.values()), dict(zip(keys, weights, strict=True)))
     assert len({round(value, 3) for value in expected}) > 2
     assert [own[0] for own in arrays(table, "advantages")] == pytest.approx(expected, abs=1e-4)
@@ -148,7 +148,7 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"advantage_estimator": "gdpo"}, "gdpo_reward_keys names none"),
         (
@@ -163,8 +163,8 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
         ({"advantage_estimator": "gdpo", "gdpo_reward_keys": ["a"], "kl_coef": 0.1}, "kl_coef .* has no effect"),
     ],
 )
-def test_options_without_effect_or_sense_are_refused(options: dict[str, object], said: str) -> None:
-    assert re.search(said, mistakes(algorithm=options))
+def test_options_without_effect_or_sense_are_refused(options: dict[str, object], message: str) -> None:
+    assert re.search(message, mistakes(algorithm=options))
 
 
 def test_a_recipe_names_rewards_and_numbers_and_nothing_else(tiny_assets: Path) -> None:

@@ -66,12 +66,14 @@ def test_advantages_are_the_sums_that_define_them_over_trained_tokens_alone(
     advantages, returns = estimate(samples, config)
     rewards = np.concatenate(samples.rewards)
     for i, mask in enumerate(samples.masks):
-        kept = mask.astype(bool)
-        expected = defined(rewards[i], samples.values[i][kept].tolist(), samples.kl[i][kept].tolist(), config)
-        np.testing.assert_allclose(advantages[i][kept], expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(returns[i][kept], np.add(expected, samples.values[i][kept]), rtol=1e-5, atol=1e-6)
-        assert not advantages[i][~kept].any()
-        assert not returns[i][~kept].any()
+        trained = mask.astype(bool)
+        expected = defined(rewards[i], samples.values[i][trained].tolist(), samples.kl[i][trained].tolist(), config)
+        np.testing.assert_allclose(advantages[i][trained], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            returns[i][trained], np.add(expected, samples.values[i][trained]), rtol=1e-5, atol=1e-6
+        )
+        assert not advantages[i][~trained].any()
+        assert not returns[i][~trained].any()
         assert advantages[i].dtype == returns[i].dtype == np.float32
 
 
@@ -97,12 +99,12 @@ def test_normalised_advantages_have_mean_0_and_variance_1_over_the_trained_token
     samples = draw_samples(2, [30, 50, 9])
     advantages = [5 + 3 * values for values in samples.values]
     normalised = normalise(advantages, samples.masks)
-    kept = [mask.astype(bool) for mask in samples.masks]
-    trained = np.concatenate([a[mask] for a, mask in zip(normalised, kept, strict=True)])
+    masks = [mask.astype(bool) for mask in samples.masks]
+    trained = np.concatenate([a[mask] for a, mask in zip(normalised, masks, strict=True)])
     assert trained.mean() == pytest.approx(0, abs=1e-6)
     assert trained.var(ddof=1) == pytest.approx(1, rel=1e-5)
-    assert not any(a[~mask].any() for a, mask in zip(normalised, kept, strict=True))
-    before = np.concatenate([a[mask] for a, mask in zip(advantages, kept, strict=True)])
+    assert not any(a[~mask].any() for a, mask in zip(normalised, masks, strict=True))
+    before = np.concatenate([a[mask] for a, mask in zip(advantages, masks, strict=True)])
     assert np.corrcoef(before, trained)[0, 1] == pytest.approx(1)
 
 

@@ -124,16 +124,16 @@ def test_a_run_of_them_that_is_killed_in_between_ends_in_the_undisturbed_weights
     with tiny_context(store, config) as (run, _):
         iteration(run, DirectSteps(run), 0)
         assert run.committed(0, Step.ROLLOUT, "00-000").metrics["recovered_groups"] > 0
-        again = run.read(run.committed(0, Step.ROLLOUT, "00-000"))
-        assert again.drop_columns([*MEASURED]).equals(table.drop_columns([*MEASURED]))
+        resumed = run.read(run.committed(0, Step.ROLLOUT, "00-000"))
+        assert resumed.drop_columns([*MEASURED]).equals(table.drop_columns([*MEASURED]))
         assert train_digests(run, [0]) == expected
-        check_continued(run, again)
+        check_continued(run, resumed)
 
 
 def check_report_of(run: RunContext, index: int) -> None:
     """It shows a log-prob of the tokens that the policy sampled, and of no others."""
-    samples = read_samples(run.ledger, lambda *told: None)
-    tokens = read_tokens(run.ledger, samples, range(samples.rows.num_rows), lambda *told: None)
+    samples = read_samples(run.ledger, lambda *message: None)
+    tokens = read_tokens(run.ledger, samples, range(samples.rows.num_rows), lambda *message: None)
     rows = [row for _, row in sorted(rows_of(run, index).items())]
     sampled = [
         segment["call"] is not None
@@ -240,14 +240,14 @@ def test_one_trajectory_may_have_a_prompt_of_its_own(config: RunConfig, tmp_path
 
 
 def test_every_field_of_a_batch_is_cut_and_put_together_again() -> None:
-    kept = [SamplingSupport.of([[1], [], [2, 3]]), SamplingSupport.of([[4]])]
+    supports = [SamplingSupport.of([[1], [], [2, 3]]), SamplingSupport.of([[4]])]
     batch = TrainBatch(
         [np.arange(5), np.arange(10, 13)],
         [3, 1],
         [np.array([1, 0, 1]), np.array([1])],
         values=[np.array([0.1, 0.2, 0.3]), np.array([0.4])],
         groups=[8, 9],
-        kept=kept,
+        kept=supports,
     )
     cut = split_trajectories(batch, [[1, 2], None])
     assert [ids.tolist() for ids in cut.input_ids] == [[0, 1, 2], [0, 1, 3, 4], [10, 11, 12]]

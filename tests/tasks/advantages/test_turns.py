@@ -18,7 +18,7 @@ def sampled(tokens: int, reason: str = "stop") -> dict[str, Any]:
     return {"tokens": tokens, "call": "0", "finish_reason": reason}
 
 
-def given(tokens: int) -> dict[str, Any]:
+def world(tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "call": None, "finish_reason": None}
 
 
@@ -56,9 +56,9 @@ EPISODES = Episodes(
     rewards=[[1.0, 0.0, 5.0], None, [0.0, 3.0], None],
     roles=[["solver", "solver", "selector"], ["solver"], ["selector", None], None],
     segments=[
-        [sampled(2, "length"), given(1), sampled(2), sampled(1)],
+        [sampled(2, "length"), world(1), sampled(2), sampled(1)],
         [sampled(4)],
-        [sampled(2), sampled(1), given(1)],
+        [sampled(2), sampled(1), world(1)],
         None,
     ],
     turn_rewards=[[None, None, 0.25, None], None, None, None],

@@ -110,7 +110,7 @@ def test_a_sample_that_is_split_changes_no_advantage(drawn: Any) -> None:
     parted = [*samples[:chosen], split, *samples[chosen + 1 :]]
     apart = []
     for name in set(ESTIMATOR.built_in_names()) - {"dpo"}:  # whose samples are pairs
-        before, after = (advantages(given, sizes, fields, name) for given in (samples, parted))
+        before, after = (advantages(one, sizes, fields, name) for one in (samples, parted))
         if not all(np.allclose(other, one, atol=1e-5, rtol=1e-7) for one, other in zip(before, after, strict=True)):
             apart.append((name, before, after))
     assert apart == []

@@ -118,12 +118,12 @@ def test_it_comes_out_the_same_in_other_company(config: RunConfig, undisturbed: 
 
 
 def dying_amid(fleet: LocalFleet, round: int) -> LocalFleet:
-    """The driver is gone when half of what its engine is asked in a round of tokens has been given."""
-    engine, asked = fleet.rollout[0], count(1)
+    """Have the driver die when its engine has returned half of the requests in a round of tokens."""
+    engine, rounds = fleet.rollout[0], count(1)
     generate = engine.generate
 
     def dying(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        left = len(requests) // 2 if next(asked) == round else None
+        left = len(requests) // 2 if next(rounds) == round else None
         for completion in chain.from_iterable(generate(requests)):
             yield [completion]
             left = None if left is None else left - 1
@@ -158,7 +158,7 @@ def test_groups_that_failed_are_not_counted(config: RunConfig, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"partial_rollout": False}, r"cut_tokens \(8\) has no effect while rollout.partial_rollout is false"),
         (
@@ -168,6 +168,6 @@ def test_groups_that_failed_are_not_counted(config: RunConfig, tmp_path: Path) -
         ({"cut_tokens": LENGTH}, r"cut_tokens \(60\) has no effect while rollout_max_response_len is 60: .* lower"),
     ],
 )
-def test_where_it_would_cut_nothing_it_is_refused(options: dict[str, object], said: str) -> None:
-    given = {**PARTIAL, "cut_tokens": CUT, **options}
-    assert re.search(said, mistakes(rollout=given, algorithm={"use_tis": True}))
+def test_where_it_would_cut_nothing_it_is_refused(options: dict[str, object], message: str) -> None:
+    rollout = {**PARTIAL, "cut_tokens": CUT, **options}
+    assert re.search(message, mistakes(rollout=rollout, algorithm={"use_tis": True}))

@@ -137,12 +137,12 @@ def test_a_model_without_any_end_token_is_refused() -> None:
 
 
 COUNTED = "{% for m in messages %}{{ m.content|length }}{{ m.role }}: {{ m.content }}AFTER</s>{% endfor %}"
-ASKS = "{% if add_generation_prompt %}assistant: {% endif %}"
+GENERATION_PROMPT = "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 @cases("after", ["", "{{ m.content|length }}"])
 def test_a_turn_that_cannot_be_told_from_what_stands_around_it_is_refused(after: str) -> None:
     """What stands before a turn, or on both sides of it, depends on the turn."""
-    tokenizer = byte_tokenizer(COUNTED.replace("AFTER", after) + ASKS, "</s>")
+    tokenizer = byte_tokenizer(COUNTED.replace("AFTER", after) + GENERATION_PROMPT, "</s>")
     with pytest.raises(BadPrompt, match="row 1: the chat template writes other text around message 2"):
         learned(Chats(tokenizer, {}, {tokenizer.eos_token_id}), tokenizer, PLAIN)

@@ -89,13 +89,13 @@ def trained(store: Path, config: RunConfig, killed_before: tuple[str, str | None
     with tiny_context(str(store), config) as (run, _):
         for index in range(3):
             iteration(run, DirectSteps(run), index)
-        asked = [
+        prompts = [
             (row["group_id"], row["prompt_index"], row["prompt_text"], row["metadata"])
             for index in range(3)
             for row in rollout_rows(run, index)
         ]
         cursors = [last_selection(run, index).values["cursor"] for index in range(3)]
-        return [asked, cursors, run.committed(2, Step.TRAIN).state_digest]
+        return [prompts, cursors, run.committed(2, Step.TRAIN).state_digest]
 
 
 def rollout_rows(run: RunContext, index: int) -> list[dict[str, Any]]:
@@ -195,14 +195,14 @@ def test_results_are_told_once_whatever_the_rounds(tiny_assets: Path, tmp_path: 
     rollout = {**config.rollout.model_dump(), "dynamic_sampling_filter": f"{tmp_path / 'odd.py'}:keep"}
     config = tiny_config(tiny_assets, data=config.data.model_dump(), rollout=rollout | {"max_refill_rounds": 40})
     with tiny_context(str(tmp_path / "store"), config) as (run, _):
-        told = []
+        reported = []
         for index in range(2):
             iteration(run, DirectSteps(run), index)
             selections = [commit for commit in run.ledger.commits(index) if commit.step is Step.FILTER]
             assert len(selections) > 1
-            told += [group.group_id for commit in selections for group in round_results(run, commit)]
+            reported += [group.group_id for commit in selections for group in round_results(run, commit)]
         groups = [row["group_id"] for index in range(2) for row in rollout_rows(run, index)]
-        assert sorted(told) == sorted(groups)
+        assert sorted(reported) == sorted(groups)
 
 
 def test_a_run_is_not_resumed_with_another_source(tiny_assets: Path, tmp_path: Path) -> None:

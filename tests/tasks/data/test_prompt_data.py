@@ -395,11 +395,14 @@ def test_rows_that_are_not_needed_by_the_reward_may_lack_a_label(tmp_path, token
 def test_whatever_a_template_raises_names_the_row(tmp_path, tokenizer):
     dividing = copy.copy(tokenizer)
     dividing.chat_template = "{% for m in messages %}{{ m.content | int / (m.content | int) }}{% endfor %}"
-    nobody = [{"role": "nobody", "content": "x"}]
-    for asked, prompt, said in ((tokenizer, nobody, r"who is nobody\?"), (dividing, "0", "division by zero")):
+    unknown_role = [{"role": "nobody", "content": "x"}]
+    for renderer, prompt, reason in (
+        (tokenizer, unknown_role, r"who is nobody\?"),
+        (dividing, "0", "division by zero"),
+    ):
         path = write_jsonl(tmp_path / "r.jsonl", [GOOD, {**GOOD, "prompt": prompt}])
-        with pytest.raises(BadPrompt, match=rf"r\.jsonl, row 2: the chat template refuses the prompt \({said}\)"):
-            PromptData.open(RowFormat(), path, asked).row(1)
+        with pytest.raises(BadPrompt, match=rf"r\.jsonl, row 2: the chat template refuses the prompt \({reason}\)"):
+            PromptData.open(RowFormat(), path, renderer).row(1)
 
 
 def test_a_template_that_tells_the_date_tells_that_of_the_stopped_clock(tmp_path, tokenizer, monkeypatch):
@@ -451,11 +454,11 @@ def test_a_file_is_not_held_in_memory(tmp_path, tokenizer, suffix):
     try:
         data = PromptData.open(PLAIN, str(path), tokenizer)
         assert data.row(9_876).label == "9876"
-        held, peak = tracemalloc.get_traced_memory()
+        used, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     # 30 MB of prompts: 8 bytes a row are held; while a Parquet file is opened, one batch of rows is alive.
-    assert held < 1_000_000
+    assert used < 1_000_000
     assert peak < 12_000_000
 
 

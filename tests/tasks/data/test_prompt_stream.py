@@ -53,8 +53,8 @@ def test_a_group_id_is_the_position_in_the_stream(data):
     drawn = draw(data, 12, 9, seed=3, shuffle=True, max_prompt_len=5)
     assert drawn.cursor == 12 + 9 + drawn.passed_over
     for row in drawn.rows:
-        (again,) = draw(data, row.group_id, 1, seed=3, shuffle=True, max_prompt_len=5).rows
-        assert again == row
+        (redrawn,) = draw(data, row.group_id, 1, seed=3, shuffle=True, max_prompt_len=5).rows
+        assert redrawn == row
 
 
 def test_without_shuffling_rows_come_in_the_order_of_the_file(data):

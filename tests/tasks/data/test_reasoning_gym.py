@@ -25,9 +25,9 @@ BOTH = "datasets:\n  - {name: gcd, weight: 3, level: 1}\n  - {name: chain_sum, c
 
 
 def test_the_questions_are_those_of_the_package_with_its_options():
-    theirs = reasoning_gym.create_dataset("chain_sum", size=20, seed=7, min_terms=2, max_terms=3)
-    ours = list(rows("chain_sum?size=20&seed=7&min_terms=2&max_terms=3"))
-    assert [(row["prompt"], row["label"]) for row in ours] == [(one["question"], one["answer"]) for one in theirs]
+    expected = reasoning_gym.create_dataset("chain_sum", size=20, seed=7, min_terms=2, max_terms=3)
+    own = list(rows("chain_sum?size=20&seed=7&min_terms=2&max_terms=3"))
+    assert [(row["prompt"], row["label"]) for row in own] == [(one["question"], one["answer"]) for one in expected]
 
 
 def test_a_mixture_by_weights_is_the_composite_of_the_package(tmp_path: Path):
@@ -37,10 +37,10 @@ def test_a_mixture_by_weights_is_the_composite_of_the_package(tmp_path: Path):
     made = curriculum.generate_configuration()
     bounds = {name: value for name, value in vars(made).items() if name not in ("seed", "size")}
     specs = [DatasetSpec("gcd", 3, bounds), DatasetSpec("chain_sum", 1, {"max_terms": 3})]
-    theirs = CompositeDataset(CompositeConfig(40, 3, specs))
-    ours = list(rows(str(tmp_path / "both.yaml")))
-    assert [row["prompt"] for row in ours] == [theirs[i]["question"] for i in range(40)]
-    assert {row["metadata"]["reasoning_gym"]["generator"] for row in ours} == {"gcd", "chain_sum"}
+    expected = CompositeDataset(CompositeConfig(40, 3, specs))
+    own = list(rows(str(tmp_path / "both.yaml")))
+    assert [row["prompt"] for row in own] == [expected[i]["question"] for i in range(40)]
+    assert {row["metadata"]["reasoning_gym"]["generator"] for row in own} == {"gcd", "chain_sum"}
 
 
 def test_train_and_heldout_share_no_question_whatever_their_seeds():
@@ -101,8 +101,8 @@ def test_what_an_answer_says_is_not_executed(generator, tmp_path):
     entry = reasoning_gym.create_dataset(generator, size=1, seed=1)[0]
     metadata = {"reasoning_gym": {"generator": generator, "config": {}, "answer": "whole", "entry": entry}}
     for written in ("{}", "[{}]", "x + {}"):
-        told = written.format(f"__import__('os').mkdir({str(tmp_path / 'was_here')!r})")
-        assert grade(Sample(told, entry["answer"], metadata))["right"] == 0.0
+        code = written.format(f"__import__('os').mkdir({str(tmp_path / 'was_here')!r})")
+        assert grade(Sample(code, entry["answer"], metadata))["right"] == 0.0
     assert not any(tmp_path.iterdir())
     assert grade(Sample(entry["answer"], entry["answer"], metadata))["right"] == 1.0
 
@@ -142,10 +142,10 @@ def test_rows_of_another_source_cannot_be_graded():
 
 def test_it_is_a_data_source_like_any_other(tokenizer):
     data = PromptData.open(FORMAT, "gcd?size=30&seed=1@[10:20]", tokenizer)
-    again = PromptData.open(FORMAT, "gcd?size=30&seed=1", tokenizer)
+    reopened = PromptData.open(FORMAT, "gcd?size=30&seed=1", tokenizer)
     other = PromptData.open(FORMAT, "gcd?size=30&seed=2", tokenizer)
-    assert data.row(0).prompt == again.row(10).prompt
-    assert data.fingerprint == again.fingerprint != other.fingerprint
+    assert data.row(0).prompt == reopened.row(10).prompt
+    assert data.fingerprint == reopened.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize(

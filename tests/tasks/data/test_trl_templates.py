@@ -60,8 +60,8 @@ def tokenizers(name: str) -> tuple[Any, Any, set[int]]:
     """With the published template and with the training template, and the end tokens."""
     ends = next(ends for start, ends in ENDS.items() if name.startswith(start))
     special = " ".join([*ends, of_trl(name), of_trl(f"{name}_training")])
-    ours, theirs = (byte_tokenizer(of_trl(one), ends[0], special=special) for one in (name, f"{name}_training"))
-    return ours, theirs, set(ours.convert_tokens_to_ids(list(ends)))
+    published, training = (byte_tokenizer(of_trl(one), ends[0], special=special) for one in (name, f"{name}_training"))
+    return published, training, set(published.convert_tokens_to_ids(list(ends)))
 
 
 def test_every_template_of_trl_is_compared() -> None:
@@ -72,29 +72,32 @@ def test_every_template_of_trl_is_compared() -> None:
 @pytest.mark.parametrize("chat", ["plain", "thinking", "inline", "spaced"])
 @pytest.mark.parametrize("name", pairs())
 def test_what_is_learned_is_what_the_training_template_marks(name: str, chat: str) -> None:
-    ours, theirs, ends = tokenizers(name)
+    published, training, ends = tokenizers(name)
     messages = CHATS[chat]
-    asked: str = theirs.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    found = learned(Chats(ours, {}, ends), ours, messages), learned(Chats(theirs, {}, ends), theirs, messages)
+    prompt: str = training.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    found = (
+        learned(Chats(published, {}, ends), published, messages),
+        learned(Chats(training, {}, ends), training, messages),
+    )
     assert len(found[0]) == len(found[1])
     for place, (mine, marked) in enumerate(zip(*found, strict=True)):
         if place < len(found[0]) - 1 and f"{name}.".startswith(DROPS_EARLIER_THOUGHTS):
             continue
-        before, said, after = marked.partition(mine)
-        assert said, f"learned {mine!r}, marked {marked!r}"
+        before, match, after = marked.partition(mine)
+        assert match, f"learned {mine!r}, marked {marked!r}"
         if chat == "inline" and name in DROPS_THOUGHTS:
             before = before.removesuffix(INLINE_THOUGHTS)
-        assert before in asked, f"{before!r} is no part of the generation prompt"
-        assert after.removesuffix(ours.eos_token).strip() == "", f"{after!r} is no space behind the end"
+        assert before in prompt, f"{before!r} is no part of the generation prompt"
+        assert after.removesuffix(published.eos_token).strip() == "", f"{after!r} is no space behind the end"
 
 
 @pytest.mark.parametrize("kind", [kind for kind, template in TEMPLATES.items() if template.like])
 def test_templates_of_our_own_write_chats_as_the_published_ones(kind: str) -> None:
     template = TEMPLATES[kind]
-    ours, _ = tokenizer_of(template)
-    theirs, *_ = tokenizers(template.like)
+    own, _ = tokenizer_of(template)
+    trl, *_ = tokenizers(template.like)
     for chat in LEARNED[kind].keys() - {"calling"}:
-        for asks in (False, True):
-            how = {"tokenize": False, "add_generation_prompt": asks}
-            mine, published = (one.apply_chat_template(CHATS[chat], **how) for one in (ours, theirs))
+        for with_prompt in (False, True):
+            how = {"tokenize": False, "add_generation_prompt": with_prompt}
+            mine, published = (one.apply_chat_template(CHATS[chat], **how) for one in (own, trl))
             assert published.endswith(mine), chat

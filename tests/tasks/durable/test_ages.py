@@ -131,7 +131,7 @@ def group(id: int, age: int, max_age: int | None, *, kept: bool = True, **fields
 
 
 def test_the_youngest_kept_groups_make_the_batch_and_the_rest_waits_until_it_is_too_old() -> None:
-    given = [
+    groups = [
         group(0, 3, 2),
         group(1, 2, 2),
         group(2, 1, 2),
@@ -143,7 +143,7 @@ def test_the_youngest_kept_groups_make_the_batch_and_the_rest_waits_until_it_is_
     ]
 
     def fates(size: int, use_spare: bool = False) -> list[tuple[int, Disposition, str | None]]:
-        filled = fill_batch(given, size, order=get_policy("youngest_first"), use_spare=use_spare, max_age=2)
+        filled = fill_batch(groups, size, order=get_policy("youngest_first"), use_spare=use_spare, max_age=2)
         return [(one.group_id, one.disposition, one.reason) for one in filled]
 
     train, waits, drop = Disposition.TRAIN, Disposition.BUFFER, Disposition.DROP
@@ -160,8 +160,8 @@ def test_a_policy_of_ones_own_says_who_is_trained_on_and_who_goes_on_first(tmp_p
     (tmp_path / "mine.py").write_text("def order(groups):\n    return groups[::-1]\n")
     order = get_policy(f"{tmp_path / 'mine.py'}:order")
     waiting = [group(id, 1, 2, kept=False, unfinished=True) for id in (5, 6)]
-    given = [group(0, 2, 2), waiting[0], group(1, 1, 2), group(2, 3, 2), group(3, 0, 2), waiting[1]]
-    filled = fill_batch(given, 2, order=order, use_spare=False, max_age=2)
+    groups = [group(0, 2, 2), waiting[0], group(1, 1, 2), group(2, 3, 2), group(3, 0, 2), waiting[1]]
+    filled = fill_batch(groups, 2, order=order, use_spare=False, max_age=2)
     fates = {fate: [one.group_id for one in filled if one.disposition is fate] for fate in Disposition}
     assert fates == {
         Disposition.TRAIN: [3, 1], Disposition.CONTINUE: [6, 5], Disposition.BUFFER: [], Disposition.DROP: [0, 2]

@@ -74,7 +74,7 @@ def test_a_prompt_is_passed_over_from_the_next_iteration_on_and_every_iteration_
         with tiny_context(str(tmp_path), config) as (run, events):
             drive(run, index)  # a driver that comes back adopts every step
             assert events.executed() == []
-    assert [again.differences for again in replay(ledger, 1, Step.FILTER)] == [()]
+    assert [replayed.differences for replayed in replay(ledger, 1, Step.FILTER)] == [()]
 
 
 def test_an_iteration_that_has_begun_is_finished_as_it_began(config: RunConfig, tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ def test_samples_begin_by_what_their_prompts_took_before_and_come_out_the_same(
     tiny_assets: Path, tmp_path: Path
 ) -> None:
     config = twice(tiny_assets)
-    asked: list[list[int]] = []
+    requested: list[list[int]] = []
 
     def noted(_: LocalRollout, generate: Generate) -> Generate:
         def generate_noted(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-            asked.append(list(dict.fromkeys(request.request_id[0] for request in requests)))
+            requested.append(list(dict.fromkeys(request.request_id[0] for request in requests)))
             return generate(requests)
 
         return generate_noted
@@ -62,11 +62,13 @@ def test_samples_begin_by_what_their_prompts_took_before_and_come_out_the_same(
         for index in range(ITERATIONS):
             table = run.read(run.committed(index, Step.ROLLOUT, "00-000"))
             prompts = dict(zip(table["group_id"].to_pylist(), table["prompt_index"].to_pylist(), strict=True))
-            took = [first[prompts[group]] for group in asked[index]]
-            assert (asked[index] == sorted(asked[index])) == (index < 2), "as they were drawn, while nothing is known"
+            took = [first[prompts[group]] for group in requested[index]]
+            assert (requested[index] == sorted(requested[index])) == (index < 2), (
+                "as they were drawn, while nothing is known"
+            )
             assert index < 2 or took == sorted(took, reverse=True)
         digests = train_digests(run, range(ITERATIONS))
     with tiny_context(str(other), config, fleet=fleet_with(config, noted)) as (run, _):  # its driver knows nothing
         iteration(run, DirectSteps(run), 2)
-        assert asked[-1] == sorted(asked[-1])
+        assert requested[-1] == sorted(requested[-1])
         assert train_digests(run, range(ITERATIONS)) == digests

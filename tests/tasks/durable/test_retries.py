@@ -112,5 +112,5 @@ def test_new_tries_and_waits_stand_in_the_commit_the_metrics_and_the_status(
     status = run_status(open_store(str(tmp_path)), "tiny")
     assert (status.retries.by_error, status.retries.waited) == ({"engine_died": 2, "store": 1}, 4.0)
     print_parts(status_lines(status))
-    assert "tried again" in (told := capsys.readouterr().out)
-    assert "steps 3 times (engine_died 2, store 1); 4.0 s waited" in told
+    assert "tried again" in (output := capsys.readouterr().out)
+    assert "steps 3 times (engine_died 2, store 1); 4.0 s waited" in output

@@ -110,7 +110,7 @@ def test_what_an_evaluation_has_generated_is_kept_when_its_driver_is_killed(tiny
 
     fleet = LocalFleet(config)
     engine = fleet.rollout[0]
-    generate, asked = engine.generate, list[int]()
+    generate, requested = engine.generate, list[int]()
 
     def two_groups(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         first, second, *_ = grouped(requests)
@@ -118,7 +118,7 @@ def test_what_an_evaluation_has_generated_is_kept_when_its_driver_is_killed(tiny
         raise Killed
 
     def count(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        asked.extend(group[0].request_id[0] for group in grouped(requests))
+        requested.extend(group[0].request_id[0] for group in grouped(requests))
         return generate(requests)
 
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
@@ -128,7 +128,7 @@ def test_what_an_evaluation_has_generated_is_kept_when_its_driver_is_killed(tiny
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
         engine.open = calls(count)  # type: ignore[method-assign]
         commit = evaluate(run, 0, "heldout-v000000", None, name="heldout")
-        assert asked == [2, 3]
+        assert requested == [2, 3]
         assert run.read(commit).equals(whole)
         collect(run.ledger, garbage(run.ledger))
         assert len(run.ledger.store.find(layout.attempts("tiny", 0, "eval"))) == 1

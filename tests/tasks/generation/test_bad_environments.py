@@ -154,8 +154,8 @@ def test_a_sample_fails_by_name_where_its_code_does_not_mind(
 ) -> None:
     errors = {row["group_id"]: row["error"] for row in rows(run) if row["error"] is not None}
     assert errors.keys() == NAMED.keys(), errors
-    for group, told in NAMED.items():
-        assert told in errors[group], errors[group]
+    for group, message in NAMED.items():
+        assert message in errors[group], errors[group]
 
 
 def test_failed_calls_are_counted_by_their_reasons(run: RunContext) -> None:

@@ -99,8 +99,8 @@ def test_a_step_goes_on_without_a_prompt_over_which_alone_its_engine_hangs_again
         commits = iteration(run, DirectSteps(run), 0)
         samples = [row for c in commits if c.step is Step.ROLLOUT for row in run.read(c).to_pylist()]
         failed = {row["group_id"]: row["error"] for row in samples if row["status"] == Status.FAILED}
-        told = "EngineTimeout: an engine exceeded its timeout 2 times on this group alone"
-        assert failed == {1: told}
+        message = "EngineTimeout: an engine exceeded its timeout 2 times on this group alone"
+        assert failed == {1: message}
 
 
 @pytest.mark.parametrize("error", [EngineDied("the actor's process is gone"), EngineTimeout("generate() did not end")])
@@ -108,15 +108,15 @@ def test_a_prompt_that_ends_its_engine_every_time_is_named_with_the_way_out(
     config: RunConfig, tmp_path: Path, error: EngineError
 ) -> None:
     fleet = struck(config, raising(error))
-    told = []
+    messages = []
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         row = run.draw(0, 4).rows[1].index + 1
         for _ in range(3):
             with pytest.raises(type(error)) as caught:
                 iteration(run, DirectSteps(run), 0)
-            told.append(str(caught.value))
-    assert told[0] == str(error)
-    for times, sentence in enumerate(told[1:], 2):
+            messages.append(str(caught.value))
+    assert messages[0] == str(error)
+    for times, sentence in enumerate(messages[1:], 2):
         assert f"an engine was lost {times} times, each time with row {row} of data.path unfinished" in sentence
         assert "remove its row from the data, or generate fewer samples at a time (rollout.max_r" in sentence
 

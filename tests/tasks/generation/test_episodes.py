@@ -97,14 +97,14 @@ def test_all_that_code_was_given_is_committed_once(whole: tuple[RunContext, Path
     assert results["result"].to_pylist() == ['"' + "paid " * 300 + '"']
     assert {name for row in calls.to_pylist() if (name := row["result_digest"])} == {*results["sha256"].to_pylist()}
     samples = run.read(commit).to_pylist()
-    held = [row for row in calls.to_pylist() if row["kind"] == "sample" and row["response_ids"] is None]
-    assert len(held) == 2 * len(samples), "what the trajectory has is there twice"
+    without_tokens = [row for row in calls.to_pylist() if row["kind"] == "sample" and row["response_ids"] is None]
+    assert len(without_tokens) == 2 * len(samples), "what the trajectory has is there twice"
     segments = {(row["group_id"], row["sample_index"]): row_segments(row) for row in samples}
     for key, own in segments.items():
         mine = [one for one in read_calls(calls, results, segments) if one.key == key]
-        asked = {(one.call, one.kind, one.order is None) for one in mine}
+        recorded = {(one.call, one.kind, one.order is None) for one in mine}
         tools = {(name, CallKind.TOOL, False) for name in ("t0.c0", "t1.c0")}
-        assert asked == tools | {(name, CallKind.SAMPLE, False) for name in ("0", "1", "2")}
+        assert recorded == tools | {(name, CallKind.SAMPLE, False) for name in ("0", "1", "2")}
         assert sorted(one.order for one in mine if one.order is not None) == [*range(5)]
         sampled = {one.call: one.segment for one in mine if one.kind is CallKind.SAMPLE}
         for segment in own:
@@ -154,9 +154,9 @@ def test_a_killed_driver_costs_what_was_under_way_and_no_effect_is_repeated(
             engine.open = open  # type: ignore[method-assign]
 
     run = one_iteration(config, tmp_path / "store", Counting(config))
-    again = paid(tmp_path)
-    assert set(again.values()) == {1}, "an effect was repeated"
-    assert len(again) == samples
+    effects = paid(tmp_path)
+    assert set(effects.values()) == {1}, "an effect was repeated"
+    assert len(effects) == samples
     assert sampled == 3 * samples - durable["sample"], "what had been sampled was sampled again"
     assert train_digests(run, [0]) == train_digests(expected, [0])
     files = {output.path.rpartition("/")[2]: output for output in rollout(run).outputs}
@@ -189,13 +189,13 @@ def test_doing_a_rollout_again_samples_and_gives_tools_answers_from_the_record(
 ) -> None:
     run, folder = whole
     before = paid(folder)
-    with tiny_context(str(folder / "store"), run.config) as (beside, _):
-        runner = Replaying(beside, {Step.ROLLOUT}, None, open_store(str(tmp_path)))
-        iteration(beside, runner, 0)
-        (engine,) = beside.fleet.rollout
-    (again,) = runner.replayed
-    assert again.skipped is None
-    assert again.differences == ()
+    with tiny_context(str(folder / "store"), run.config) as (other, _):
+        runner = Replaying(other, {Step.ROLLOUT}, None, open_store(str(tmp_path)))
+        iteration(other, runner, 0)
+        (engine,) = other.fleet.rollout
+    (replayed,) = runner.replayed
+    assert replayed.skipped is None
+    assert replayed.differences == ()
     assert engine.generated_groups
     assert paid(folder) == before
 
@@ -205,7 +205,7 @@ def test_effects_that_nobody_looked_up_are_named_by_their_samples() -> None:
         return CallRecord(3, index, call, CallKind.TOOL, "pay", "d", order, arguments='{"to":"x"}')
 
     answered = [pay(0, "c0"), pay(0, "c0", 1)]
-    told = uncertain_effects(call_table([*answered, pay(1, "c0"), pay(1, "c0", 0), pay(1, "c1")]))
-    assert told.keys() == {(3, 1)}
-    assert 'call c1 (tool pay) with {"to":"x"} was under way when its process was lost' in told[3, 1]
+    errors = uncertain_effects(call_table([*answered, pay(1, "c0"), pay(1, "c0", 0), pay(1, "c1")]))
+    assert errors.keys() == {(3, 1)}
+    assert 'call c1 (tool pay) with {"to":"x"} was under way when its process was lost' in errors[3, 1]
     assert uncertain_effects(call_table(answered)) == {}

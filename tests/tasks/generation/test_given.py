@@ -68,11 +68,11 @@ def test_nothing_runs_that_is_not_needed(config: RunConfig, undisturbed: list[st
         shown = iteration_metrics(run.ledger.commits(0), config)
         losses = [run.committed(index, Step.TRAIN).metrics["loss"] for index in range(3)]
         group = run.read(run.committed(0, Step.ROLLOUT, "00-000"), ["group_id"]).column("group_id")[0].as_py()
-        told = lineage(run.ledger, 0, group, 0, token=0)
-        assert told.token is not None
-        assert (told.sampled.log_prob, told.token.log_prob, told.token.ratio) == (None, None, None)
-        samples = read_samples(run.ledger, lambda *told: None)
-        tokens = read_tokens(run.ledger, samples, [0, 7], lambda *told: None)
+        traced = lineage(run.ledger, 0, group, 0, token=0)
+        assert traced.token is not None
+        assert (traced.sampled.log_prob, traced.token.log_prob, traced.token.ratio) == (None, None, None)
+        samples = read_samples(run.ledger, lambda *traced: None)
+        tokens = read_tokens(run.ledger, samples, [0, 7], lambda *traced: None)
         assert samples.rows.column("log_prob").null_count == 18
         assert tokens.column("log_prob").null_count == tokens.num_rows > 0
         costs = run_costs(run.ledger)
@@ -180,9 +180,9 @@ def test_rows_that_cannot_be_learned_are_passed_over_and_counted(
         "truncate": ([(0, "completed"), (1, "truncated")], 0, 1, 2),
     }
     assert warnings["truncate"] == []
-    (told,) = warnings["pass_over"]
-    assert told.startswith("1 of the 3 rows read in iteration 0 were passed over")
-    assert told.endswith("raise data.max_length, or set data.overlong to truncate")
+    (warning,) = warnings["pass_over"]
+    assert warning.startswith("1 of the 3 rows read in iteration 0 were passed over")
+    assert warning.endswith("raise data.max_length, or set data.overlong to truncate")
 
 
 @pytest.mark.parametrize(
@@ -201,17 +201,17 @@ def test_rows_that_cannot_be_learned_are_passed_over_and_counted(
 def test_options_of_engines_and_graders_that_there_are_not_are_refused(
     config: RunConfig, section: str, option: str, value: Any
 ) -> None:
-    given = config.model_dump(mode="json")
-    given[section][option] = value
+    values = config.model_dump(mode="json")
+    values[section][option] = value
     with pytest.raises(
         ConfigError, match=rf"^{section}\.{option} (\(.*\) )?has no effect while algorithm\.loss_type is sft"
     ):
-        parse(given)
+        parse(values)
     if option in ("overlong_buffer_len", "rollout_top_p"):  # of training alone
         return
     benchmark = {"name": "heldout", "path": "heldout.jsonl", "max_response_len": 4}
-    given["eval"] = {"eval_interval": 2, "benchmarks": [benchmark]}
-    parse(given)
+    values["eval"] = {"eval_interval": 2, "benchmarks": [benchmark]}
+    parse(values)
 
 
 def test_evaluations_sample_with_the_usual_engine(config: RunConfig, tiny_assets: Path, tmp_path: Path) -> None:

@@ -152,11 +152,11 @@ def test_a_redacted_prompt_takes_its_image_along_unless_another_has_it(
     run = RecordedRun(config, ledger)
     assert set(run.images(rollouts(ledger, 0)[0]).values()) >= {noise(16, 16)}
     redact(ledger, 2, by="x")
-    again = RecordedRun(config, ledger)
+    reopened = RecordedRun(config, ledger)
     for index in range(2):
         (commit,) = rollouts(ledger, index)
-        assert set(again.images(commit).values()) == {noise(16, 16), noise(16, 40, seed=2)}
-        assert [image is None for image in again.read(commit).column("images").to_pylist()[::4]] == [1, 0, 1, 0]
+        assert set(reopened.images(commit).values()) == {noise(16, 16), noise(16, 40, seed=2)}
+        assert [image is None for image in reopened.read(commit).column("images").to_pylist()[::4]] == [1, 0, 1, 0]
     assert verify_findings(ledger) == []
 
 
@@ -167,8 +167,8 @@ def test_people_see_which_images_a_prompt_has(store: Path, tiny_assets: Path, da
     assert {image["sha256"] for view in json.loads(shown.stdout) for image in view["images"]} == set(named)
     printed = CliRunner().invoke(app, ["show", "tiny", "0", "--store", str(store), "--sample", "12"])
     assert "(40 × 16 pixels)" in printed.output
-    asked = "SELECT DISTINCT image.sha256 FROM (SELECT unnest(images) AS image FROM samples)"
-    assert {row["sha256"] for row in open_query(open_store(str(store))).sql(asked).to_pylist()} == set(named)
+    query = "SELECT DISTINCT image.sha256 FROM (SELECT unnest(images) AS image FROM samples)"
+    assert {row["sha256"] for row in open_query(open_store(str(store))).sql(query).to_pylist()} == set(named)
 
 
 @pytest.mark.slow

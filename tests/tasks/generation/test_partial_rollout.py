@@ -116,17 +116,17 @@ def test_unfinished_groups_are_continued_first_with_their_tokens_under_the_next_
                 assert (versions == row.commit.weight_version_in).all()
                 ways["fresh"] += 1
             else:
-                kept = len(part["response_ids"])
+                carried = len(part["response_ids"])
                 for name in ("response_ids", "log_probs", "weight_versions"):
-                    assert row[name][:kept] == part[name]
+                    assert row[name][:carried] == part[name]
                 assert all(row[name] == part[name] for name in ("seed", "rollout_id", "prompt_ids", "label", "epoch"))
                 if part["status"] != "aborted":
-                    assert len(row["response_ids"]) == kept
+                    assert len(row["response_ids"]) == carried
                     assert row["status"] == part["status"]
                     ways["had finished"] += 1
                 else:
-                    assert (versions[kept:] == row.commit.weight_version_in).all()
-                    ways["continued" if kept else "begun"] += 1
+                    assert (versions[carried:] == row.commit.weight_version_in).all()
+                    ways["continued" if carried else "begun"] += 1
             assert len(row["response_ids"]) <= LENGTH
             for version in set(versions.tolist()):
                 expected = hf_log_probs(models[version], row)
@@ -270,11 +270,11 @@ def dies_after(groups: int) -> Callable[[LocalRollout, Generate], Generate]:
     def dies(_: LocalRollout, generate: Generate) -> Generate:
         def generate_until_the_end(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
             left = Counter(request.request_id[0] for request in requests)
-            asked = len(left)
+            requested = len(left)
             for completions in generate(requests):
                 yield completions
                 left -= Counter(completion.request_id[0] for completion in completions)
-                if len(left) <= asked - groups:
+                if len(left) <= requested - groups:
                     raise Dies
 
         return generate_until_the_end
@@ -296,11 +296,11 @@ def test_a_killed_driver_is_succeeded_and_what_is_committed_replays_bit_for_bit(
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         run_iterations(run, 2)
         resumed = run.committed(1, Step.ROLLOUT, "00-000")
-        kept = int(resumed.metrics["recovered_groups"])
-        assert kept > 0
+        recovered = int(resumed.metrics["recovered_groups"])
+        assert recovered > 0
         groups = {row["group_id"] for row in run.read(resumed).to_pylist()}
         assert groups > waiting
-        assert 0 < fleet.rollout[0].generated_groups <= len(groups) - kept
+        assert 0 < fleet.rollout[0].generated_groups <= len(groups) - recovered
         usable = {row["group_id"] for row in run.read(last_selection(run, 1)).to_pylist() if row["kept"]}
         assert len(usable) >= BATCH
         run_iterations(run, 4)

@@ -120,8 +120,8 @@ def test_a_grader_of_groups_sees_them_and_may_give_others(config: RunConfig, tmp
         iteration(run, DirectSteps(run), 0)
         rows = tables(run)
         for row in rows:
-            given, own = row[Step.ROLLOUT]["trajectory_rewards"], row[Step.REWARD]["trajectory_rewards"]
-            assert len({round(one - two, 6) for one, two in zip(given, own, strict=True)}) == 1
+            returned, own = row[Step.ROLLOUT]["trajectory_rewards"], row[Step.REWARD]["trajectory_rewards"]
+            assert len({round(one - two, 6) for one, two in zip(returned, own, strict=True)}) == 1
             assert row[Step.REWARD]["components"] is None
         check_advantages(run, rows)
 
@@ -134,12 +134,12 @@ def test_a_sample_without_a_reward_is_failed_by_name_and_one_trajectory_without_
     assert episode.grade(Sample("", None, rewards=(None, 2.0)))["trajectory_rewards"] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("given", [[1.0], [1.0, float("nan")], [1.0, "one"], 3, None])
-def test_rewards_of_trajectories_that_are_no_numbers_or_too_few_fail_the_sample(given: object) -> None:
-    graded, own = with_own_rewards(Graded(1.0, {"trajectory_rewards": given}), 2)
+@pytest.mark.parametrize("returned", [[1.0], [1.0, float("nan")], [1.0, "one"], 3, None])
+def test_rewards_of_trajectories_that_are_no_numbers_or_too_few_fail_the_sample(returned: object) -> None:
+    graded, own = with_own_rewards(Graded(1.0, {"trajectory_rewards": returned}), 2)
     assert (graded.reward, own) == (None, None)
     assert graded.error == (
-        f"the grader returned {given!r} as trajectory_rewards of 2 trajectories: "
+        f"the grader returned {returned!r} as trajectory_rewards of 2 trajectories: "
         "let it return a list with one number for each"
     )
 
@@ -151,5 +151,5 @@ def test_answers_that_were_kept_before_there_were_rewards_are_found_again() -> N
     seen = _hashed_fields(Sample("a", "1", segments=segments))
     assert not {"rewards", "roles"} & set(seen)
     assert [set(segment) for segment in seen["segments"]] == [{"ids", "text", "sampled", "trajectory"}] * 2
-    given = _hashed_fields(Sample("a", "1", segments=segments, rewards=(1.0,)))
-    assert json.dumps(given) != json.dumps(seen)
+    with_rewards = _hashed_fields(Sample("a", "1", segments=segments, rewards=(1.0,)))
+    assert json.dumps(with_rewards) != json.dumps(seen)

@@ -271,7 +271,7 @@ def test_close_ends_a_busy_process_at_once(pool_of, tmp_path):
 @pytest.mark.proof
 def test_processes_die_with_their_driver_however_it_ends(tmp_path, busy_with):
     (tmp_path / "graders.py").write_text(GRADER)
-    told = {"told": str(tmp_path / "hangs")}
+    metadata = {"told": str(tmp_path / "hangs")}
     driver = subprocess.Popen(
         [
             sys.executable,
@@ -282,7 +282,7 @@ def test_processes_die_with_their_driver_however_it_ends(tmp_path, busy_with):
             "from cairn.tasks.rewards.sample import Sample\n"
             f"pool = GraderPool(RewardConfig(custom_rm_path={str(tmp_path / 'graders.py:grade')!r}, rm_timeout=60))\n"
             "print(int(pool.grade([Sample('pid', None)])[0].reward), flush=True)\n"
-            f"if {busy_with!r} != 'nothing': pool.grade([Sample({busy_with!r}, None, {told!r})])\n"
+            f"if {busy_with!r} != 'nothing': pool.grade([Sample({busy_with!r}, None, {metadata!r})])\n"
             "sys.stdin.read()\n",
         ],
         stdin=subprocess.PIPE,

@@ -191,9 +191,9 @@ def test_gsm8k_takes_no_last_number_of_a_response_that_was_cut_off():
 
 
 def test_aime_takes_an_integer_and_nothing_else():
-    taken = (r"\boxed{033}", r"\boxed{33}", r"$\boxed{n = 33}$", r"\boxed{33^\circ}", "It is $33$.")
+    accepted = (r"\boxed{033}", r"\boxed{33}", r"$\boxed{n = 33}$", r"\boxed{33^\circ}", "It is $33$.")
     right = {"reward": 1.0, "strict": 1.0, "answer": "33"}
-    assert [response for response in taken if aime.grade(Sample(response, "033")) != right] == []
+    assert [response for response in accepted if aime.grade(Sample(response, "033")) != right] == []
     left = (r"\boxed{66/2}", r"\boxed{1033}", r"\boxed{-33}", r"\boxed{33.0}", r"33 \boxed{34}", "33 or 34", "3.33")
     assert [answer for answer in (*left, "33^2", "") if aime.grade(Sample(answer, "33"))["reward"] != 0] == []
 

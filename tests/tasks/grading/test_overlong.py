@@ -66,8 +66,8 @@ def test_a_run_s_rewards_have_it_and_its_evaluations_do_not(tiny_assets: Path, t
 
 
 def test_options_without_effect_or_sense_are_refused(tiny_assets: Path) -> None:
-    told = "reward.overlong_penalty_factor (2.0) has no effect while reward.overlong_buffer_len is null; set it to"
-    assert told in mistakes(reward={"overlong_penalty_factor": 2.0})
+    message = "reward.overlong_penalty_factor (2.0) has no effect while reward.overlong_buffer_len is null; set it to"
+    assert message in mistakes(reward={"overlong_penalty_factor": 2.0})
     with pytest.raises(Exception, match=r"overlong_buffer_len \(99\) is above rollout\.rollout_max_response_len"):
         tiny_config(tiny_assets, reward={"overlong_buffer_len": 99})
 
@@ -85,18 +85,18 @@ def test_filters_curricula_and_metrics_go_by_what_the_grader_said(tiny_assets: P
     )
     own = {"dynamic_sampling_filter": f"{tmp_path}/one.py:keep"}
     for number, rollout in enumerate(({}, own)):
-        again = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
-        with tiny_context(str(tmp_path / f"store{number}"), again) as (run, _):
+        variant = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+        with tiny_context(str(tmp_path / f"store{number}"), variant) as (run, _):
             iteration(run, DirectSteps(run), 0)
             judged = [commit for commit in run.ledger.commits(0) if commit.step is Step.FILTER]
             rewards = pa.concat_tables(
                 run.read(commit) for commit in run.ledger.commits(0) if commit.step is Step.REWARD
             )
             trained = run.committed(0, Step.ADVANTAGE).metrics["raw_reward"]
-        said = rewards.column("raw_reward").to_pylist()
-        assert set(said) == {0.0, 1.0}
+        raw = rewards.column("raw_reward").to_pylist()
+        assert set(raw) == {0.0, 1.0}
         assert min(rewards.column("reward").to_pylist()) < 0, "the witness that some are long"
-        assert judged[-1].metrics["raw_reward"] == pytest.approx(sum(said) / len(said))
+        assert judged[-1].metrics["raw_reward"] == pytest.approx(sum(raw) / len(raw))
         assert 0 <= trained <= 1
         rows = run.read(judged[-1]).to_pylist()
         assert {row["std_reward"] for row in rows} == {0.0}

@@ -16,7 +16,7 @@ from cairn.tasks.rewards.sample import ResponseSegment, Sample
 from tests.tiny_run import tiny_config
 
 SLIME = "async def generate(args, sample, sampling_params):\n    return sample\n"
-OURS = "async def generate(ctx, sample):\n    return None\n"
+NATIVE = "async def generate(ctx, sample):\n    return None\n"
 
 
 class Lengths:
@@ -25,10 +25,10 @@ class Lengths:
     name, version, sees_whole_samples, sees_tokens, sees_messages, by_group = "letters", "1", False, False, False, False
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Sample, Any]] = []
+        self.received: list[tuple[Sample, Any]] = []
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Any] | None = None) -> list[Graded]:
-        self.asked += zip(samples, groups or (), strict=True)
+        self.received += zip(samples, groups or (), strict=True)
         return [
             Graded(float(len(one.response)), {"letters": 1}) if one.response else Graded(None, error="no letter")
             for one in samples
@@ -61,14 +61,15 @@ def sample(*texts: str, rewards: tuple[float | None, ...] = ()) -> Sample:
 def test_returned_rewards_stand_and_the_others_are_graded_each_by_itself(
     grader: ReturnedRewards, letters: Lengths
 ) -> None:
-    given = [
+    samples = [
         sample("abc"),
         sample("abc", rewards=(5.0,)),
         sample("ab", "a", "abcd"),
         sample("ab", "a", rewards=(0.5, None)),
     ]
     found = [
-        with_own_rewards(one, count) for one, count in zip(grader.grade(given, [3, 3, 4, 4]), (1, 1, 3, 2), strict=True)
+        with_own_rewards(one, count)
+        for one, count in zip(grader.grade(samples, [3, 3, 4, 4]), (1, 1, 3, 2), strict=True)
     ]
     assert [(graded.reward, own) for graded, own in found] == [
         (3.0, None),
@@ -76,7 +77,7 @@ def test_returned_rewards_stand_and_the_others_are_graded_each_by_itself(
         (4.0, [2.0, 1.0, 4.0]),
         (1.0, [0.5, 1.0]),
     ]
-    assert letters.asked == [
+    assert letters.received == [
         (Sample("abc", "7"), 3),
         (Sample("ab", "7"), 4),
         (Sample("a", "7"), 4),
@@ -92,7 +93,7 @@ def test_a_sample_fails_with_any_that_cannot_be_graded(grader: ReturnedRewards) 
     assert (failed.reward, failed.error) == (None, "no letter")
 
 
-@pytest.mark.parametrize(("code", "stands"), [(SLIME, True), (OURS, False)])
+@pytest.mark.parametrize(("code", "stands"), [(SLIME, True), (NATIVE, False)])
 def test_only_functions_of_slime_take_the_place_of_the_grader(
     tiny_assets: Path, tmp_path: Path, code: str, stands: bool
 ) -> None:

@@ -75,8 +75,8 @@ def test_a_megabyte_of_any_shape_is_read_in_a_second(name: str) -> None:
     for shape in SHAPES:
         text = shape * (MEGABYTE // len(shape))
         for response in (text, f"</think>\\boxed{{{text}}}", f"Answer: {text}"):
-            taken = seconds(partial(GRADERS[name], Sample(response, label)))
-            assert taken < SECONDS, (shape, response[:20])
+            spent = seconds(partial(GRADERS[name], Sample(response, label)))
+            assert spent < SECONDS, (shape, response[:20])
 
 
 @cases(("name", "label"), [("math", "18"), ("gpqa", "A"), ("multiple_choice", "A")])

@@ -10,8 +10,11 @@ from cairn.tasks.rewards.ifeval import CHECKS, CannotCheck, follows
 from cairn.tasks.rewards.sample import Sample
 
 
-def row(*given: tuple[str, dict]) -> dict:
-    return {"instruction_id_list": [name for name, _ in given], "kwargs": [arguments for _, arguments in given]}
+def row(*instructions: tuple[str, dict]) -> dict:
+    return {
+        "instruction_id_list": [name for name, _ in instructions],
+        "kwargs": [arguments for _, arguments in instructions],
+    }
 
 
 @pytest.mark.parametrize(

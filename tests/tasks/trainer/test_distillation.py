@@ -68,13 +68,13 @@ def test_its_most_probable_tokens_are_learned_from_as_they_were_said_and_the_sam
         model={"path": str(tiny_assets / "model"), "teacher_path": str(teacher)},
         algorithm={"loss_type": "forward_kl_topk", "distillation_topk": k, "use_rollout_logprobs": False},
     )
-    fleet, said, learned = LocalFleet(config), list[list[np.ndarray]](), list[TrainBatch]()
+    fleet, scores, learned = LocalFleet(config), list[list[np.ndarray]](), list[TrainBatch]()
     score, train = fleet.training.score, fleet.training.train
 
     def scoring(batch: TrainBatch, role: str) -> list[np.ndarray]:
         assert role == "teacher"
-        said.append(score(batch, role))
-        return said[-1]
+        scores.append(score(batch, role))
+        return scores[-1]
 
     def training(batch: TrainBatch, **options: Any) -> Any:
         learned.append(batch)
@@ -82,7 +82,7 @@ def test_its_most_probable_tokens_are_learned_from_as_they_were_said_and_the_sam
 
     fleet.training.score, fleet.training.train = scoring, training  # type: ignore[method-assign]
     undisturbed = run_iterations(tmp_path / "undisturbed", config, 2, fleet)
-    for rows, batch in zip(said, learned, strict=True):
+    for rows, batch in zip(scores, learned, strict=True):
         for name, right in split_rows(rows, k, len(tokenizer)).items():
             found = getattr(batch, name)
             if name == "teacher_log_probs":

@@ -119,8 +119,8 @@ def check_that_a_train_step_is_one_update(
             iteration(run, DirectSteps(run), 1)  # as the retry of the step does
     assert run_iterations(store, config, 3, fleet) == undisturbed
     # An engine that was lost replays what is committed; what was updated and not committed then is lost with it.
-    again = 0 if lost != "actor" else 1 if point == "asked" else 2
-    assert fleet.training.updates == 3 + again
+    repeated = 0 if lost != "actor" else 1 if point == "asked" else 2
+    assert fleet.training.updates == 3 + repeated
     with tiny_context(str(store), config, fleet=fleet) as (run, _):
         trained = [run.committed(index, Step.TRAIN) for index in range(3)]
     assert [(commit.weight_version_in, commit.weight_version_out) for commit in trained] == [(0, 2), (2, 4), (4, 6)]

@@ -168,9 +168,9 @@ def test_a_model_without_experts_is_refused(tiny_assets: Path, tmp_path: Path) -
 
 
 def test_what_would_choose_in_the_place_of_the_routers_is_refused(moe_assets: Path) -> None:
-    asked = {"engine": "megatron", "megatron": {"moe_router_fusion": True}}
+    options = {"engine": "megatron", "megatron": {"moe_router_fusion": True}}
     training = replay_config(moe_assets).training
-    config = replay_config(moe_assets).model_copy(update={"training": training.model_copy(update=asked)})
+    config = replay_config(moe_assets).model_copy(update={"training": training.model_copy(update=options)})
     problems = setup_problems(config)
     assert any("training.megatron.moe_router_fusion chooses experts in a kernel" in one for one in problems)
 

@@ -154,12 +154,12 @@ def test_a_self_test_that_was_begun_ends_with_the_engine_call_in_which_the_drive
         trained = run.committed(0, Step.TRAIN)
         done = fleet.training.updates
 
-        def be_told(*args: Any, **options: Any) -> Any:
+        def interrupt(*args: Any, **options: Any) -> Any:
             run.stopping.set()
             return call(*args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fleet.training, meanwhile, be_told)
+            patch.setattr(fleet.training, meanwhile, interrupt)
             self_test_once(run, trained)
         assert fleet.training.updates == done + updates
         assert fleet.training.position().state_digest == trained.state_digest, "which the driver can save"

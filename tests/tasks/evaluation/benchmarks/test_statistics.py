@@ -115,9 +115,9 @@ def test_a_summary_counts_failed_samples_as_wrong_and_shows_them_apart():
 
 
 def test_a_summary_does_not_depend_on_the_order_of_the_samples():
-    given = samples([1, 0, 1], [0, 0, 1], answers=[["7", "8", "7"], ["8", "8", "7"]])
-    assert summary(given) == summary(given[::-1])
-    assert summary(given).majority_at == {2: pytest.approx(0.25), 3: 0.5}
+    graded = samples([1, 0, 1], [0, 0, 1], answers=[["7", "8", "7"], ["8", "8", "7"]])
+    assert summary(graded) == summary(graded[::-1])
+    assert summary(graded).majority_at == {2: pytest.approx(0.25), 3: 0.5}
 
 
 def test_pass_and_majority_are_of_rewards_that_are_right_or_wrong():
@@ -136,9 +136,9 @@ def test_the_metric_of_that_name_gives_the_same_numbers_to_a_run():
 
 
 def test_numbers_that_a_grader_tells_are_averaged_over_what_it_graded():
-    given = [
+    graded = [
         GradedSample("", None, prompt_index=0, reward=1.0, components={"strict": 1.0, "answer": "7"}),
         GradedSample("", None, prompt_index=1, reward=1.0, components={"strict": 0.0, "answer": "7"}),
         GradedSample("", None, prompt_index=2, error="no"),
     ]
-    assert summary(given).components == {"strict": 0.5}
+    assert summary(graded).components == {"strict": 0.5}

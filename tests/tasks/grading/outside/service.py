@@ -22,7 +22,7 @@ class Service:
     replies: Replies = lambda body: 0.0
     seconds: float = 0.0
     """That an answer takes."""
-    asked: list[Any] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     answered: int = 0
     most: int = 0
@@ -31,7 +31,7 @@ class Service:
 
     async def _handle(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.asked.append(body)
+        self.requests.append(body)
         self.headers.append(dict(request.headers))
         self._now += 1
         self.most = max(self.most, self._now)
@@ -77,6 +77,6 @@ def serving(replies: Replies = lambda body: 0.0, seconds: float = 0.0) -> Iterat
         loop.close()
 
 
-def said(text: str | None, **usage: int) -> dict[str, Any]:
+def chat_completion(text: str | None, **usage: int) -> dict[str, Any]:
     """A chat completion."""
     return {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}

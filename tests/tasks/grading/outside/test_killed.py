@@ -38,17 +38,17 @@ def test_every_answer_is_paid_for_once_but_those_on_their_way_at_the_kill(tmp_pa
         wait_for(lambda: len(list(answers.glob("*/*.arrow"))) >= 2, 60)
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-        asked = len(service.asked)
-        assert asked < 40
+        calls = len(service.requests)
+        assert calls < 40
         store = open_store(str(tmp_path))
         config = RewardConfig(rm_type="remote_rm", rm_url=service.url, rm_concurrency=AT_ONCE)
         grader = open_grader(config, None, store)
         found = grader.grade([Sample(str(number), None) for number in range(40)])
         assert [one.reward for one in found] == list(map(float, range(40)))
-        again = len(service.asked) - 40
+        repeated = len(service.requests) - 40
         # A tenth of a second's answers were not durable yet, and the others still waited for.
-        assert 0 <= again <= AT_ONCE * (0.2 / service.seconds + 1)
-        asked = len(service.asked)
+        assert 0 <= repeated <= AT_ONCE * (0.2 / service.seconds + 1)
+        calls = len(service.requests)
         assert grader.grade([Sample("7", None)])[0].reward == 7.0
-        assert len(service.asked) == asked
+        assert len(service.requests) == calls
         grader.close()

@@ -42,10 +42,10 @@ def test_an_iteration_is_trained_on_its_scores_and_rescored_by_it(
         figures, _ = rescore(ledger)
     engine = RewardModel(RewardModelConfig(path=str(folder)))
     rows = [json.loads(line)["prompt"] for line in (tiny_assets / "train.jsonl").read_text().splitlines()]
-    for given, graded in zip(rollout, rewards, strict=True):
-        prompt = rows[given["prompt_index"]]
+    for sample, graded in zip(rollout, rewards, strict=True):
+        prompt = rows[sample["prompt_index"]]
         messages = ({"role": "user", "content": prompt},)
-        (score,) = engine.score([PromptAndResponse(messages, prompt, given["response_text"])])
+        (score,) = engine.score([PromptAndResponse(messages, prompt, sample["response_text"])])
         assert graded["reward"] == score.value
         assert graded["grader"] == "reward_model"
         assert json.loads(graded["components"]) == {"tokens": score.tokens}

@@ -19,7 +19,7 @@ from cairn.tasks.grading.graders import get_grader
 from cairn.tasks.grading.opening import open_grader
 from cairn.tasks.rewards.grader import Graded
 from cairn.tasks.rewards.sample import Sample
-from tests.tasks.grading.outside.service import said, serving
+from tests.tasks.grading.outside.service import chat_completion, serving
 
 QUICK = GraderRetries(retries=3, retry_delay_seconds=0.01)
 
@@ -46,7 +46,7 @@ def test_a_service_is_sent_prompt_response_and_label_and_its_reply_is_the_reward
         config = RewardConfig(rm_type="remote_rm", rm_url=f"{service.url}/rm", reward_key="score")
         found = graded(config, [sample("a"), sample("b", None)])
     assert found == [Graded(0.5), Graded(2.0, {"why": "long"})]
-    assert {"prompt": "3 * 6 =", "response": "b", "label": None} in service.asked
+    assert {"prompt": "3 * 6 =", "response": "b", "label": None} in service.requests
 
 
 def test_a_reply_that_is_no_reward_fails_its_sample_alone():
@@ -92,8 +92,8 @@ def test_a_sample_that_is_never_answered_fails_while_others_are():
 
 
 def test_a_service_that_answers_nobody_fails_the_step_and_no_sample():
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        config = RewardConfig(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{nobody.getsockname()[1]}", rm_timeout=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = RewardConfig(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{silent.getsockname()[1]}", rm_timeout=0.1)
         with pytest.raises(GraderUnavailable, match=r"did not respond within 0\.1 s"):
             graded(config, [sample()])
     with pytest.raises(GraderUnavailable, match="does not respond"):
@@ -111,11 +111,11 @@ def test_a_refusal_of_one_question_fails_its_sample_and_one_of_any_ends_the_step
             graded(config, [sample()])
         assert "s3cret" not in str(refused.value)
         assert service.headers[-1]["Authorization"] == "Bearer s3cret"
-        asked = len(service.asked)
+        calls = len(service.requests)
         monkeypatch.delenv("OUR_API_KEY")
         with pytest.raises(GraderFailed, match="OUR_API_KEY is empty"):
             graded(config, [sample()])
-        assert len(service.asked) == asked
+        assert len(service.requests) == calls
 
 
 def test_no_more_than_so_many_questions_are_under_way():
@@ -141,7 +141,7 @@ def test_closing_ends_what_is_under_way():
         thread = threading.Thread(target=work)
         thread.start()
         deadline = time.monotonic() + 10
-        while not service.asked and time.monotonic() < deadline:
+        while not service.requests and time.monotonic() < deadline:
             time.sleep(0.01)
         grader.close()
         thread.join(10)
@@ -149,32 +149,32 @@ def test_closing_ends_what_is_under_way():
 
 
 def test_a_judge_is_asked_by_the_template_and_its_last_score_counts():
-    with serving(lambda body: said("[[3]], no: [[7.5]]", prompt_tokens=9, completion_tokens=4)) as service:
+    with serving(lambda body: chat_completion("[[3]], no: [[7.5]]", prompt_tokens=9, completion_tokens=4)) as service:
         config = judge(service.url, template='{prompt}|{answer}|{label}|{"json": {response}}', system="Be strict.")
         (found,) = graded(config, [sample("<think>17</think>{label}")])
     assert found == Graded(7.5, {"reply": "[[3]], no: [[7.5]]", "prompt_tokens": 9, "completion_tokens": 4})
-    (asked,) = service.asked
-    assert asked["model"] == "wise"
-    assert [message["role"] for message in asked["messages"]] == ["system", "user"]
+    (request,) = service.requests
+    assert request["model"] == "wise"
+    assert [message["role"] for message in request["messages"]] == ["system", "user"]
     content = '3 * 6 =|{label}|18|{"json": <think>17</think>{label}}'  # what is put in is not a template
-    assert asked["messages"][1]["content"] == content
-    assert (asked["temperature"], asked["max_tokens"]) == (0.0, 1024)
+    assert request["messages"][1]["content"] == content
+    assert (request["temperature"], request["max_tokens"]) == (0.0, 1024)
 
 
 @pytest.mark.parametrize("reply", ["good", "[[11]]", "[[-1]]", "[[x]]", None])
 def test_a_reply_without_a_score_fails_the_sample_and_is_no_zero(reply):
-    with serving(lambda body: said(reply)) as service:
+    with serving(lambda body: chat_completion(reply)) as service:
         (found,) = graded(judge(service.url), [sample()])
     assert found.reward is None
     assert "judge" in str(found.error)
 
 
 def test_a_template_that_names_the_label_fails_rows_without_one_unasked():
-    with serving(lambda body: said("[[1]]")) as service:
+    with serving(lambda body: chat_completion("[[1]]")) as service:
         config = judge(service.url, template="{response} {label}")
         found = graded(config, [sample(label=None), sample()])
     assert [one.reward for one in found] == [None, 1.0]
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
 def test_the_version_tells_what_is_asked_and_not_where():
@@ -211,24 +211,24 @@ def test_a_grader_without_whom_it_asks_is_refused():
 def test_an_answer_is_paid_for_once(tmp_path: Path):
     store = open_store(str(tmp_path))
     samples = [sample(str(number % 10)) for number in range(30)]
-    with serving(lambda body: said(f"[[{len(body['messages'][0]['content']) % 10}]]")) as service:
+    with serving(lambda body: chat_completion(f"[[{len(body['messages'][0]['content']) % 10}]]")) as service:
         first = graded(judge(service.url), samples, store)
-        assert len(service.asked) == 10  # equal questions share an answer
+        assert len(service.requests) == 10  # equal questions share an answer
         assert graded(judge(service.url), samples, store) == first
-        assert len(service.asked) == 10
+        assert len(service.requests) == 10
         graded(judge(service.url, model="wiser"), samples, store)
-        assert len(service.asked) == 20
+        assert len(service.requests) == 20
         off = judge(service.url).model_copy(update={"cache": False})
         graded(off, samples, store)
-    assert len(service.asked) == 50
+    assert len(service.requests) == 50
 
 
 def test_an_answer_without_a_score_is_kept_and_a_failure_to_answer_is_not(tmp_path: Path):
     store = open_store(str(tmp_path))
-    with serving(lambda body: said("no") if "bad" in body["messages"][0]["content"] else 400) as service:
+    with serving(lambda body: chat_completion("no") if "bad" in body["messages"][0]["content"] else 400) as service:
         samples = [sample("bad"), sample("refused")]
         first = graded(judge(service.url), samples, store)
-        service.replies = lambda body: said("[[4]]")
+        service.replies = lambda body: chat_completion("[[4]]")
         second = graded(judge(service.url), samples, store)
     assert [one.reward for one in first] == [None, None]
     assert [one.reward for one in second] == [None, 4.0]
@@ -255,8 +255,8 @@ def test_a_kept_answer_is_of_the_grader_that_the_row_names_and_of_the_entry_that
     rows = [replace(sample("cat"), label="cat", metadata=one) for one in ({}, {"rm_type": "f1"})]
     first = graded(config, rows, store)
     assert graded(config, rows, store) == first
-    kept = [(one.grader, one.version) for one in graded(config, rows, store)]
-    assert kept == [(name, get_grader(RewardConfig(rm_type=name)).version) for name in ("exact_match", "f1")]
+    graders = [(one.grader, one.version) for one in graded(config, rows, store)]
+    assert graders == [(name, get_grader(RewardConfig(rm_type=name)).version) for name in ("exact_match", "f1")]
     (tmp_path / "two.py").write_text("def grade(response, label, metadata):\n    return {'reward': 1, 'other': 2}\n")
     for key, expected in (("reward", 1.0), ("other", 2.0)):
         own = RewardConfig(custom_rm_path=f"{tmp_path / 'two.py'}:grade", cache=True, reward_key=key)

@@ -20,7 +20,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.grading.outside.code import confined
-from tests.tasks.grading.outside.service import Service, said, serving
+from tests.tasks.grading.outside.service import Service, chat_completion, serving
 from tests.tiny_run import PROMPTS, DirectSteps, killed_driver, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 2
@@ -46,7 +46,9 @@ def reply(body: dict[str, Any]) -> dict[str, Any]:
     """A judge's, or a reward service's, as it is asked."""
     if "messages" in body:
         assert body["model"] == "wise"
-        return said(f"I see. [[{worth(body['messages'][-1]['content'])}]]", prompt_tokens=9, completion_tokens=4)
+        return chat_completion(
+            f"I see. [[{worth(body['messages'][-1]['content'])}]]", prompt_tokens=9, completion_tokens=4
+        )
     return {"reward": worth(body["response"]), "label": body["label"]}
 
 
@@ -97,7 +99,7 @@ def run_whole(store: str, config: RunConfig) -> tuple[list[str | None], list[dic
 
 
 def questions(service: Service) -> list[str]:
-    return [json.dumps(body, sort_keys=True) for body in service.asked]
+    return [json.dumps(body, sort_keys=True) for body in service.requests]
 
 
 def check(config: RunConfig, store: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -116,11 +118,11 @@ def test_every_step_of_a_run_is_made_and_no_question_is_asked_twice(
     with configured(kind, tiny_assets, tmp_path, request) as (config, service):
         assert setup_problems(config) == []
         digests, rows = run_whole(store, config)
-        asked = questions(service)
-        assert len(asked) == len(set(asked))
+        requests = questions(service)
+        assert len(requests) == len(set(requests))
         with tiny_context(store, config, "again") as (run, _):  # it samples the same
             iteration(run, DirectSteps(run), 0)
-        assert questions(service) == asked
+        assert questions(service) == requests
     assert len(set(digests)) == ITERATIONS
     check(config, store, rows)
 
@@ -143,7 +145,7 @@ def test_what_was_graded_before_a_kill_is_paid_for_once_and_the_weights_are_the_
         assert ledger.find(1, Step.ROLLOUT, "00-000") is not None
         assert ledger.find(1, Step.REWARD, "00-000") is None
         digests, rows = run_whole(store, config)
-        asked = questions(service)
-        assert len(asked) == len(set(asked))
+        requests = questions(service)
+        assert len(requests) == len(set(requests))
         check(config, store, rows)
         assert run_whole(str(tmp_path / "undisturbed"), config) == (digests, rows)

@@ -46,8 +46,8 @@ def test_the_highest_number_is_first_of_metadata_or_filter_or_spread() -> None:
 
 
 def test_strata_take_turns_and_each_gives_its_youngest() -> None:
-    given = [group(0, 2, key="a"), group(1, 1, key="b"), group(2, 0, key="a"), group(3, 0, key="a"), group(4, key="c")]
-    assert ordered("stratified", given) == [2, 1, 4, 3, 0]
+    groups = [group(0, 2, key="a"), group(1, 1, key="b"), group(2, 0, key="a"), group(3, 0, key="a"), group(4, key="c")]
+    assert ordered("stratified", groups) == [2, 1, 4, 3, 0]
 
 
 GROUPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 2, 3]), st.booleans()), max_size=20).map(
@@ -90,7 +90,7 @@ def rollout(**options: Any) -> RolloutConfig:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"buffer_filter_path": "priority"}, "so that a batch takes all groups"),
         ({"buffer_filter_path": "stratified", "over_sampling_batch_size": 4}, "stratified, which needs buffer_key"),
@@ -100,8 +100,8 @@ def rollout(**options: Any) -> RolloutConfig:
         ),
     ],
 )
-def test_a_policy_without_effect_is_refused(options: dict[str, Any], said: str) -> None:
-    assert re.search(said, mistakes(rollout={"rollout_batch_size": 2, **options}))
+def test_a_policy_without_effect_is_refused(options: dict[str, Any], message: str) -> None:
+    assert re.search(message, mistakes(rollout={"rollout_batch_size": 2, **options}))
 
 
 def test_a_run_takes_the_sources_of_its_data_by_turns(tiny_assets: Path, tmp_path: Path) -> None:
@@ -164,9 +164,11 @@ def test_a_sample_filter_that_leaves_nothing_or_names_what_it_was_not_given_is_n
     config = tiny_config(tiny_assets, rollout=half, training={"num_steps_per_rollout": 2})
     with (
         tiny_context(str(tmp_path), config, "half") as (run, _),
-        pytest.raises(NothingLeft, match=r"optimizer step 1 of 2 of iteration 0 has no token .* fork the run") as told,
+        pytest.raises(
+            NothingLeft, match=r"optimizer step 1 of 2 of iteration 0 has no token .* fork the run"
+        ) as raised,
     ):
         iteration(run, DirectSteps(run), 0)
-    assert exit_code(told.value) == FAILED
+    assert exit_code(raised.value) == FAILED
     with pytest.raises(BadPlugin, match="something else than samples that it received"):
         removed_by(indices, [[]])

@@ -78,7 +78,7 @@ def learned(run: RunContext) -> tuple[Commit, list[np.ndarray], list[np.ndarray]
     scratch = Replaying(run, {Step.FILTER, Step.ADVANTAGE}, None, open_store(f"{run.ledger.store.url}-again"))
     scratch.call(filter_groups, ITERATION, "00", None, [taken], [graded], round=0)
     scratch.call(advantage, ITERATION, None, selection, [taken], [graded], None)
-    assert [again.differences for again in scratch.replayed] == [(), ()]
+    assert [replayed.differences for replayed in scratch.replayed] == [(), ()]
     return selection, [batch.loss_mask[place] for place in own], [batch.advantages[place] for place in own]
 
 

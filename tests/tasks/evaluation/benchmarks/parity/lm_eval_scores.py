@@ -21,18 +21,18 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 DOCS = {
-    "gsm8k": lambda given: {"question": "?", "answer": f"So it is {given['label']}.\n#### {given['label']}"},
-    "aime24": lambda given: {"ID": "0", "Problem": "?", "Solution": "?", "Answer": given["label"]},
-    "minerva_math500": lambda given: {
+    "gsm8k": lambda row: {"question": "?", "answer": f"So it is {row['label']}.\n#### {row['label']}"},
+    "aime24": lambda row: {"ID": "0", "Problem": "?", "Solution": "?", "Answer": row["label"]},
+    "minerva_math500": lambda row: {
         "problem": "?",
-        "solution": f"So it is $\\boxed{{{given['label']}}}$.",
-        "answer": given["label"],
+        "solution": f"So it is $\\boxed{{{row['label']}}}$.",
+        "answer": row["label"],
     },
-    "ifeval": lambda given: {
+    "ifeval": lambda row: {
         "key": 0,
         "prompt": "?",
-        "instruction_id_list": [given["instruction"]],
-        "kwargs": [given["arguments"]],
+        "instruction_id_list": [row["instruction"]],
+        "kwargs": [row["arguments"]],
     },
 }
 """A row of each task's data set for an answer."""
@@ -87,5 +87,5 @@ def scores(task: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    given = yaml.safe_load(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps({task: scores(task, given[task]) for task in given}))
+    row = yaml.safe_load(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps({task: scores(task, row[task]) for task in row}))

@@ -27,7 +27,7 @@ ROOT = HERE.parents[4]
 PYTHON = ROOT / ".venv-lm-eval" / "bin" / "python"
 ANSWERS: dict[str, list[dict[str, Any]]] = yaml.safe_load((HERE / "answers.yaml").read_text())
 RECORDED: dict[str, Any] = json.loads((HERE / "lm_eval_scores.json").read_text())
-HELD = [
+COMPARED = [
     ("gsm8k", "gsm8k", "exact_match,flexible-extract", "reward"),
     ("gsm8k-5shot", "gsm8k", "exact_match,strict-match", "reward"),
     ("aime2024", "aime24", "exact_match", "reward"),
@@ -46,17 +46,17 @@ def sample(answer: dict[str, Any]) -> Sample:
     return Sample(answer["response"], None, rows)
 
 
-@pytest.mark.parametrize(("name", "task", "metric", "said"), HELD)
-def test_answers_get_the_scores_of_lm_evaluation_harness(name: str, task: str, metric: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "task", "metric", "key"), COMPARED)
+def test_answers_get_the_scores_of_lm_evaluation_harness(name: str, task: str, metric: str, key: str) -> None:
     benchmark = load_benchmark(name)
     assert benchmark.follows is not None
     assert benchmark.follows.task == (task if name != "aime2025" else "aime25")
     assert benchmark.follows.version == RECORDED[task]["version"]
     grade = load_callable(benchmark_grader(benchmark).path)
-    theirs = RECORDED[task]["scores"][metric]
-    ours = [grade(sample(answer))[said] for answer in ANSWERS[task]]
-    assert len(ours) == len(theirs) >= 60
-    others = [a for a, one, other in zip(ANSWERS[task], ours, theirs, strict=True) if one != other]
+    expected = RECORDED[task]["scores"][metric]
+    scores = [grade(sample(answer))[key] for answer in ANSWERS[task]]
+    assert len(scores) == len(expected) >= 60
+    others = [a for a, one, other in zip(ANSWERS[task], scores, expected, strict=True) if one != other]
     # What is judged otherwise is what is said to be, each with a reason.
     assert others == [answer for answer in ANSWERS[task] if "differs" in answer]
 

@@ -28,7 +28,7 @@ _FORK = "fork-"
 
 
 def give(command: Command, store_url: str, run: str) -> str:
-    """Do it, now; returns what came of it. Raises what the command raises where that is not its right answer."""
+    """Run a command now. Return its result in words. Raises the command's error where that is not expected."""
     store = open_store(store_url)
     ledger = Ledger.open(store, run)
     if command == "gc":
@@ -71,12 +71,12 @@ def _delete(store: Store, run: str) -> str:
 
 
 def forks_of(store: Store) -> list[str]:
-    """The runs that `fork` made and nobody deleted."""
+    """Return the runs that `fork` made and that still exist."""
     return [name for name in list_runs(store) if name.startswith(_FORK)]
 
 
 def unusable_forks(store: Store) -> list[str]:
-    """What is wrong with the forks that were made beside a driver: nothing, as it should be."""
+    """Return the problems of forks that were made while a driver ran."""
     found = []
     for name in forks_of(store):
         ledger = Ledger.open(store, name)

@@ -189,16 +189,18 @@ class OutsideGraders:
             except GraderFailed:
                 raise
             except Exception as error:
-                told = str(error) if isinstance(error, TryAgain | ValueError) else f"{type(error).__name__}: {error}"
+                message = str(error) if isinstance(error, TryAgain | ValueError) else f"{type(error).__name__}: {error}"
                 match cause_of_error(error, self._retries.errors, limited=False):
                     case ErrorCause.MACHINE:
-                        raise GraderUnavailable(f"grader {self.name}: {told}") from error
+                        raise GraderUnavailable(f"grader {self.name}: {message}") from error
                     case ErrorCause.SERVICE:
                         delay = next(delays, None)
                     case _:
-                        return _Tried(Graded(None, error=told, tries=tries, waited=waited), answered=False)
+                        return _Tried(Graded(None, error=message, tries=tries, waited=waited), answered=False)
                 if delay is None:
-                    return _Tried(Graded(None, error=told, tries=tries, waited=waited), answered=False, transient=True)
+                    return _Tried(
+                        Graded(None, error=message, tries=tries, waited=waited), answered=False, transient=True
+                    )
             await asyncio.sleep(delay)
             waited += delay
 

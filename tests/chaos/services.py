@@ -24,20 +24,20 @@ from tests.waiting import wait_for
 
 
 class UndisturbedFailed(Exception):
-    """A run that nobody struck did not end as it should; the message has its log."""
+    """A run without faults did not end as it should; the message has its log."""
 
 
 @dataclass
 class Undisturbed:
-    """A run that nobody struck, to which others are compared."""
+    """A run without faults, to which others are compared."""
 
     run: Disturbed
     seconds: float
 
 
 @dataclass
-class Standing:
-    """Made as they are first needed; ended by `close`."""
+class Services:
+    """Servers and runs that others share. Each is made when it is first needed, and ended by `close`."""
 
     folder: Path
     """Of everything: of each run by its name, and of what they share under `standing`."""
@@ -87,7 +87,7 @@ class Standing:
             yield
 
     def undisturbed(self, configuration: str) -> Undisturbed:
-        """The run of a configuration that nobody struck. Raises UndisturbedFailed."""
+        """Return the run of a configuration without faults. Raises UndisturbedFailed."""
         if configuration not in self._undisturbed:
             run, began = self.run(f"undisturbed-{configuration}", configuration), time.monotonic()
             if run.drive() != 0:
