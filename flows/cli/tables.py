@@ -250,11 +250,11 @@ def _chosen(status: "RunStatus") -> str:
 
 
 def _gate(run: str, gate: "GateStatus") -> str:
-    from cairn.flows.reading.gates import asking
+    from cairn.flows.reading.gates import approval_request
 
     if gate.state == "open" or gate.verdict is None:
         since = f", since {age(gate.gate.at)}" if gate.gate else ""
-        return asking(gate, run) + since
+        return approval_request(gate, run) + since
     why = f": {gate.verdict.why}" if gate.verdict.why else ""
     return f"rejected before iteration {gate.iteration} by {gate.verdict.by} {age(gate.verdict.at)}{why}"
 

@@ -40,7 +40,7 @@ EXCLUSIVE = {"data.get_samples_path", "data.curriculum.policy", "rollout.stalene
 
 
 TAKES_EFFECT_WITH = {
-    "algorithm.custom_tis_function_path": {"algorithm": {"use_tis": True}},
+    "algorithm.custom_tis_function_path": {"algorithm": {"use_tis": True, "use_rollout_logprobs": False}},
     "rollout.buffer_filter_path": {"rollout": {"over_sampling_batch_size": 1_000}},
     "rollout.staleness_policy": {"rollout": {"pipeline": "streaming"}},
     "rollout.tools": {"rollout": {"custom_generate_function_path": "tool_calls"}},

@@ -78,7 +78,7 @@ def test_a_rollout_that_is_preempted_keeps_what_had_finished_and_the_weights_and
 
     def drive() -> None:
         with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _), ending.in_order():
-            ending.works(run)
+            ending.set_run(run)
             for index in range(3):
                 iteration(run, DirectSteps(run), index)
 
@@ -125,9 +125,9 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_driver(
     store = open_store(str(tmp_path))
     lease = Lease.acquire(store, "run-1")
     monkeypatch.setattr(store, "create", away)
-    ended = KeyboardInterrupt()
-    assert not _releasing(lease)(KeyboardInterrupt, ended, None)
-    assert ended.__notes__ == ["StoreError meanwhile: the store is away"]
+    with pytest.raises(KeyboardInterrupt) as ended, _releasing(lease):
+        raise KeyboardInterrupt
+    assert ended.value.__notes__ == ["StoreError meanwhile: the store is away"]
 
 
 NOTICES = [signal.SIGTERM, signal.SIGUSR1]

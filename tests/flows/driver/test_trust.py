@@ -66,7 +66,6 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("rollout.external_urls", sglang(external_urls=["http://198.51.100.7:30000"])),
     ("rollout.external_urls", sglang(external_urls=["http://127.0.0.1:8265/api/jobs"])),
     ("fleet.ray_address", {"fleet": {"ray_address": "198.51.100.7:1"}}),
-    ("fleet.ray_address", {"fleet": {"ray_address": "127.0.0.1:1@198.51.100.7"}}),
     ("fleet.update_weight_disk_dir", disk("/somewhere")),
     ("fleet.update_weight_disk_dir", disk("../beside")),
     ("tracking.tensorboard_dir", {"tracking": {"tensorboard_dir": "/somewhere"}}),
