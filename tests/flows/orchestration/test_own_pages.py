@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cairn.flows.orchestration.server import Server, ServerFailed, require_answer
+from cairn.flows.orchestration.server import Server, ServerFailed, require_response
 from cairn.flows.orchestration.server_process import HOSTS, SameOriginOnly, refusal
 from tests.browser import REBOUND, visit
 
@@ -167,5 +167,5 @@ def test_a_configured_server_that_does_not_answer_is_named_without_its_password(
     api = "http://user:SECRETKEY123@127.0.0.1:9/api"
     named = pytest.raises(ServerFailed, match="Prefect's server at an address with credentials")
     with temporary_settings({PREFECT_API_URL: api}), named as failed:
-        require_answer(api)
+        require_response(api)
     assert "SECRETKEY123" not in str(failed.value)

@@ -28,8 +28,8 @@ from cairn.flows.orchestration.server import (
     Server,
     ServerFailed,
     ensure_server,
-    environment_of_our_own,
     prefect_api,
+    private_environment,
 )
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
@@ -103,7 +103,7 @@ def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> Non
 def test_passwords_of_a_teams_server_reach_no_server_of_our_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY"):
         monkeypatch.setenv(name, "admin:pass")
-    given = environment_of_our_own(home, "http://127.0.0.1:1/api")
+    given = private_environment(home, "http://127.0.0.1:1/api")
     assert "admin:pass" not in given.values()
     with (
         temporary_settings({PREFECT_API_AUTH_STRING: "admin:pass"}),
