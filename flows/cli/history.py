@@ -230,7 +230,7 @@ def replay(
     - `cairn replay quickstart --all --step reward` grades every sample again
     - `cairn replay quickstart --weights` does every update again, from the initial weights on
     """
-    from cairn.flows.history.replay import UPDATES, newest_update, replay_all, weights_again
+    from cairn.flows.history.replay import UPDATES, newest_update, replay_all, replayed_weights
     from cairn.flows.history.replay import replay as replayed
     from cairn.storage.ledger.commits import Step
 
@@ -246,7 +246,7 @@ def replay(
         ledger = root.ledger(run)
         newest = newest_update(ledger)
         found = replay_all(ledger, UPDATES, show, tell_message)
-        made["weights"] = weights_again(newest, found)
+        made["weights"] = replayed_weights(newest, found)
         text.append(_weights(run, made["weights"]))
     elif everything:
         if iteration is not None or step is not None:

@@ -14,6 +14,7 @@ from cairn.storage.ledger.commits import Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.store.errors import BeingDeleted, Retired
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import delete_run
 from cairn.storage.upkeep.retention import require_restorable
 from cairn.tasks.durable.selection import number
@@ -30,18 +31,18 @@ def fork(
     name: str,
     overrides: Sequence[str] = (),
     reason: str | None = None,
-    given: RunConfig | None = None,
+    recipe: RunConfig | None = None,
 ) -> Ledger:
     """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
 
     Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration;
-    `reason` is recorded in the fork's manifest; `given` is the parent's recipe, where the user passed one. The parent
+    `reason` is recorded in the fork's manifest; `recipe` is the parent's recipe, where the user passed one. The parent
     may be running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
-    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, given))
+    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, recipe))
     layout.check_name(name, "run")
-    _check_there_is_something_to_share(parent, iteration)
-    _check_there_is_something_to_do(parent, iteration, config)
+    _check_shared_iterations(parent, iteration)
+    _check_remaining_iterations(parent, iteration, config)
     _check_critic(parent, iteration, config)
     _check_adapters(parent, iteration, config)
     _check_state(parent, iteration, config)
@@ -74,17 +75,26 @@ def fork(
     return created
 
 
-def _check_there_is_something_to_share(parent: Ledger, iteration: int) -> None:
+def is_fork(store: Store, name: str, parent: str, iteration: int) -> bool:
+    """Whether a run is there and is the fork of `parent` at `iteration`."""
+    try:
+        origin = Ledger.open(store, name).manifest.parent
+    except FileNotFoundError:
+        return False
+    return origin is not None and (origin.run, origin.iteration) == (parent, iteration)
+
+
+def _check_shared_iterations(parent: Ledger, iteration: int) -> None:
     last = parent.last_iteration()
     if parent.find(iteration, Step.TRAIN) is None:
-        there = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
+        trained = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
         raise CannotFork(
-            f"run {parent.run!r} has not trained iteration {iteration}: {there}; fork it at an iteration that was "
+            f"run {parent.run!r} has not trained iteration {iteration}: {trained}; fork it at an iteration that was "
             "trained, or start a new run with `cairn train`"
         )
 
 
-def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunConfig) -> None:
+def _check_remaining_iterations(parent: Ledger, iteration: int, config: RunConfig) -> None:
     total = config.rollout.num_rollout
     if total <= iteration + 1:
         raise CannotFork(
@@ -125,11 +135,11 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
     before = was.algorithm
     if config.algorithm.advantage_estimator != before.advantage_estimator:
         # has_critic loads the estimators of both configurations
-        had = has_critic(require_trusted(was, parent.store, config, of=f" of {parent.run}").algorithm)
-        if has_critic(config.algorithm) != had:
+        critic_before = has_critic(require_trusted(was, parent.store, config, of=f" of {parent.run}").algorithm)
+        if has_critic(config.algorithm) != critic_before:
             raise CannotFork(
                 f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was "
-                f"trained with {before.advantage_estimator}, {'with' if had else 'without'} a critic: keep "
+                f"trained with {before.advantage_estimator}, {'with' if critic_before else 'without'} a critic: keep "
                 f"{before.advantage_estimator}, or start a new run with `cairn train`"
             )
     if _critic_only_updates(config) != _critic_only_updates(was):
@@ -162,7 +172,7 @@ def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
     """Raise CannotFork if the fork changes the options that define the training state of its checkpoint, or the engine
     that reads it."""
     was = from_manifest(parent.owner(iteration).manifest.config)
-    for (option, before), now in zip(_of_the_state(was).items(), _of_the_state(config).values(), strict=True):
+    for (option, before), now in zip(_state_options(was).items(), _state_options(config).values(), strict=True):
         if now != before:
             raise CannotFork(
                 f"{option} differs from that of {parent.run} ({before}), but a fork continues with its training "
@@ -170,7 +180,7 @@ def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
             )
 
 
-def _of_the_state(config: RunConfig) -> dict[str, str]:
+def _state_options(config: RunConfig) -> dict[str, str]:
     training, interval = config.training, config.algorithm.ref_update_interval
     distributed = training.megatron.get("use_distributed_optimizer", False)
     return {

@@ -56,13 +56,13 @@ def opened(made: str, monkeypatch: pytest.MonkeyPatch) -> Opened:
     names: Opened = []
 
     @contextmanager
-    def beside(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> Iterator[RunContext]:
+    def context(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> Iterator[RunContext]:
         names.append(f"{ledger.run}, trainer" if trains_only else ledger.run)
         config = RunConfig.model_validate(ledger.manifest.config)
         with tiny_context(made, config, ledger.run) as (run, _):
             yield run
 
-    monkeypatch.setattr(module, "beside_the_ledger", beside)
+    monkeypatch.setattr(module, "read_only_context", context)
     return names
 
 
@@ -80,11 +80,11 @@ def test_every_commit_is_done_again_once_and_engines_start_once(
 ) -> None:
     ledger = Ledger.open(open_store(made), name)
     before = open_store(made).find("runs")
-    told: list[str] = []
-    found = replay_all(ledger, tell=lambda again: told.append(again.name))
+    replayed: list[str] = []
+    found = replay_all(ledger, on_replayed=lambda one: replayed.append(one.name))
     assert sorted(again.name for again in found) == commits_of(ledger)
     assert [again.differences for again in found] == [()] * len(found)
-    assert told == [again.name for again in found]
+    assert replayed == [again.name for again in found]
     assert opened == engines
     assert {path for path in open_store(made).find("runs") if "/leases/" not in path} == {
         path for path in before if "/leases/" not in path
