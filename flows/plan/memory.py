@@ -13,7 +13,7 @@ from cairn.engines.plan.serving import Serving, default_static_fraction, served_
 from cairn.engines.plan.tensors import Model, Tensor
 from cairn.engines.training.exactly_once import untrained_models
 from cairn.engines.training.needs import has_critic
-from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model
+from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model, scaled
 
 # Memory of the rollout engines, and the number of samples that fit in it.
 
@@ -104,19 +104,19 @@ def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
         pool = most_at_once(subject) * need.of(subject.lengths.longest)
         rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
         return EngineMemory(rows, need, pool, serving)
-    most = options.get("max_total_tokens")
-    asked = float("inf") if most is None else _pool_of(need, int(most), subject)
+    longest, most = subject.lengths.longest, options.get("max_total_tokens")
+    limit = float("inf") if most is None else int(most) / longest * need.of(longest)
     if not subject.rolls_out_on_gpu:
-        pool = min(asked, most_at_once(subject) * serving.data * need.of(subject.lengths.longest))
+        pool = min(limit, most_at_once(subject) * serving.data * need.of(longest))
         rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
-        return EngineMemory(_times(rows, serving.tensor), need, pool, serving)
-    left = max(0.0, hardware.memory - reserved.bytes - taken)
+        return EngineMemory(scaled(rows, serving.tensor), need, pool, serving)
+    free = max(0.0, hardware.memory - reserved.bytes - taken)
     fraction = options.get("mem_fraction_static")
-    static = left * float(default_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
-    pool = max(0.0, min(asked, static - weights))
-    held = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
-    work = Row(what="activations and graphs of the server", bytes=left - static)
-    return EngineMemory((*held, work, reserved), need, pool, serving)
+    static = free * float(default_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
+    pool = max(0.0, min(limit, static - weights))
+    used = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
+    work = Row(what="activations and graphs of the server", bytes=free - static)
+    return EngineMemory((*used, work, reserved), need, pool, serving)
 
 
 def cache_plan(subject: Subject, memory: EngineMemory) -> CachePlan:
@@ -152,15 +152,6 @@ def decoding(subject: Subject) -> Decoding:
         subject.hardware_of(on_gpu),
         flops,
     )
-
-
-def _pool_of(need: CacheNeed, tokens: int, subject: Subject) -> float:
-    longest = subject.lengths.longest
-    return tokens / longest * need.of(longest)
-
-
-def _times(rows: tuple[Row, ...], count: int) -> tuple[Row, ...]:
-    return tuple(Row(what=row.what, bytes=row.bytes * count) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -218,8 +209,8 @@ def heaviest_rank(subject: Subject) -> RankMemory:
     """Return the memory of a rank of the pipeline stage that needs most: the first stage holds most micro-batches and
     the embedding, the last one the output layer."""
     training = subject.config.training
-    found = [rank_memory(subject, stage) for stage in range(training.pipeline_model_parallel_size)]
-    return max(found, key=lambda rank: rank.total)
+    ranks = (rank_memory(subject, stage) for stage in range(training.pipeline_model_parallel_size))
+    return max(ranks, key=lambda rank: rank.total)
 
 
 def rank_memory(subject: Subject, stage: int) -> RankMemory:
@@ -234,19 +225,19 @@ def rank_memory(subject: Subject, stage: int) -> RankMemory:
         if role == "ref" and training.lora.r and config.model.ref_path is None:
             continue  # the model without its adapters
         frozen, _ = planned_model(path)
-        held = _held(frozen, training, stage, trained=False)
+        parameters = _counts(frozen, training, stage, trained=False)
         name = {"ref": "reference model", "teacher": "teacher"}[role]
-        state.append(Row(what=name, bytes=held.all * bytes_of(training.dtype)))
+        state.append(Row(what=name, bytes=parameters.all * bytes_of(training.dtype)))
     return RankMemory(stage, tuple(state), tuple(_step_rows(subject, stage)))
 
 
-def _held(model: Model, training: TrainingConfig, stage: int, *, trained: bool = True, critic: bool = False) -> Held:
+def _counts(model: Model, training: TrainingConfig, stage: int, *, trained: bool = True, critic: bool = False) -> Held:
     if training.engine == "torch":
         return sharded(model, training, trained=trained, critic=critic)
     return held_by_stage(model, training, trained=trained, critic=critic)[stage]
 
 
-def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str, *, critic: bool = False) -> list[Row]:
+def _learner_rows(model: Model, training: TrainingConfig, stage: int, owner: str, *, critic: bool = False) -> list[Row]:
     """Return weights, gradients and optimizer state.
 
     Gradients and moments are float32 on both engines. Megatron stores weights in the number format of training; for
@@ -254,24 +245,24 @@ def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str
     the 12 by the number of ranks with the same parameters (Megatron-LM's `theoretical_memory_usage.py`). torch stores
     float32 weights: 4 + 4 + 8 bytes. With LoRA everything except adapters is in the number format of training.
     """
-    held, size = _held(model, training, stage, critic=critic), bytes_of(training.dtype)
+    parameters, size = _counts(model, training, stage, critic=critic), bytes_of(training.dtype)
     if training.lora.r and not critic:
         adapters = adapter_size(model, training.lora) / training.world_size
         return [
-            Row(what="weights", bytes=held.all * size + 4 * adapters),
+            Row(what="weights", bytes=parameters.all * size + 4 * adapters),
             Row(what="gradients of adapters", bytes=4 * adapters),
             Row(what="optimizer of adapters", bytes=8 * adapters),
         ]
     if training.engine == "torch":
-        weights, optimizer = 4 * held.all, 8 * held.trained
+        weights, optimizer = 4 * parameters.all, 8 * parameters.trained
     else:
-        weights, each = size * held.all, 8 + (4 if size == 2 else 0)
+        weights, each = size * parameters.all, 8 + (4 if size == 2 else 0)
         dense, expert = replicas(training)
-        optimizer = each * (held.trained_dense / dense + held.trained_expert / expert)
+        optimizer = each * (parameters.trained_dense / dense + parameters.trained_expert / expert)
     return [
-        Row(what=f"{whose}weights", bytes=weights),
-        Row(what=f"{whose}gradients", bytes=4 * held.trained),
-        Row(what=f"{whose}optimizer", bytes=optimizer),
+        Row(what=f"{owner}weights", bytes=weights),
+        Row(what=f"{owner}gradients", bytes=4 * parameters.trained),
+        Row(what=f"{owner}optimizer", bytes=optimizer),
     ]
 
 
@@ -294,22 +285,22 @@ def _step_rows(subject: Subject, stage: int) -> list[Row]:
         layers = range(model.config.num_hidden_layers)
     else:
         layers = stages(model.config.num_hidden_layers, training)[stage]
-    kept = stage_activations(model, training, layers, stage, of_step.tokens, of_step.count, lengths.longest)
+    activations = stage_activations(model, training, layers, stage, of_step.tokens, of_step.count, lengths.longest)
     shards = training.engine == "torch" and (training.world_size > 1 or training.dtype != "float32")
     at_output, in_layers = [], []
     if stage == last:
         trained = int(of_step.tokens * lengths.trained)
         logits = output_bytes(model, training, of_step.tokens, trained, critic=False)
         at_output.append(Row(what="logits and the output layer's input", bytes=logits))
-    if kept.again:
-        in_layers.append(Row(what="activations of the layers that are recomputed", bytes=kept.again))
+    if activations.again:
+        in_layers.append(Row(what="activations of the layers that are recomputed", bytes=activations.again))
     if shards:
         outside, layer = _gathered(model, training)
         at_output.append(Row(what="weights gathered from all ranks", bytes=outside))
         in_layers.append(Row(what="weights and gradients of layers gathered from all ranks", bytes=outside + layer))
     # The logits are freed when the backward pass reaches the layers.
     largest = max(at_output, in_layers, key=lambda rows: sum(row.bytes for row in rows))
-    return [Row(what="activations", bytes=kept.kept), *largest]
+    return [Row(what="activations", bytes=activations.kept), *largest]
 
 
 def _gathered(model: Model, training: TrainingConfig) -> tuple[float, float]:
