@@ -32,6 +32,12 @@ def number(value: float | None, form: str = "") -> str:
     return "–" if value is None else format(value, form)
 
 
+def shortened(text: str, longest: int) -> str:
+    """Return the text, or its beginning and the number of characters that follow."""
+    rest = len(text) - longest
+    return text if rest <= 0 else f"{text[:longest]}… and {rest:,} characters more"
+
+
 def percent(share: float | None) -> str:
     """Return a share, from 0 to 1, as percentage; a dash for None."""
     return "–" if share is None else f"{100 * share:.1f} %"

@@ -193,7 +193,7 @@ def opened(
         ending.in_order(),
         open_run(store, run, config, takeover=takeover, emit=events, on_lease=ending.set_lease) as context,
         ending.in_order(),
-        events.joined_by(watchers(context)),
+        events.attached(watchers(context)),
     ):
         yield context, events
 

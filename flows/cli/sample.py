@@ -106,13 +106,13 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
         raise Failure("left the debugger") from None
     if found.changed and not json:
         print_stderr("the source of the function or of its tools has changed since the run")
-    said = {
+    sentences = {
         "same": f"the same trajectory, bit for bit, after {found.answers} answers",
         "differs": f"another trajectory: {found.told}",
         "failed": f"no trajectory: {found.told}",
         "diverged": f"no trajectory: {found.told}",
     }
-    return Shown(found, said[found.outcome], failed=found.outcome != "same")
+    return Shown(found, sentences[found.outcome], failed=found.outcome != "same")
 
 
 def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
@@ -161,11 +161,11 @@ def lineage(
     - `cairn lineage quickstart 5 170 3 12` says how token 12 came to be and was trained on
     - `cairn lineage quickstart 5 170 3 --json | jq .update.state_digest`
     """
-    from cairn.flows.reading.lineage import lineage as found_lineage
+    from cairn.flows.reading.lineage import lineage as lineage_of
 
     ledger = root.ledger(run)
     with bad_input(LookupError):
-        found = found_lineage(ledger, iteration, group, sample, token)
+        found = lineage_of(ledger, iteration, group, sample, token)
     return Shown(found, lines_of(_facts(found), style="dim"))
 
 
@@ -221,10 +221,11 @@ def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]
         f"{versions}, 1 of {update.samples} samples, loss {number(update.loss, '.6g')}; {_reference(update.made_by)}",
     )
     yield "left", f"state {_short(update.state_digest)}, published {_short(update.published_digest)}"
-    kept = [str(saved.iteration) for saved in found.checkpoints if not saved.retired]
-    retired = len(found.checkpoints) - len(kept)
-    shown = ", ".join(kept if len(kept) < 8 else [*kept[:3], "…", *kept[-2:]]) or "none"
-    yield "checkpoints", f"of iterations {shown}{f'; {retired} more are retired' if retired else ''}" if kept else shown
+    stored = [str(saved.iteration) for saved in found.checkpoints if not saved.retired]
+    retired = len(found.checkpoints) - len(stored)
+    shown = ", ".join(stored if len(stored) < 8 else [*stored[:3], "…", *stored[-2:]]) or "none"
+    more = f"; {retired} more are retired" if retired else ""
+    yield "checkpoints", f"of iterations {shown}{more}" if stored else shown
 
 
 def _token(token: "Token") -> str:

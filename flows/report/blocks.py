@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.flows.reading.episodes import CallView, EpisodeView, TurnView
+from cairn.flows.text import shortened as cut_text
 
 _LEVEL = 6
 _KINDS = {"f4": "f32", "f8": "f64", "i4": "i32", "u1": "u8"}
@@ -232,9 +233,7 @@ def _call(call: CallView, began: float | None) -> dict[str, Any]:
 
 
 def _text(text: str | None) -> str:
-    if text is None:
-        return ""
-    return text if len(text) <= MOST_TURNS else f"{text[:MOST_TURNS]}… and {len(text) - MOST_TURNS:,} characters more"
+    return "" if text is None else cut_text(text, MOST_TURNS)
 
 
 def _timing(at: float | None, seconds: float | None, began: float | None) -> list[str]:
