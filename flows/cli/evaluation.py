@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cairn.flows.evaluation.comparing import Standing
     from cairn.flows.evaluation.evaluating import EvaluationResult, Watcher
-    from cairn.flows.evaluation.models import Evaluable
+    from cairn.flows.evaluation.models import ModelFolder
     from cairn.storage.store.store import Store
 
 EngineOption = Annotated[
@@ -221,7 +221,7 @@ def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
 
 def _models(
     store: "Store", place: str | None, folder: Path | None, every: int | None, options: dict[str, Any]
-) -> "Sequence[Evaluable]":
+) -> "Sequence[ModelFolder]":
     from pydantic import ValidationError
 
     from cairn.flows.evaluation.models import weights_to_evaluate

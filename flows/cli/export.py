@@ -208,11 +208,8 @@ def bundle(
         raise BadInput(f"{file} cannot be written: {error.strerror}") from None
     text = [f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {contents.newest}"]
     if weights:
-        text.append(
-            f"with the weights of {contents.checkpoint}"
-            if contents.checkpoint
-            else "without weights: there is no checkpoint"
-        )
+        saved = contents.checkpoint
+        text.append(f"with the weights of {saved}" if saved else "without weights: there is no checkpoint")
     return Shown(contents, [*text, f"check it with: cairn unbundle {file}"])
 
 
@@ -250,9 +247,8 @@ def _checked(checked: "Checked") -> Iterator[str]:
     yield f"{sample}, iteration {contents.iteration} of run {contents.run}, up to {contents.newest}"
     yield f"prompt    {checked.prompt}"
     yield f"response  {checked.response}"
-    verdict = (
-        f"not graded again: {checked.not_graded}" if checked.not_graded else f"graded again: {checked.graded_again}"
-    )
+    why = checked.not_graded
+    verdict = f"not graded again: {why}" if why else f"graded again: {checked.graded_again}"
     yield f"reward    {checked.reward}, {verdict}"
     summary = f"{len(checked.problems)} problems" if checked.problems else "all of it is what was committed"
     yield f"{checked.commits} commits, {checked.tables} tables and checkpoint files read; {summary}"

@@ -211,10 +211,8 @@ def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]
         yield "trained on", "not by any update"
         return
     if update.estimated_by is not None:
-        yield (
-            "advantage",
-            f"{number(update.advantage, '.6g')}, age {number(update.age)}; {_reference(update.estimated_by)}",
-        )
+        estimated_by = _reference(update.estimated_by)
+        yield "advantage", f"{number(update.advantage, '.6g')}, age {number(update.age)}; {estimated_by}"
     versions = f"version {update.weight_version_in} → {update.weight_version_out}"
     yield (
         "trained on",

@@ -42,9 +42,11 @@ def setup_problems(config: RunConfig) -> list[str]:
     data."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     problems += _image_problems(config)
-    problems += [*_grader_problems(config), *_stop_token_problems(config), *_top_k_problems(config)]
-    problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     readable = [path for path in config.model.folders.values() if _is_readable(path)]
+    problems += _grader_problems(config)
+    if config.model.path in readable:
+        problems += [*_stop_token_problems(config), *_top_k_problems(config)]
+    problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     for path in readable:
         problems += training_problems(config.training, path)
     if config.training.lora.r and not problems:
@@ -159,18 +161,20 @@ def _is_readable(path: str) -> bool:
     return True
 
 
+def _vocabulary_size(path: str) -> int:
+    size: int = check_model_folder(path).get_text_config().vocab_size
+    return size
+
+
 def _stop_token_problems(config: RunConfig) -> Iterator[str]:
     """Report stop token ids outside the vocabulary: negative ids would index the last tokens, larger ones no token.
     Runs that were created with such ids can still resume."""
-    path = config.model.path
-    if config.rollout.rollout_stop_token_ids and _is_readable(path):
-        size = check_model_folder(path).get_text_config().vocab_size
-        for id in config.rollout.rollout_stop_token_ids:
-            if not 0 <= id < size:
-                yield (
-                    f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {path}: its ids "
-                    f"are 0 to {size - 1}"
-                )
+    for id in config.rollout.rollout_stop_token_ids:
+        if not 0 <= id < (size := _vocabulary_size(config.model.path)):
+            yield (
+                f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {config.model.path}: "
+                f"its ids are 0 to {size - 1}"
+            )
 
 
 def _end_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
@@ -203,14 +207,9 @@ def unstopped_end(
 
 
 def _top_k_problems(config: RunConfig) -> Iterator[str]:
-    path, algorithm = config.model.path, config.algorithm
-    if algorithm.learns_from_top_k and _is_readable(path):
-        size = check_model_folder(path).get_text_config().vocab_size
-        if algorithm.distillation_topk > size:
-            yield (
-                f"algorithm.distillation_topk is {algorithm.distillation_topk}, but the model in {path} has {size} "
-                "tokens: lower it"
-            )
+    path, top_k = config.model.path, config.algorithm.distillation_topk
+    if config.algorithm.learns_from_top_k and top_k > (size := _vocabulary_size(path)):
+        yield f"algorithm.distillation_topk is {top_k}, but the model in {path} has {size} tokens: lower it"
 
 
 def _image_problems(config: RunConfig) -> Iterator[str]:
@@ -239,7 +238,7 @@ def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
     except BadModel as error:
         yield f"model.{option}: {error}"
         return
-    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (other, policy))
+    known, sampled = map(_vocabulary_size, (other, policy))
     if not same or known < sampled:
         why = f"has {known} token ids, but {sampled} are sampled" if same else "has another tokenizer"
         yield f"model.{option}: the model in {other} {why}: use a model with the policy's vocabulary"

@@ -20,7 +20,7 @@ from cairn.engines.types.types import SamplingParams
 from cairn.flows.driver.sources import environment
 from cairn.flows.driver.validation import unstopped_end
 from cairn.flows.evaluation.benchmarks import OwnBenchmark, sampled_by_the_run
-from cairn.flows.evaluation.models import Evaluable
+from cairn.flows.evaluation.models import ModelFolder
 from cairn.storage.evals import Evaluation, find_or_claim
 from cairn.storage.ledger.leases import LeaseState
 from cairn.storage.store.store import Store
@@ -139,7 +139,7 @@ class EvaluationResult:
 
 def evaluate_models(
     store: Store,
-    models: Sequence[Evaluable],
+    models: Sequence[ModelFolder],
     benchmarks: Sequence[Benchmark | OwnBenchmark],
     *,
     seed: int = SEED,
@@ -200,7 +200,7 @@ class _EnginesOfModel:
     """Engine of a model, started at the first call, and restarted for other stop strings: a server with a tokenizer may
     end responses at more tokens."""
 
-    def __init__(self, stack: ExitStack, model: Evaluable, watcher: Watcher) -> None:
+    def __init__(self, stack: ExitStack, model: ModelFolder, watcher: Watcher) -> None:
         self._stack, self._model, self._watcher = stack.enter_context(ExitStack()), model, watcher
         self._served: Served | None = None
         self._stop: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from cairn.configs.schema.evaluation import Benchmark
 from cairn.flows.evaluation.benchmarks import OwnBenchmark, benchmarks_of
 from cairn.flows.evaluation.comparing import markdown
 from cairn.flows.evaluation.evaluating import SEED, EvaluationResult, Watcher, evaluate_models
-from cairn.flows.evaluation.models import BadPlace, Evaluable, benchmarks_of_run, weights_to_evaluate
+from cairn.flows.evaluation.models import BadPlace, ModelFolder, benchmarks_of_run, weights_to_evaluate
 from cairn.flows.evaluation.regression import evaluated_run, regressions
 from cairn.flows.text import slug
 from cairn.storage.store.store import Store
@@ -82,7 +82,7 @@ def evaluated(
 
 
 def _evaluate_model(
-    store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | OwnBenchmark]
+    store: Store, model: ModelFolder, benchmarks: Sequence[Benchmark | OwnBenchmark]
 ) -> list[EvaluationResult]:
     """Evaluate every benchmark on a model, as a task of the flow run."""
     logger = get_run_logger()

@@ -2,11 +2,11 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cairn.configs.errors import BadInput
 from cairn.configs.loader import from_manifest
@@ -92,59 +92,35 @@ class BadPlace(BadInput):
     """A run, or an iteration of it, that cannot be evaluated as requested. The message is one clear sentence."""
 
 
-class Evaluable(Protocol):
-    """Weights with their tokenizer. Closed after the last evaluation."""
-
-    @property
-    def name(self) -> str:
-        """Name for people: `quickstart@39`, or the folder."""
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Origin for the result: `cairn.storage.evals.Evaluation.origin`."""
-
-    @property
-    def options(self) -> EngineOptions:
-        """Engine options of the evaluation."""
-
-    @property
-    def base(self) -> str:
-        """Model folder with their configuration and tokenizer; its weights may be others."""
-
-    @property
-    def weights(self) -> str:
-        """Digest of the weights in the options' number format."""
-
-    def folder(self) -> str:
-        """Return a model folder with the weights themselves; valid until `close`."""
-
-    def close(self) -> None:
-        """Delete temporary files."""
-
-
 class ModelFolder:
-    """A folder in Hugging Face format."""
+    """Weights with their tokenizer, in a folder in Hugging Face format. Closed after the last evaluation."""
 
     def __init__(
         self, path: str, options: EngineOptions, name: str | None = None, origin: Mapping[str, Any] | None = None
     ) -> None:
         self.base = path
+        """Model folder with their configuration and tokenizer; a subclass may have other weights."""
         self.name = name or path
+        """Name for people: `quickstart@39`, or the folder."""
         self.options = options
+        """Engine options of the evaluation."""
         self.origin: Mapping[str, Any] = origin or {"model": str(Path(path).absolute())}
+        """Origin for the result: `cairn.storage.evals.Evaluation.origin`."""
 
     @cached_property
     def weights(self) -> str:
-        return folder_checksum(self.base, self.options.dtype)
+        """Digest of the weights in the options' number format."""
+        return folder_checksum(self.folder(), self.options.dtype)
 
     def folder(self) -> str:
+        """Return a model folder with the weights themselves; valid until `close`."""
         return self.base
 
     def close(self) -> None:
-        pass
+        """Delete temporary files."""
 
 
-class Published:
+class Published(ModelFolder):
     """The weights that an iteration of a run published. `folder` first exports them into the evaluation's own folder,
     so a later removal by the run does no harm.
 
@@ -153,15 +129,13 @@ class Published:
 
     def __init__(self, ledger: Ledger, synced: Commit, base: str, options: EngineOptions, say: Say) -> None:
         """`synced`: commit of the publication. `base`: folder of the run's initial model."""
-        self.name = f"{ledger.run}@{synced.iteration}"
-        self.base = base
-        self.options = options
-        self.origin: Mapping[str, Any] = {
+        origin = {
             "run": ledger.run,
             "iteration": synced.iteration,
             "weight_version": synced.weight_version_out,
             "publication": f"{synced.run}/{synced.name}@{synced.digest}",
         }
+        super().__init__(base, options, f"{ledger.run}@{synced.iteration}", origin)
         self._ledger = ledger
         self._synced = synced
         self._say = say
@@ -196,7 +170,7 @@ class Published:
 
 def weights_to_evaluate(
     store: Store, run: str | None, model: str | None, every: int | None, options: Mapping[str, Any], say: Say
-) -> list[Evaluable]:
+) -> Sequence[ModelFolder]:
     """Return the weights to evaluate. Raises BadPlace, and pydantic's ValidationError for options."""
     if run is not None:
         return models_of(store, run, every, options, say)
@@ -217,7 +191,7 @@ def benchmarks_of_run(store: Store, place: str) -> dict[str, OwnBenchmark]:
 
 def models_of(
     store: Store, place: str, every: int | None = None, overrides: Mapping[str, Any] | None = None, say: Say = print
-) -> list[Evaluable]:
+) -> Sequence[ModelFolder]:
     """Return the weights that `RUN`, `RUN@latest`, `RUN@initial`, `RUN@ITER`, `RUN@A:B` or `RUN@A:` names; of a range
     each `every`-th iteration from A to B inclusive. `overrides`: options that override the run's.
 

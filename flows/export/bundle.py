@@ -23,12 +23,12 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.lineage import sample_row
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import TRAJECTORIES
-from cairn.storage.ledger.snapshots import read_table, sample_rows
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
@@ -123,11 +123,6 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
     return contents
 
 
-def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int) -> dict[str, Any] | None:
-    """Return a sample's row in the only table of a commit; None where it has none."""
-    return sample_rows(read_table(ledger.store, commit.run, commit.table), {group_id}).get((group_id, sample_index))
-
-
 def _uses(ledger: Ledger, view: SampleView, rollout: Commit, iteration: int) -> list[Commit]:
     """Return the commits that used or graded a sample, up to an iteration."""
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
@@ -195,7 +190,7 @@ def _grader_input(config: RunConfig, ledger: Ledger, rollout: Commit, view: Samp
     from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.tasks.grading.reward import grader_samples
 
-    row = sample_row(ledger, rollout, view.group_id, view.sample_index)
+    row = sample_row(ledger, rollout, (view.group_id, view.sample_index))
     assert row is not None
     if row.get(TRAJECTORIES.name) is not None or not Path(config.model.path).is_dir():
         return None
@@ -215,7 +210,7 @@ def _grader(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView
     named = config.reward.custom_rm_path
     path = None if named is None else code_at_hand(named, ledger.store)
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
-    row = None if graded is None else sample_row(ledger, graded, view.group_id, view.sample_index)
+    row = None if graded is None else sample_row(ledger, graded, (view.group_id, view.sample_index))
     if path is None or row is None or ".py:" not in path:
         return None, b""
     try:

@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from cairn.configs.errors import Failure
 from cairn.configs.loader import from_manifest
-from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
+from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents
+from cairn.flows.reading.lineage import sample_row
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
@@ -154,9 +155,10 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             if signers:
                 problems += _unsigned(store, signers)
             rollout = ledger.find(*_place(contents.rollout))
-            row = None if rollout is None else sample_row(ledger, rollout, contents.group_id, contents.sample_index)
+            key = (contents.group_id, contents.sample_index)
+            row = None if rollout is None else sample_row(ledger, rollout, key)
             graded = None if rollout is None else ledger.find(rollout.iteration, Step.REWARD, rollout.shard)
-            recorded = None if graded is None else sample_row(ledger, graded, contents.group_id, contents.sample_index)
+            recorded = None if graded is None else sample_row(ledger, graded, key)
             newest = ledger.find(*_place(contents.newest))
         except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise BadBundle(f"{file} cannot be read: {error}") from None

@@ -109,7 +109,8 @@ class Server:
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._host = host
         self._listener = _listen(host, port)
-        self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
+        address = "127.0.0.1" if host == "0.0.0.0" else host  # at which this machine reaches the server
+        self.ui_url = f"http://{address}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
         self._is_shared = is_shared
         self._changing = threading.Lock()
@@ -317,11 +318,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ServerFailed(f"cannot listen on {host}:{port}: {error.strerror}. Choose another port") from error
     listener.listen(128)
     return listener
-
-
-def reachable(host: str) -> str:
-    """Return the address at which this machine reaches a server that listens on `host`."""
-    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def is_loopback(host: str) -> bool:

@@ -112,11 +112,8 @@ def _is_local_name(host: str, names: Collection[str]) -> bool:
 
 
 def _follows_a_link(method: str, values: dict[str, list[str]]) -> bool:
-    return (
-        method == "GET"
-        and values.get("sec-fetch-mode") == ["navigate"]
-        and values.get("sec-fetch-dest") == ["document"]
-    )
+    mode, destination = values.get("sec-fetch-mode"), values.get("sec-fetch-dest")
+    return method == "GET" and mode == ["navigate"] and destination == ["document"]
 
 
 def prefect() -> SameOriginOnly:

@@ -198,7 +198,7 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
     """
     rollout = _rollout_of(ledger, iteration, group_id)
     key = (group_id, sample_index)
-    row = _row(ledger, rollout, key) if rollout is not None else None
+    row = sample_row(ledger, rollout, key) if rollout is not None else None
     if rollout is None or row is None:
         raise LookupError(_missing(ledger, iteration, group_id, sample_index, rollout))
     tokens = len(row["response_ids"])
@@ -207,11 +207,11 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
             f"the response has tokens 0 to {tokens - 1}, not {token}" if tokens else "the response is empty"
         )
     graded = ledger.find(rollout.iteration, Step.REWARD, rollout.shard)
-    grade = None if graded is None else _row(ledger, graded, key)
+    grade = None if graded is None else sample_row(ledger, graded, key)
     judgements = list(_judgements(ledger, rollout, group_id))
     trained_in = next((j.iteration for j in judgements if j.disposition == Disposition.TRAIN), None)
     advantage = None if trained_in is None else ledger.find(trained_in, Step.ADVANTAGE)
-    estimated = None if advantage is None else _row(ledger, advantage, key)
+    estimated = None if advantage is None else sample_row(ledger, advantage, key)
     update = None if trained_in is None else _update(ledger, trained_in, rollout, advantage, estimated)
     return Lineage(
         run=ledger.run,
@@ -383,7 +383,7 @@ def _token(
     token: int,
 ) -> Token:
     scored = None if trained_in is None else ledger.find(trained_in, Step.SCORE)
-    scores = None if scored is None else _row(ledger, scored, key)
+    scores = None if scored is None else sample_row(ledger, scored, key)
     ends = accumulate(segment["tokens"] for segment in row["segments"] or [])
     old, sampled = _at(scores, "log_probs", token), row["log_probs"][token]
     if row["engine"] == DATA:  # the policy did not sample it
@@ -417,7 +417,8 @@ def _rows(ledger: Ledger, commit: Commit, condition: pc.Expression) -> list[dict
     return table.filter(condition).to_pylist()
 
 
-def _row(ledger: Ledger, commit: Commit, key: tuple[int, int]) -> dict[str, Any] | None:
+def sample_row(ledger: Ledger, commit: Commit, key: tuple[int, int]) -> dict[str, Any] | None:
+    """Return the row of sample `key`, a group and an index in it, in the only table of a commit; None without one."""
     return sample_rows(read_table(ledger.store, commit.run, commit.table), {key[0]}).get(key)
 
 

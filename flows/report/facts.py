@@ -67,10 +67,8 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
 
 def _caption(costs: Costs, unit: str) -> str:
     devices = costs.devices
-    text = (
-        f"{devices.reserved:g} {devices.kind}{'s' if devices.reserved != 1 else ''} reserved by {costs.drivers} driver"
-    )
-    text += "s" if costs.drivers != 1 else ""
+    kinds = f"{devices.kind}{'s' if devices.reserved != 1 else ''}"
+    text = f"{devices.reserved:g} {kinds} reserved by {costs.drivers} driver{'s' if costs.drivers != 1 else ''}"
     if costs.device_seconds_per_accepted_sample is not None:
         text += f"; {costs.device_seconds_per_accepted_sample:,.3f} {unit} for each sample trained on"
     return text

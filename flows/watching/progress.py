@@ -110,12 +110,8 @@ class Progress:
         with self._lock:
             total = self._config.rollout.num_rollout
             bar = Table.grid(padding=(0, 1))
-            bar.add_row(
-                self._run or "starting",
-                ProgressBar(total, self._done, width=40),
-                f"{self._done}/{total}",
-                self._remaining(),
-            )
+            progress = ProgressBar(total, self._done, width=40)
+            bar.add_row(self._run or "starting", progress, f"{self._done}/{total}", self._remaining())
             lines: list[RenderableType] = [Text(""), bar]
             now = time.monotonic()
             working = [
