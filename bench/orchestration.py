@@ -133,12 +133,12 @@ def measure(rounds: int, pause: float, folder: str) -> list[Shape]:
             lambda index: one_iteration(call, index), name="iteration", run_name="bench {index:06d}", tags=tags
         )
         context, commits = watched_run(folder)
-        tell = Watchers(lambda event: None)
+        watchers = Watchers(lambda event: None)
 
         def step_with_events(step: NoOp, index: int, shard: str | None, *inputs: Commit) -> Commit:
-            tell(StepStarted(index, step.name, shard))
+            watchers(StepStarted(index, step.name, shard))
             commit = call(cast(Any, step), index, shard, *inputs)
-            tell(StepCommitted(commit))
+            watchers(StepCommitted(commit))
             return commit
 
         watched = subflow(
@@ -147,8 +147,8 @@ def measure(rounds: int, pause: float, folder: str) -> list[Shape]:
 
         def with_pages(index: int) -> None:
             watched(index)
-            tell(IterationDone(index, commits))
-            tell.settle()
+            watchers(IterationDone(index, commits))
+            watchers.settle()
 
         shapes = [
             Shape("direct", lambda index: one_iteration(call_directly, index)),
@@ -157,9 +157,9 @@ def measure(rounds: int, pause: float, folder: str) -> list[Shape]:
             Shape("pages", with_pages),
             Shape("plain", plain_iteration),
         ]
-        with tell.joined_by({"pages": Pages(cast(Any, context))}):
-            tell(RunStarted("toy", 1, 0, 100_000))
-            tell.settle()
+        with watchers.attached({"pages": Pages(cast(Any, context))}):
+            watchers(RunStarted("toy", 1, 0, 100_000))
+            watchers.settle()
             for turn in range(rounds + 1):
                 say(f"turn {turn} of {rounds}")
                 first = turn % len(shapes)

@@ -58,8 +58,7 @@ def up_to_learning(run: RunContext, steps: StepRunner, index: int) -> tuple[list
 def admit(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Admit the prompts that an iteration adds to the stream. The first iteration evaluates the initial weights before
     that."""
-    evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
-    return [*evals, admit_prompts(run, steps, index)]
+    return [*evaluate_before(run, steps, index), admit_prompts(run, steps, index)]
 
 
 def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
@@ -77,8 +76,7 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     behaviour = weights_after(run, index - 1 - lag)
     previous = last_selection(run, index - 1) if index else None
 
-    evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(config) else []
-
+    evals = evaluate_before(run, steps, index)
     generated: list[Commit] = []
     graded: list[Commit] = []
     selection: Commit | None = None
@@ -103,7 +101,7 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
 
 def collect_from_data(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Read the batch of an iteration from the data. The first iteration evaluates the initial weights before that."""
-    evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
+    evals = evaluate_before(run, steps, index)
     before = [last_selection(run, index - 1)] if index else []
     place: dict[str, Any] = {
         "cursor": number(before[0], "cursor") if before else 0,
@@ -140,6 +138,11 @@ def learn(run: RunContext, steps: StepRunner, index: int, advantages: Commit | N
     saved = [steps.call(checkpoint, index, None, trained, selection)] if Step.CHECKPOINT in due else []
     synced = [steps.call(sync, index, None, trained)] if Step.SYNC in due else []
     return [*([scores] if scores else []), *([advantages] if advantages else []), trained, *saved, *synced]
+
+
+def evaluate_before(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Evaluate the initial weights before the first iteration, where that is due."""
+    return evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
 
 
 def evaluate_after(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:

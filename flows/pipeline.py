@@ -61,17 +61,17 @@ class Pipeline:
         *,
         learned: Callable[[int], None],
         stop: Callable[[], None],
-        admit: Callable[[int], None] = lambda index: None,
+        approved: Callable[[int], None] = lambda index: None,
     ) -> None:
         """
         Args:
             first: first iteration to execute; all earlier ones are complete.
-            admit: returns when an iteration may begin; raises Withheld if it may not.
+            approved: returns when an iteration may begin; raises Withheld if it may not.
             learned: called when an iteration's weights are published, before the next update begins.
             stop: makes running halves end soon.
         """
         self._run, self._steps = run, steps
-        self._learned, self._stop, self._admit = learned, stop, admit
+        self._learned, self._stop, self._approved = learned, stop, approved
         self._lag = run.config.rollout.weights_lag
         self._changed = threading.Condition()
         self._sampling = threading.Lock()
@@ -162,7 +162,7 @@ class Pipeline:
         after all others have ended.
         """
         self._run.side_by_side = self._lag > 0
-        context = contextvars.copy_context()  # what Prefect knows of the driver's flow run lies there
+        context = contextvars.copy_context()  # contains Prefect's record of the driver's flow run
         pool = ThreadPoolExecutor(self._lag + 2, thread_name_prefix="iteration")
         begun: deque[tuple[int, Future[list[Commit]]]] = deque()
 
@@ -194,9 +194,9 @@ class Pipeline:
 
     def _begin(self, index: int) -> None:
         try:
-            self._admit(index)
+            self._approved(index)
         except Withheld:
-            self._wait({"all": index - 1}, f"iteration {index}")  # what came before is to be done
+            self._wait({"all": index - 1}, f"iteration {index}")  # earlier iterations must complete
             raise
 
     @contextmanager

@@ -61,7 +61,7 @@ def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: in
         done = run.find(index, Step.ADMIT, shard)
         if done is not None:
             return _adopt(run, steps, done, count)
-        if stream is None:  # nothing is admitted where nothing is generated
+        if stream is None:  # a reader without engines
             return steps.call(admit, index, shard, None, count=count)
         admission = None
         while admission is None or (admission.iteration, admission.shard) != (index, shard):
@@ -85,6 +85,6 @@ def _adopt(run: RunContext, steps: StepRunner, done: Commit, count: int) -> Comm
     without = done.values["without"] or None
     admission = steps.call(admit, done.iteration, done.shard, previous, count=count, without=without)
     stream = run.attached(Stream)
-    if stream is not None and stream.follows(admission):  # as one of another driver, which came late, may
+    if stream is not None and stream.follows(admission):  # a late admission of another driver may not follow
         stream.admit(admission, admitted_groups(run, admission))
     return admission

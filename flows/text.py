@@ -9,7 +9,7 @@ from typing import Any
 # Text for terminals: stores, models and data sets may contain control characters, which would control a terminal.
 
 
-_LEFT_BY_JSON = re.compile("[\x7f-\x9f]")
+_UNESCAPED = re.compile("[\x7f-\x9f]")
 """DEL and C1, which JSON allows unescaped in strings; a terminal may interpret C1 as escape sequences."""
 
 
@@ -24,12 +24,23 @@ def printable_json(value: Any, ascii_only: bool = False) -> str:
     """Return the value, which may contain models, as indented JSON with all control characters escaped; its meaning
     does not change. With `ascii_only`, escape all other non-ASCII characters too."""
     text = json.dumps(value, indent=2, ensure_ascii=ascii_only, default=lambda model: model.model_dump(mode="json"))
-    return _LEFT_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def number(value: float | None, form: str = "") -> str:
     """Return a number in a format of `format`; a dash for None."""
     return "–" if value is None else format(value, form)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return the text, or its beginning and the number of characters that follow."""
+    rest = len(text) - longest
+    return text if rest <= 0 else f"{text[:longest]}… and {rest:,} characters more"
+
+
+def percent(share: float | None) -> str:
+    """Return a share, from 0 to 1, as percentage; a dash for None."""
+    return "–" if share is None else f"{100 * share:.1f} %"
 
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+.!|~>$:@/=-])")

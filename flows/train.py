@@ -17,11 +17,11 @@ from prefect.states import State
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.driver.approval import Withheld, admit
+from cairn.flows.driver.approval import Withheld, wait_for_approval
 from cairn.flows.driver.preemption import Ending, Preempted, ending_in_order
 from cairn.flows.driver.session import open_run
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
-from cairn.flows.history.fork import CannotFork, fork
+from cairn.flows.history.fork import CannotFork, fork, is_fork
 from cairn.flows.orchestration.artifacts.publishing import Pages
 from cairn.flows.orchestration.flow_runs import (
     PrefectSteps,
@@ -60,13 +60,15 @@ from cairn.tasks.trainer.self_test import self_test_once
 
 
 def fork_after_divergence(
-    store: Store, run: str, error: ReplayDiverged, on_event: OnEvent, given: RunConfig | None = None
+    store: Store, run: str, error: ReplayDiverged, on_event: OnEvent, recipe: RunConfig | None = None
 ) -> str:
     """Fork the run at its newest checkpoint and return the fork's name. A fork that a driver made before is reused.
 
     The fork executes the iterations after the checkpoint again; their commits stay with the run. The fork's manifest
-    records the reason. `given`: the recipe, where the user passed one. Raises `error` where `recovery.on_divergence` is
-    "stop", and ReplayDiverged with the reason where no checkpoint exists or a fork would not help.
+    records the reason. `recipe`: the recipe, where the user passed one.
+
+    Raises `error` where `recovery.on_divergence` is "stop", and ReplayDiverged with the reason where no checkpoint
+    exists or a fork would not help.
     """
     ledger = Ledger.open(store, run)
     if from_manifest(ledger.manifest.config).recovery.on_divergence == "stop":
@@ -85,8 +87,8 @@ def fork_after_divergence(
         )
     name = f"{run}-from-{layout.digits(saved.iteration)}"
     try:
-        if not _is_there(ledger, name, saved.iteration):
-            fork(ledger, saved.iteration, name, reason=str(error), given=given)
+        if not is_fork(store, name, run, saved.iteration):
+            fork(ledger, saved.iteration, name, reason=str(error), recipe=recipe)
     except (CannotFork, ConfigError, Retired, ValueError) as why:
         raise ReplayDiverged(f"{error}. The run cannot be forked as {name} either: {why}") from why
     on_event(Message(str(error), "warning"))
@@ -94,14 +96,6 @@ def fork_after_divergence(
         Message(f"Run {run} is not changed; its fork {name} continues from iteration {saved.iteration}", "warning")
     )
     return name
-
-
-def _is_there(ledger: Ledger, name: str, iteration: int) -> bool:
-    """Whether a driver has already made this fork."""
-    if not ledger.store.exists(layout.run_manifest(name)):
-        return False
-    parent = Ledger.open(ledger.store, name).manifest.parent
-    return parent is not None and (parent.run, parent.iteration) == (ledger.run, iteration)
 
 
 def start(
@@ -124,7 +118,7 @@ def start(
     try:
         with (
             ending_in_order() as ending,
-            opened(store, run, config, takeover, on_event, ending) as (context, tell),
+            opened(store, run, config, takeover, on_event, ending) as (context, events),
             prefect_api(PREFECT_HOME),
         ):
 
@@ -132,7 +126,7 @@ def start(
                 """Train a run that `cairn train` or `cairn resume` opened to its last iteration."""
                 ending.watch("cancel", partial(cancelled, context, ending, current_flow_run().id))
                 try:
-                    drive(context, tell, ending)
+                    drive(context, events, ending)
                 except Withheld as error:
                     return end_of_driver(error, run, store)
                 return None
@@ -177,9 +171,9 @@ def start_in_flow(
     try:
         with (
             ending_in_order() as ending,
-            opened(store, run, config, takeover, on_event, ending) as (context, tell),
+            opened(store, run, config, takeover, on_event, ending) as (context, events),
         ):
-            drive(context, tell, ending)
+            drive(context, events, ending)
     except ReplayDiverged as error:
         fork = fork_after_divergence(store, run, error, on_event, config)
         train(run=fork, store=store.url, config=config)
@@ -194,14 +188,14 @@ def opened(
     store: Store, run: str, config: RunConfig | None, takeover: bool, on_event: OnEvent, ending: Ending
 ) -> Iterator[tuple[RunContext, Watchers]]:
     """Open a run; yield its context and the object that passes events to `on_event` and to all watchers of the run."""
-    tell = Watchers(on_event)
+    events = Watchers(on_event)
     with (
         ending.in_order(),
-        open_run(store, run, config, takeover=takeover, emit=tell, on_lease=ending.set_lease) as context,
+        open_run(store, run, config, takeover=takeover, emit=events, on_lease=ending.set_lease) as context,
         ending.in_order(),
-        tell.joined_by(watchers(context)),
+        events.attached(watchers(context)),
     ):
-        yield context, tell
+        yield context, events
 
 
 def watchers(run: RunContext) -> dict[str, Watcher]:
@@ -235,7 +229,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     lease = run.ledger.lease
     assert lease is not None
     wait_for_engines(run)
-    ending.works(run)
+    ending.set_run(run)
     on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
     report_changed_environment(run, first)
 
@@ -246,11 +240,11 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
     driver = current_flow_run()
 
-    def admitted(index: int) -> None:
-        admit(run, index, lambda gate, sentence: waiting(driver, run.ledger.run, gate, sentence))
+    def approved(index: int) -> None:
+        wait_for_approval(run, index, lambda gate, sentence: waiting(driver, run.ledger.run, gate, sentence))
         apply_requests(run, index)
 
-    pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, admit=admitted)
+    pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, approved=approved)
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """Execute the DAG of flows/iteration.py."""

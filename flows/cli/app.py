@@ -26,7 +26,7 @@ class _Commands(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a ? for what its encoding does not have
+            if isinstance(stream, io.TextIOWrapper):  # prints ? for a character that the encoding lacks
                 stream.reconfigure(errors="replace")
         return super().main(*args, **kwargs)
 
@@ -87,8 +87,8 @@ def describe(error: Exception) -> str:
     if not isinstance(error, RunDiffers):
         return str(error)
     lines = [
-        f"  {field}: {dumps(recorded, ensure_ascii=False)} in the ledger, {dumps(given, ensure_ascii=False)} requested"
-        for field, recorded, given in error.differences
+        f"  {field}: {dumps(old, ensure_ascii=False)} in the ledger, {dumps(new, ensure_ascii=False)} requested"
+        for field, old, new in error.differences
     ]
     return "\n".join(
         [

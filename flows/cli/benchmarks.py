@@ -42,8 +42,8 @@ def benchmarks(
     if name is None and data is not None:
         raise BadInput("--data needs the name of a benchmark, as in `cairn benchmarks gsm8k --data FILE`")
     if name is None:
-        found = [load_benchmark(known) for known in benchmark_names()]
-        return Shown([_described(benchmark) for benchmark in found], _list(found))
+        known = [load_benchmark(name) for name in benchmark_names()]
+        return Shown([_described(benchmark) for benchmark in known], _list(known))
     benchmark = load_benchmark(name, {} if data is None else {"source": {"data": data}})
     described = _described(benchmark) | _opened(benchmark)
     return Shown(described, _one(benchmark, described))
@@ -72,11 +72,11 @@ def _opened(benchmark: "Benchmark") -> dict[str, Any]:
     }
 
 
-def _list(found: list["Benchmark"]) -> "Iterator[RenderableType]":
+def _list(benchmarks: list["Benchmark"]) -> "Iterator[RenderableType]":
     from cairn.tasks.evaluation.benchmarks.rows import local_data
 
     table = grid("benchmark", "rows", "n", "prompt", "grader", "follows", "on this machine", right=("rows", "n"))
-    for benchmark in found:
+    for benchmark in benchmarks:
         follows = benchmark.follows
         shots = len(benchmark.prompt.examples)
         table.add_row(
@@ -101,8 +101,8 @@ def _one(benchmark: "Benchmark", described: dict[str, Any]) -> Iterator[str]:
     yield yaml.safe_dump(described, sort_keys=False, allow_unicode=True, width=100).rstrip()
     if first is not None:
         yield "\nthe first question, as the model gets it"
-        asked = first["prompt"]
-        for turn in [{"role": "plain", "content": asked}] if isinstance(asked, str) else asked:
+        prompt = first["prompt"]
+        for turn in [{"role": "plain", "content": prompt}] if isinstance(prompt, str) else prompt:
             yield f"── {turn['role']}\n{turn['content']}"
         yield f"── label\n{first['label']}"
     if described["local"] is None:

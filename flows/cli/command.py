@@ -137,17 +137,19 @@ def writing(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if lacks_space(error) or not _is_of(place.absolute(), error.filename):
+        if lacks_space(error) or not _concerns(place.absolute(), error.filename):
             raise
         raise BadInput(f"{place} cannot be written: {error.strerror}; use another path") from None
 
 
-def _is_of(place: Path, file: Any) -> bool:
+def _concerns(place: Path, file: Any) -> bool:
     """Whether a file is the place, is below it, is one of its parent folders, or is a temporary file next to it."""
-    found = Path(os.fsdecode(file)).absolute() if isinstance(file, str | bytes) else None
-    if found is None or place.is_relative_to(found):
-        return found is not None
-    return found.is_relative_to(place.parent) and place.name in found.relative_to(place.parent).parts[0]
+    if not isinstance(file, str | bytes):
+        return False
+    path = Path(os.fsdecode(file)).absolute()
+    if place.is_relative_to(path):
+        return True
+    return path.is_relative_to(place.parent) and place.name in path.relative_to(place.parent).parts[0]
 
 
 def read_signers_of(file: Path | None) -> dict[str, str]:

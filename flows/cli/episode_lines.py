@@ -6,7 +6,7 @@ from rich.text import Text
 
 from cairn.engines.types.trajectories import CallKind, CallRecord
 from cairn.flows.reading.episodes import CallView, EnvironmentView, EpisodeView, ResponseView, Texts, TurnView
-from cairn.flows.text import printable
+from cairn.flows.text import printable, shortened
 
 MOST = 2000
 """Characters of a result that are shown. A longer one also shows its digest; `--json` shows all of it."""
@@ -54,14 +54,14 @@ def answer_lines(number: int, answer: ResponseView, began: float | None, reward:
     if answer.error is not None:
         yield Text(printable(f"refused: {answer.error}"), "red")
     else:
-        yield _said(answer.text, answer.ids)
+        yield _content(answer.text, answer.ids)
 
 
 def world_lines(world: EnvironmentView, name: str = "environment") -> Iterator[Text]:
     """Yield lines for tokens of the environment."""
     count = len(world.ids)
     yield _heading(name, f"{count} token{'' if count == 1 else 's'}")
-    yield _said(world.text, world.ids)
+    yield _content(world.text, world.ids)
 
 
 def call_lines(call: CallView, began: float | None) -> Iterator[Text]:
@@ -72,14 +72,14 @@ def call_lines(call: CallView, began: float | None) -> Iterator[Text]:
     what = f"{call.kind} {call.name}".strip()
     yield _heading(printable(what), f"call {call.call}", _timing(call.began_at, call.seconds, began))
     if call.arguments is not None:
-        yield Text(printable(shortened(call.arguments)))
+        yield Text(printable(shortened(call.arguments, MOST)))
     if call.order is None:
         yield Text("no answer is recorded: the process died during the call", "red")
     elif call.error is not None:
-        yield Text(printable(f"✗ {shortened(call.error)}"), "red")
+        yield Text(printable(f"✗ {shortened(call.error, MOST)}"), "red")
     else:
         suffix = "" if call.result_digest is None else f" (sha256 {call.result_digest})"
-        yield Text(printable(f"→ {shortened(call.result or '')}{suffix}"))
+        yield Text(printable(f"→ {shortened(call.result or '', MOST)}{suffix}"))
 
 
 def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Iterator[Text]:
@@ -107,11 +107,6 @@ def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Itera
     yield from answer_lines(record.turn, answer, began)
 
 
-def shortened(text: str) -> str:
-    """Return the text, or its beginning and the number of characters that follow."""
-    return text if len(text) <= MOST else f"{text[:MOST]}… and {len(text) - MOST:,} characters more"
-
-
 def _turns(turns: tuple[TurnView, ...], began: float | None) -> Iterator[Text]:
     for number, turn in enumerate(turns):
         if turn.world is not None:
@@ -134,5 +129,5 @@ def _timing(at: float | None, seconds: float | None, began: float | None) -> str
     return "" if at is None or began is None else f"at {at - began:.2f} s for {seconds or 0.0:.2f} s"
 
 
-def _said(text: str | None, ids: tuple[int, ...]) -> Text:
+def _content(text: str | None, ids: tuple[int, ...]) -> Text:
     return Text(printable(text)) if text is not None else Text(" ".join(f"#{id}" for id in ids))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cairn.flows.evaluation.comparing import Standing
     from cairn.flows.evaluation.evaluating import EvaluationResult, Watcher
-    from cairn.flows.evaluation.models import Evaluable
+    from cairn.flows.evaluation.models import ModelFolder
     from cairn.storage.store.store import Store
 
 EngineOption = Annotated[
@@ -111,38 +111,38 @@ def evaluate(
     - `cairn eval quickstart my_benchmark.yaml --export inspect logs`
     - `cairn eval quickstart gsm8k --data gsm8k/test.jsonl --baseline quickstart@initial --gate-on-regression`
     """
-    asked = names if model is not None else names[1:]
-    if not asked:
+    requested = names if model is not None else names[1:]
+    if not requested:
         raise BadInput("name at least one benchmark, such as gsm8k, or a YAML file of your own")
     _require_baseline(baseline, gate_on_regression)
     changes = _changes(overrides or [])
-    from cairn.flows.evaluation.asking import benchmarks_of
+    from cairn.flows.evaluation.benchmarks import benchmarks_of
     from cairn.flows.evaluation.models import benchmarks_of_run
 
     store, place = root.store, names[0] if model is None else None
     own = None if place is None else benchmarks_of_run(store, place)
-    benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own, seed=seed)
+    benchmarks = benchmarks_of(requested, n=n, data=data or (), changes=changes, own=own, seed=seed)
     from cairn.flows.evaluation.evaluating import SEED, evaluate_models
     from cairn.flows.evaluation.regression import evaluated_run, regressions
 
-    given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
-    options = {name: value for name, value in given.items() if value is not None}
+    requests = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
+    options = {name: value for name, value in requests.items() if value is not None}
     gate = evaluated_run(place) if gate_on_regression else None
     models = _models(store, place, model, every, options)
     _require_exportable(export, len(models) * len(benchmarks))
-    found: list[EvaluationResult] = []
+    results: list[EvaluationResult] = []
     with _watched(hidden=json) as watcher:
         for one in evaluate_models(store, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
-            found.append(one)
-            watcher.says(f"{one.result.key.benchmark} on {one.model}: {_verdict(one)}")
+            results.append(one)
+            watcher.says(f"{one.result.key.benchmark} on {one.model}: {one.source}")
             if export is not None:
                 watcher.says(f"written for Inspect: {_write_log(store, one, export[1])}")
 
-    def regressed() -> bool:  # what was found is shown also where there is no baseline
-        worse = [] if baseline is None else regressions(store, found, baseline, margin, print_stderr, gate=gate)
+    def regressed() -> bool:  # called after the results are shown, so a missing baseline does not hide them
+        worse = [] if baseline is None else regressions(store, results, baseline, margin, print_stderr, gate=gate)
         return bool(worse) and fail_on_regression
 
-    return Shown([_as_json(one) for one in found], [_results(found)], regressed)
+    return Shown([_as_json(one) for one in results], [_results(results)], regressed)
 
 
 def leaderboard(
@@ -170,28 +170,29 @@ def leaderboard(
     - `cairn leaderboard --baseline models/qwen3 --margin 0.01 --fail-on-regression` exits with 1
     """
     _require_baseline(baseline, gate_on_regression)
-    from cairn.flows.evaluation.comparing import leaderboard as standings
+    from cairn.flows.evaluation.comparing import leaderboard as all_standings
     from cairn.flows.evaluation.regression import open_gate, raise_event, sentence
 
-    found = standings(root.store, benchmark, baseline, margin)
-    if benchmark is not None and not found:
+    standings = all_standings(root.store, benchmark, baseline, margin)
+    if benchmark is not None and not standings:
         raise BadInput(f"there is no result of a benchmark {benchmark!r} in {root.url}; `cairn leaderboard` shows all")
-    if baseline is not None and not any(one.baseline for one in found):
+    if baseline is not None and not any(one.baseline for one in standings):
         raise BadInput(f"there is no result of {baseline} to compare with; `cairn eval` makes one")
 
     def regressed() -> bool:
-        worse = [one for one in found if one.newest and one.comparison is not None and one.comparison.regressed]
+        worse = [one for one in standings if one.newest and one.comparison is not None and one.comparison.regressed]
         for one in worse:
             assert one.baseline is not None
             assert one.comparison is not None
-            print_stderr(said := sentence(one.result, one.baseline, one.comparison))
+            text = sentence(one.result, one.baseline, one.comparison)
+            print_stderr(text)
             raise_event(one.result, one.baseline, one.comparison, print_stderr)
             if gate_on_regression and (run := one.result.origin.get("run")):
-                open_gate(root.store, str(run), said, print_stderr)
+                open_gate(root.store, str(run), text, print_stderr)
         return bool(worse) and fail_on_regression
 
-    text = [_standings(found, baseline)] if found else f"no results in {root.url}; `cairn eval` makes some"
-    return Shown([_standing_as_json(one) for one in found], text, regressed)
+    shown = [_standings(standings, baseline)] if standings else f"no results in {root.url}; `cairn eval` makes some"
+    return Shown([_standing_as_json(one) for one in standings], shown, regressed)
 
 
 def _require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
@@ -220,7 +221,7 @@ def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
 
 def _models(
     store: "Store", place: str | None, folder: Path | None, every: int | None, options: dict[str, Any]
-) -> "Sequence[Evaluable]":
+) -> "Sequence[ModelFolder]":
     from pydantic import ValidationError
 
     from cairn.flows.evaluation.models import weights_to_evaluate
@@ -253,12 +254,12 @@ def _watched(hidden: bool) -> "Iterator[Watcher]":
         yield Watcher(print_stderr, progress)
 
 
-def _as_json(found: "EvaluationResult") -> dict[str, Any]:
-    result = found.result
+def _as_json(one: "EvaluationResult") -> dict[str, Any]:
+    result = one.result
     return {
-        "model": found.model,
+        "model": one.model,
         "benchmark": result.key.benchmark,
-        "computed": found.computed,
+        "computed": one.computed,
         "path": result.key.folder,
         **result.model_dump(mode="json", exclude={"values", "outputs"}),
         "digest": result.digest,
@@ -284,31 +285,27 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
     }
 
 
-def _results(found: "Sequence[EvaluationResult]") -> "Table":
+def _results(results: "Sequence[EvaluationResult]") -> "Table":
     """Return a table, one result a line."""
     from cairn.flows.evaluation.comparing import figures
 
-    rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), _verdict(one)) for one in found]
+    rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), one.source) for one in results]
     columns = list(dict.fromkeys(name for _, _, shown, _ in rows for name in shown))
     table = grid("model", "benchmark", *columns, "result", right=columns, fold=True)
-    for model, benchmark, shown, verdict in rows:
-        table.add_row(_text(model), _text(benchmark), *(shown.get(name, "–") for name in columns), verdict)
+    for model, benchmark, shown, source in rows:
+        table.add_row(_text(model), _text(benchmark), *(shown.get(name, "–") for name in columns), source)
     return table
 
 
-def _verdict(one: "EvaluationResult") -> str:
-    return "computed" if one.computed else "found in the store, not computed"
-
-
-def _standings(found: "Sequence[Standing]", baseline: str | None) -> "Table":
+def _standings(standings: "Sequence[Standing]", baseline: str | None) -> "Table":
     """Return a table of all results. Comparable ones are next to each other, the best first."""
     from cairn.flows.evaluation.comparing import figures
 
-    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
+    columns = list(dict.fromkeys(name for one in standings for name in figures(one.result.metrics)))
     against = [] if baseline is None else [f"against {baseline}"]
     names = ("benchmark", "rank", "model", "engine", *columns, *against, "computed")
     table = grid(*names, right=["rank", *columns], fold=True)
-    for one in found:
+    for one in standings:
         shown, settings = figures(one.result.metrics), one.result.key.settings
         compared = one.comparison
         versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
@@ -350,14 +347,14 @@ def _require_exportable(export: tuple[str, Path] | None, results: int) -> None:
         raise BadInput(f"{path} cannot be written ({error}): use another path") from None
 
 
-def _write_log(store: "Store", found: "EvaluationResult", path: Path) -> Path:
+def _write_log(store: "Store", one: "EvaluationResult", path: Path) -> Path:
     """Write a result's log to `path`, or into it, and return its path. Raises BadInput where it cannot be written."""
     from cairn.flows.evaluation.inspect_log import export_inspect, log_name
     from cairn.storage.evals import read_samples
 
-    file = path if path.suffix == ".eval" else path / log_name(found.result)
+    file = path if path.suffix == ".eval" else path / log_name(one.result)
     try:
-        export_inspect(found.result, read_samples(store, found.result), file, found.model)
+        export_inspect(one.result, read_samples(store, one.result), file, one.model)
     except OSError as error:
         raise BadInput(f"{file} cannot be written ({error}): use another path") from None
     return file

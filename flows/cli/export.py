@@ -20,7 +20,7 @@ from cairn.flows.cli.command import (
     read_signers_of,
     writing,
 )
-from cairn.flows.cli.printing import print_stderr, tell_message
+from cairn.flows.cli.printing import print_message, print_stderr
 
 if TYPE_CHECKING:
     from cairn.flows.export.unbundle import Checked
@@ -82,16 +82,16 @@ def export(
     from cairn.flows.export.model import export as exported_to
 
     with writing(folder):
-        exported = exported_to(ledger, folder, iteration, adapter=adapter, emit=tell_message)
+        exported = exported_to(ledger, folder, iteration, adapter=adapter, emit=print_message)
     kind = "adapter" if exported.adapter else "model"
-    said = [
+    text = [
         f"{folder}: the {kind} of {exported.run} after iteration {exported.iteration}",
         f"  weight version {exported.weight_version}, {exported.parameters:,} parameters in {exported.dtype}",
         f"  digest of its tensors: {exported.tensors}",
     ]
     if exported.published is not None:
-        said.append(f"  equal to what the run's sync step committed: {exported.published}")
-    return Shown({"folder": str(folder), **exported.model_dump(mode="json")}, said)
+        text.append(f"  equal to what the run's sync step committed: {exported.published}")
+    return Shown({"folder": str(folder), **exported.model_dump(mode="json")}, text)
 
 
 def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None) -> Shown:
@@ -99,10 +99,10 @@ def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None) -> Shown
 
     with bad_input(LookupError, FileExistsError), writing(folder):
         written = export_atif(ledger, folder, iteration)
-    said = f"{written.files} trajectories of {written.samples} samples, run {written.run}"
+    text = f"{written.files} trajectories of {written.samples} samples, run {written.run}"
     return Shown(
         {"folder": str(folder), **written.model_dump(mode="json")},
-        f"{folder}: {said}, iteration {written.iteration}",
+        f"{folder}: {text}, iteration {written.iteration}",
     )
 
 
@@ -157,12 +157,12 @@ def convert(
         if model is not None and not from_model:
             from cairn.engines.training.megatron.convert import export_checkpoint, export_torch_dist, find_torch_dist
 
-            if (source / "megatron_state.json").is_file() or (theirs := find_torch_dist(source)) is None:
+            if (source / "megatron_state.json").is_file() or (torch_dist := find_torch_dist(source)) is None:
                 export_checkpoint(
                     open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device
                 )
             else:
-                export_torch_dist(theirs, model, target, dtype=dtype, device=device)
+                export_torch_dist(torch_dist, model, target, dtype=dtype, device=device)
         else:
             engine = make_engine(
                 ModelConfig(path=str(source)),
@@ -201,17 +201,16 @@ def bundle(
 
     try:
         with bad_input(LookupError):
-            made = bundled(root.ledger(run), iteration, sample, file, weights=weights)
+            contents = bundled(root.ledger(run), iteration, sample, file, weights=weights)
     except FileExistsError:
         raise BadInput(f"{file} exists already: use another name") from None
     except OSError as error:
         raise BadInput(f"{file} cannot be written: {error.strerror}") from None
-    said = [f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {made.newest}"]
+    text = [f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {contents.newest}"]
     if weights:
-        said.append(
-            f"with the weights of {made.checkpoint}" if made.checkpoint else "without weights: there is no checkpoint"
-        )
-    return Shown(made, [*said, f"check it with: cairn unbundle {file}"])
+        saved = contents.checkpoint
+        text.append(f"with the weights of {saved}" if saved else "without weights: there is no checkpoint")
+    return Shown(contents, [*text, f"check it with: cairn unbundle {file}"])
 
 
 def unbundle(
@@ -235,21 +234,22 @@ def unbundle(
 
     names = read_signers_of(signers)
     try:
-        found = check(file, signers=names, trust_code=trust_code)
+        checked = check(file, signers=names, trust_code=trust_code)
     except OSError as error:
         raise BadInput(f"{file} cannot be read: {error.strerror}") from None
-    return Shown(found, _checked(found), failed=bool(found.problems))
+    return Shown(checked, _checked(checked), failed=bool(checked.problems))
 
 
-def _checked(found: "Checked") -> Iterator[str]:
-    made = found.contents
-    yield from found.problems
-    sample = f"sample {made.sample_index} of group {made.group_id}"
-    yield f"{sample}, iteration {made.iteration} of run {made.run}, up to {made.newest}"
-    yield f"prompt    {found.prompt}"
-    yield f"response  {found.response}"
-    again = f"not graded again: {found.not_graded}" if found.not_graded else f"graded again: {found.graded_again}"
-    yield f"reward    {found.reward}, {again}"
-    verdict = f"{len(found.problems)} problems" if found.problems else "all of it is what was committed"
-    yield f"{found.commits} commits, {found.tables} tables and checkpoint files read; {verdict}"
-    yield f"digest of {made.newest}: {made.newest_digest}"
+def _checked(checked: "Checked") -> Iterator[str]:
+    contents = checked.contents
+    yield from checked.problems
+    sample = f"sample {contents.sample_index} of group {contents.group_id}"
+    yield f"{sample}, iteration {contents.iteration} of run {contents.run}, up to {contents.newest}"
+    yield f"prompt    {checked.prompt}"
+    yield f"response  {checked.response}"
+    why = checked.not_graded
+    verdict = f"not graded again: {why}" if why else f"graded again: {checked.graded_again}"
+    yield f"reward    {checked.reward}, {verdict}"
+    summary = f"{len(checked.problems)} problems" if checked.problems else "all of it is what was committed"
+    yield f"{checked.commits} commits, {checked.tables} tables and checkpoint files read; {summary}"
+    yield f"digest of {contents.newest}: {contents.newest_digest}"

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input, writing
-from cairn.flows.cli.printing import print_parts, tell_message
+from cairn.flows.cli.printing import print_message, print_parts
 from cairn.flows.cli.tables import numbers, reporting
 from cairn.flows.cli.training import SetOption
 from cairn.storage.ledger.layout import LAST_NUMBER
@@ -50,11 +50,11 @@ def write_new(rows: "pa.Table", file: Path) -> None:
     """Write a table atomically. Raises BadInput where a file exists by now, or the path cannot be written."""
     from cairn.storage.ledger.snapshots import to_parquet
 
-    with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as room:
-        whole = Path(room) / file.name
+    with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
+        whole = Path(folder) / file.name
         whole.write_bytes(to_parquet(rows))
         try:
-            os.link(whole, file)  # unlike a renaming, over nothing
+            os.link(whole, file)  # unlike a rename, replaces no file
         except FileExistsError:
             require_free(file)
 
@@ -190,11 +190,11 @@ def fork(
     with bad_input(ValueError):
         created = forked(parent, iteration, new, overrides or [])
     changed = differing_options(parent, created)
-    options = {name: {"parent": old, "fork": given} for name, old, given in changed}
+    options = {name: {"parent": old, "fork": new_value} for name, old, new_value in changed}
     last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]
     text = [
         f"run {new} shares iterations 0 to {iteration} with {parent.run} and computes {iteration + 1} to {last} itself",
-        *(f"  {name}: {old} → {given}" for name, old, given in changed),
+        *(f"  {name}: {old} → {new_value}" for name, old, new_value in changed),
         f"continue with: cairn resume {new}" + ("" if root.url == "." else f" --store {root.url}"),
     ]
     return Shown({"run": new, "parent": {"run": parent.run, "iteration": iteration}, "options": options}, text)
@@ -230,56 +230,56 @@ def replay(
     - `cairn replay quickstart --all --step reward` grades every sample again
     - `cairn replay quickstart --weights` does every update again, from the initial weights on
     """
-    from cairn.flows.history.replay import UPDATES, newest_update, replay_all, weights_again
+    from cairn.flows.history.replay import UPDATES, newest_update, replay_all, replayed_weights
     from cairn.flows.history.replay import replay as replayed
     from cairn.storage.ledger.commits import Step
 
-    def show(again: "Replayed") -> None:
+    def show(step: "Replayed") -> None:
         if not json:
-            print_parts(_replayed(again))
+            print_parts(_replayed(step))
 
     text: list[str] = []
-    made: dict[str, Weights] = {}
+    conclusions: dict[str, Weights] = {}
     if weights:
         if everything or kind is not None or iteration is not None or step is not None:
             raise BadInput("--weights repeats every update of the run: leave out ITER, STEP, --all and --step")
         ledger = root.ledger(run)
         newest = newest_update(ledger)
-        found = replay_all(ledger, UPDATES, show, tell_message)
-        made["weights"] = weights_again(newest, found)
-        text.append(_weights(run, made["weights"]))
+        found = replay_all(ledger, UPDATES, show, print_message)
+        conclusions["weights"] = replayed_weights(newest, found)
+        text.append(_weights(run, conclusions["weights"]))
     elif everything:
         if iteration is not None or step is not None:
             raise BadInput(
                 "--all repeats every iteration: leave out ITER and STEP; --step KIND selects one kind of step"
             )
         steps = list(Step) if kind is None else [_known_step(kind)]
-        found = replay_all(root.ledger(run), steps, show, tell_message)
+        found = replay_all(root.ledger(run), steps, show, print_message)
     elif iteration is None or step is None or kind is not None:
         raise BadInput("set ITER and STEP, such as 12 train, or use --weights, --all, or --all --step KIND")
     else:
         name, _, shard = step.partition(".")
-        found = replayed(root.ledger(run), iteration, _known_step(name), shard or None, tell_message)
-        for again in found:
-            show(again)
+        found = replayed(root.ledger(run), iteration, _known_step(name), shard or None, print_message)
+        for one in found:
+            show(one)
     differ, skipped = sum(bool(one.differences) for one in found), sum(one.skipped is not None for one in found)
     equal = len(found) - differ - skipped
     if everything:
         text.append(f"run {run}: {equal} steps are equal, bit for bit; {differ} differ, {skipped} cannot be repeated")
-    whole = {"run": run, "equal": equal, "differ": differ, "skipped": skipped, **made, "steps": found}
+    whole = {"run": run, "equal": equal, "differ": differ, "skipped": skipped, **conclusions, "steps": found}
     return Shown(whole if everything or weights else found, text, failed=differ > 0)
 
 
-def _weights(run: str, again: "Weights") -> str:
-    weights = f"run {run}: the weights after iteration {again.iteration}"
-    if again.differs_at is not None:
-        verdict = f"differ: {again.differs_at} is the first step with another result"
-    elif again.same:
-        verdict = f"are the same: version {again.weight_version}, state {again.state_digest}"
+def _weights(run: str, replayed: "Weights") -> str:
+    weights = f"run {run}: the weights after iteration {replayed.iteration}"
+    if replayed.differs_at is not None:
+        verdict = f"differ: {replayed.differs_at} is the first step with another result"
+    elif replayed.same:
+        verdict = f"are the same: version {replayed.weight_version}, state {replayed.state_digest}"
     else:
         verdict = "cannot be computed again"
-    gone = f"; {count} update{'s' * (count > 1)} cannot be repeated" if (count := again.not_done_again) else ""
-    return f"{weights} {verdict}{gone}"
+    rest = f"; {count} update{'s' * (count > 1)} cannot be repeated" if (count := replayed.not_done_again) else ""
+    return f"{weights} {verdict}{rest}"
 
 
 def _known_step(name: str) -> "Step":
@@ -290,19 +290,19 @@ def _known_step(name: str) -> "Step":
     return Step(name)
 
 
-def _replayed(again: "Replayed") -> Iterator[str]:
-    verdict = "differs" if again.differences else f"not repeated: {again.skipped}" if again.skipped else None
-    yield f"{again.name}: {verdict or 'equal, bit for bit'}"
-    for sentence in again.differences:
+def _replayed(step: "Replayed") -> Iterator[str]:
+    verdict = "differs" if step.differences else f"not repeated: {step.skipped}" if step.skipped else None
+    yield f"{step.name}: {verdict or 'equal, bit for bit'}"
+    for sentence in step.differences:
         yield f"  {sentence}"
-    for sentence in again.environment if again.differences else ():
+    for sentence in step.environment if step.differences else ():
         yield f"  environment: {sentence}"
 
 
 def diff(
     root: Root,
-    ours: Annotated[str, Argument(metavar="A", help="A run.")],
-    theirs: Annotated[str, Argument(metavar="B", help="Another run of the same store.")],
+    first: Annotated[str, Argument(metavar="A", help="A run.")],
+    second: Annotated[str, Argument(metavar="B", help="Another run of the same store.")],
 ) -> Shown:
     """Name the first step at which two runs differ, and what differs there. Exits with 1 if they differ.
 
@@ -316,21 +316,21 @@ def diff(
     """
     from cairn.flows.history.diff import diff as compared
 
-    found = compared(root.ledger(ours), root.ledger(theirs))
-    return Shown(found, _parting(ours, theirs, found), failed=found.parts_at is not None)
+    found = compared(root.ledger(first), root.ledger(second))
+    return Shown(found, _parting(first, second, found), failed=found.parts_at is not None)
 
 
-def _parting(ours: str, theirs: str, found: "Parting") -> Iterator[str]:
+def _parting(first: str, second: str, found: "Parting") -> Iterator[str]:
     for name, one, other in found.options:
-        yield f"  {name}: {one} in {ours}, {other} in {theirs}"
+        yield f"  {name}: {one} in {first}, {other} in {second}"
     equal = f"{found.compared} commits are equal" + (f", {found.shared} of them shared" if found.shared else "")
     for sentence in found.retired:
         yield f"  {sentence}"
     if found.parts_at is not None:
-        yield f"{ours} and {theirs} first differ at {found.parts_at}; before it {equal}"
+        yield f"{first} and {second} first differ at {found.parts_at}; before it {equal}"
         for sentence in found.how:
             yield f"  {sentence}"
     elif found.ended is not None:
-        yield f"{ours} and {theirs} are equal up to the end of {found.ended}: {equal}"
+        yield f"{first} and {second} are equal up to the end of {found.ended}: {equal}"
     else:
-        yield f"{ours} and {theirs} are equal{' in everything that is stored' if found.retired else ''}: {equal}"
+        yield f"{first} and {second} are equal{' in everything that is stored' if found.retired else ''}: {equal}"

@@ -30,7 +30,7 @@ EvalsOption = Annotated[bool, Option("--evals", help="The results of evaluations
 
 
 def _require_one(run: str | None, evals: bool) -> None:
-    """Raise BadInput unless the user named a run or asked for the evaluations, and not both."""
+    """Raise BadInput unless the user named either a run or the evaluations."""
     if (run is None) != evals:
         raise BadInput("name a run, or use --evals for the results of evaluations")
 
@@ -95,12 +95,12 @@ def verify(
 
 def _with_progress(checks: Iterable["Verified"], hidden: bool) -> list["Verified"]:
     """Return the checks, and meanwhile show the last one in a line on a terminal's stderr."""
-    found = []
+    done = []
     with reporting(hidden) as progress:
         for number, check in enumerate(checks):
             progress(f"{number} commits read, last {check.name}")
-            found.append(check)
-    return found
+            done.append(check)
+    return done
 
 
 def _verified(counts: Mapping[str, Any], findings: Sequence["Finding"], signed: Sequence["Signed"]) -> Iterator[str]:
@@ -129,13 +129,13 @@ def _verified(counts: Mapping[str, Any], findings: Sequence["Finding"], signed: 
 def _accounted(groups: "GroupCounts") -> str:
     reasons = ", ".join(f"{reason}: {count}" for reason, count in groups.dropped.items())
     dropped = f"{sum(groups.dropped.values())} dropped{f' ({reasons})' if reasons else ''}"
-    said = f"groups: {groups.trained} trained on, {dropped}, {groups.open} open"
+    text = f"groups: {groups.trained} trained on, {dropped}, {groups.open} open"
     for iterations, why in ((groups.retired, "are retired"), (groups.unreadable, "cannot be read")):
         if iterations:
             several = f"{len(iterations)} iterations from {iterations[0]} to {iterations[-1]}"
             which = several if len(iterations) > 1 else f"iteration {iterations[0]}"
-            said += f"; groups of {which} could not be checked: their tables {why}"
-    return said
+            text += f"; groups of {which} could not be checked: their tables {why}"
+    return text
 
 
 def gc(
@@ -167,7 +167,7 @@ def gc(
         found = list(results.garbage(root.store))
         if apply:
             results.collect(root.store, found)
-        return Shown({"removed": apply, "garbage": found}, _garbage_of_evals(found, removed=apply))
+        return Shown({"removed": apply, "garbage": found}, _evaluation_garbage(found, removed=apply))
     ledger = root.ledger(run)
     keep = from_manifest(ledger.manifest.config).checkpoint
     old = retire(ledger, keep, everything=True) if apply else list(due(ledger, keep, everything=True))
@@ -175,17 +175,17 @@ def gc(
     if apply:
         collector.collect(ledger, found)
     value = {"run": run, "removed": apply, "retention": old, "garbage": found}
-    return Shown(value, _garbage_of(run, old, found, removed=apply))
+    return Shown(value, _run_garbage(run, old, found, removed=apply))
 
 
-def _garbage_of_evals(found: Sequence["Garbage"], removed: bool) -> Iterator[str]:
+def _evaluation_garbage(found: Sequence["Garbage"], removed: bool) -> Iterator[str]:
     for one in found:
         yield f"{one.reason}: {one.path}"
     size = sum(one.bytes or 0 for one in found) / 1e6
     yield f"evaluations: {len(found)} files, {size:.1f} MB, {_fate('--evals', len(found), removed)}"
 
 
-def _garbage_of(
+def _run_garbage(
     run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool
 ) -> "Iterator[RenderableType]":
     """Yield the files of a run that can be removed, or were removed: one a line, but one line an iteration for those
@@ -253,7 +253,7 @@ def delete(
 
 
 def _require_confirmed(run: str, typed: str | None, warning: str, request: str) -> None:
-    """Raise BadInput unless the user has typed the run's name, in an option or now. Where nobody can answer, it is
+    """Raise BadInput unless the user has typed the run's name, in an option or now. Without a terminal it is
     empty."""
     if typed is None:
         print_stderr(warning)

@@ -72,18 +72,18 @@ def plan(
     return Shown(value, _parts(found), failed=not found.fits)
 
 
-def _parts(found: "Plan") -> "Iterator[RenderableType]":
+def _parts(plan: "Plan") -> "Iterator[RenderableType]":
     """Yield a table of the memories, and lines for everything else."""
     from rich.text import Text
 
-    model = found.model
-    on = f"{found.gpus:g} {found.gpu} on {_machines(found.machines)}" if found.gpus else "no GPU"
-    yield f"{found.recipe}: {model.name} ({model.architecture}, {model.layers} layers) on {on}"
+    model = plan.model
+    on = f"{plan.gpus:g} {plan.gpu} on {_machines(plan.machines)}" if plan.gpus else "no GPU"
+    yield f"{plan.recipe}: {model.name} ({model.architecture}, {model.layers} layers) on {on}"
     yield f"config of the model: {model.source}"
     table = grid("", "GiB", "", right=("GiB",))
     table.add_row("parameters", _billions(model.parameters), "billions")
     table.add_row("active per token", _billions(model.active_parameters), "billions")
-    for memory in found.memory:
+    for memory in plan.memory:
         table.add_section()
         style = "" if memory.fits else "bold red"
         verdict = f"of {_gib(memory.capacity)}" + ("" if memory.fits else ": too much")
@@ -91,7 +91,7 @@ def _parts(found: "Plan") -> "Iterator[RenderableType]":
         for row in memory.rows:
             table.add_row(f"  {row.what}", _gib(row.bytes), "")
     yield table
-    if (cache := found.cache) is not None:
+    if (cache := plan.cache) is not None:
         fixed = f" and {cache.bytes_per_sample / 1e6:,.1f} MB a sample" if cache.bytes_per_sample else ""
         yield f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank"
         yield (
@@ -99,25 +99,25 @@ def _parts(found: "Plan") -> "Iterator[RenderableType]":
             f"{cache.samples_mean:,} of mean length; {cache.at_once:,} of {cache.asked:,} requested samples are "
             "generated at a time"
         )
-    if found.sync is not None:
-        yield f"sync: {_gb(found.sync.bytes)} GB, {_seconds(found.sync.seconds)}, {found.sync.how}"
-    kept = found.checkpoint
-    yield f"checkpoint: {_gb(kept.bytes)} GB, {_seconds(kept.seconds)}, {kept.how}"
-    parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in found.steps)
-    side = ", rollout in parallel with the other steps" if found.overlapped else ""
-    yield f"an iteration: {_seconds(found.seconds)}{side}: {parts}"
-    for problem in found.problems:
+    if plan.sync is not None:
+        yield f"sync: {_gb(plan.sync.bytes)} GB, {_seconds(plan.sync.seconds)}, {plan.sync.how}"
+    saved = plan.checkpoint
+    yield f"checkpoint: {_gb(saved.bytes)} GB, {_seconds(saved.seconds)}, {saved.how}"
+    parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in plan.steps)
+    side = ", rollout in parallel with the other steps" if plan.overlapped else ""
+    yield f"an iteration: {_seconds(plan.seconds)}{side}: {parts}"
+    for problem in plan.problems:
         yield f"cannot run: {problem}"
-    for memory in found.memory:
+    for memory in plan.memory:
         if not memory.fits:
             need = f"{_gib(memory.total)} of {_gib(memory.capacity)} GiB"
             yield f"does not fit: {memory.of} would need {need}"
-    for remedy in found.remedies:
+    for remedy in plan.remedies:
         options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
         yield f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}"
-    if not found.fits and not found.remedies:
+    if not plan.fits and not plan.remedies:
         yield "no tried change of the options would fit: use more or larger GPUs, or a smaller model"
-    yield "assumed: " + "; ".join(found.assumptions)
+    yield "assumed: " + "; ".join(plan.assumptions)
 
 
 def _machines(count: int) -> str:

@@ -17,7 +17,7 @@ def print_stderr(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def tell_message(event: "Event") -> None:
+def print_message(event: "Event") -> None:
     """Print the text of an event to stderr, if it is a message."""
     from cairn.tasks.durable.events import Message
 

@@ -59,9 +59,9 @@ def sql(
     from cairn.storage.store.errors import BadQuery
 
     with bad_input(FileNotFoundError, ValueError, BadQuery):
-        asked = open_query(root.store, run)
-        found = asked.sql(query)
-    for note in asked.notes:
+        database = open_query(root.store, run)
+        found = database.sql(query)
+    for note in database.notes:
         print_stderr(note)
     shown = found.slice(0, limit or (found.num_rows if json or csv else _ROWS))
     rows = _rows(shown)

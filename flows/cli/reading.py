@@ -62,7 +62,7 @@ def status(root: Root, run: RunArgument) -> Shown:
     config = from_manifest(ledger.manifest.config)
     try:
         balance = measured(ledger, config, found.iterations)
-    except Damaged:  # in an iteration that is over, which `cairn verify` finds: where the run stands can be said
+    except Damaged:  # in an older iteration, which the status does not need
         balance = None
     shown = {**balance.model_dump(mode="json"), "hints": balance.hints} if balance else None
     text = tables.status_lines(found, balance.sentence(config) if balance else None)
@@ -140,20 +140,20 @@ def timeline(
     commits = ledger.commits(iteration)
     if not commits:
         raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
-    made = trace(commits, from_manifest(ledger.manifest.config))
+    document = trace(commits, from_manifest(ledger.manifest.config))
     with writing(file):
-        file.write_text(dumps(made), encoding="utf-8")
-    slices = sum(event["ph"] == "X" for event in made["traceEvents"])
-    said = f"{len(commits)} commits of iteration {iteration} of run {run}; open it at https://ui.perfetto.dev:"
-    return Shown({"file": str(file), "commits": len(commits), "slices": slices}, [said, str(file)])
+        file.write_text(dumps(document), encoding="utf-8")
+    slices = sum(event["ph"] == "X" for event in document["traceEvents"])
+    text = f"{len(commits)} commits of iteration {iteration} of run {run}; open it at https://ui.perfetto.dev:"
+    return Shown({"file": str(file), "commits": len(commits), "slices": slices}, [text, str(file)])
 
 
 def _costs(found: "Costs") -> "Iterator[RenderableType]":
     """Yield the sums as sentences, and the parts as tables."""
-    held, unit, has_price = found.devices, f"{found.devices.kind}-seconds", found.price is not None
-    said = f"run {found.run}: {found.reserved_device_seconds:,.1f} {unit} reserved"
-    said += f" ({held.reserved:g} {held.kind}s, {found.drivers} drivers), {found.iterations} iterations"
-    yield said + (f", price {found.price:,.2f}" if has_price else "")
+    devices, unit, has_price = found.devices, f"{found.devices.kind}-seconds", found.price is not None
+    text = f"run {found.run}: {found.reserved_device_seconds:,.1f} {unit} reserved"
+    text += f" ({devices.reserved:g} {devices.kind}s, {found.drivers} drivers), {found.iterations} iterations"
+    yield text + (f", price {found.price:,.2f}" if has_price else "")
     width, rate = 6 if has_price else 5, found.price_per_device_hour
     rows: list[tuple[object, ...]] = [
         (cost.step, cost.commits, cost.seconds, cost.device_seconds, cost.tokens, cost.price) for cost in found.steps
@@ -162,10 +162,10 @@ def _costs(found: "Costs") -> "Iterator[RenderableType]":
         spent = getattr(found, f"{name}_device_seconds")
         rows.append((name, None, None, spent, None, None if rate is None else spent / 3600 * rate))
     yield _table(("step", "commits", "seconds", unit, "tokens", "price")[:width], rows)
-    said = f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated"
+    text = f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated"
     if found.learns_from != "responses":
-        said = f"{found.accepted_samples:,} samples of {found.learns_from} trained on"
-    yield said + _each(found, unit)
+        text = f"{found.accepted_samples:,} samples of {found.learns_from} trained on"
+    yield text + _each(found, unit)
     if found.evaluations:
         rows = [
             (
@@ -239,13 +239,13 @@ def report(
         raise BadInput(f"there is no folder {target.absolute().parent}")
     with Console(stderr=True, quiet=json).status("reading") as line:
 
-        def tell(what: str, done: int, of: int) -> None:
+        def progress(what: str, done: int, of: int) -> None:
             line.update(f"{what}: {done} of {of}" if of else f"{what}: {done}")
 
         with writing(target):
-            made = write_report(ledger, target, tell, verified=verify, price=price)
-    size = f"{made.bytes / 1e6:.1f} MB, {made.iterations} iterations, {made.samples:,} samples"
-    said = [f"{made.file}: {size}, {made.with_tokens:,} of them with tokens"]
-    if made.findings:
-        said.append(f"{made.findings} findings of the ledger's verification are in it: see `cairn verify {run}`")
-    return Shown(made, said)
+            written = write_report(ledger, target, progress, verified=verify, price=price)
+    size = f"{written.bytes / 1e6:.1f} MB, {written.iterations} iterations, {written.samples:,} samples"
+    text = [f"{written.file}: {size}, {written.with_tokens:,} of them with tokens"]
+    if written.findings:
+        text.append(f"{written.findings} findings of the ledger's verification are in it: see `cairn verify {run}`")
+    return Shown(written, text)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cairn.engines.types.trajectories import CallRecord
-    from cairn.flows.reading.lineage import Lineage, Made, Token, Update
+    from cairn.flows.reading.lineage import CommitReference, Lineage, Token, Update
     from cairn.flows.reading.samples import SampleView
     from cairn.storage.ledger.ledger import Ledger
 
@@ -106,13 +106,13 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
         raise Failure("left the debugger") from None
     if found.changed and not json:
         print_stderr("the source of the function or of its tools has changed since the run")
-    said = {
+    sentences = {
         "same": f"the same trajectory, bit for bit, after {found.answers} answers",
         "differs": f"another trajectory: {found.told}",
         "failed": f"no trajectory: {found.told}",
         "diverged": f"no trajectory: {found.told}",
     }
-    return Shown(found, said[found.outcome], failed=found.outcome != "same")
+    return Shown(found, sentences[found.outcome], failed=found.outcome != "same")
 
 
 def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
@@ -161,11 +161,11 @@ def lineage(
     - `cairn lineage quickstart 5 170 3 12` says how token 12 came to be and was trained on
     - `cairn lineage quickstart 5 170 3 --json | jq .update.state_digest`
     """
-    from cairn.flows.reading.lineage import lineage as found_lineage
+    from cairn.flows.reading.lineage import lineage as lineage_of
 
     ledger = root.ledger(run)
     with bad_input(LookupError):
-        found = found_lineage(ledger, iteration, group, sample, token)
+        found = lineage_of(ledger, iteration, group, sample, token)
     return Shown(found, lines_of(_facts(found), style="dim"))
 
 
@@ -180,27 +180,27 @@ def _facts(found: "Lineage") -> Iterator[tuple[str, str]]:
     yield "", f"{sampled.tokens} tokens,{log_prob} {sampled.finish_reason}, {sampled.status}"
     where = f"{sampled.engine} on {sampled.environment.host or sampled.environment.device}, seed {sampled.seed}"
     if sampled.weights:
-        yield "sampled by", f"{where}; {_made(sampled.made_by)}"
+        yield "sampled by", f"{where}; {_reference(sampled.made_by)}"
     else:
-        yield "read by", _made(sampled.made_by)
+        yield "read by", _reference(sampled.made_by)
     for weights in sampled.weights:
         if weights.made_by is None:
             yield "weights", f"version {weights.version}, the initial ones ({_short(sampled.model_digest)})"
         else:
             digests = f"state {_short(weights.state_digest)}, published {_short(weights.published_digest)}"
-            yield "weights", f"version {weights.version}, {digests}; {_made(weights.made_by)}"
+            yield "weights", f"version {weights.version}, {digests}; {_reference(weights.made_by)}"
     if grade is None:
         yield "reward", "not graded"
     else:
         source = ", ".join(f"{name} {_short(digest)}" for name, digest in grade.sources.items())
         grader = f"{grade.grader}, version {grade.grader_version}{f' ({source})' if source else ''}"
         yield "reward", "–" if grade.reward is None else f"{grade.reward:g}"
-        yield "graded by", f"{grader}; {_made(grade.made_by)}"
+        yield "graded by", f"{grader}; {_reference(grade.made_by)}"
         if grade.error:
             yield "error", _line(grade.error)
     for judged in found.judgements:
         reason = f" ({judged.reason})" if judged.reason else ""
-        yield f"iteration {judged.iteration}", f"{judged.disposition}{reason}; {_made(judged.made_by)}"
+        yield f"iteration {judged.iteration}", f"{judged.disposition}{reason}; {_reference(judged.made_by)}"
     yield from _use(found, update)
     if found.token is not None:
         yield f"token {found.token.position}", _token(found.token)
@@ -211,17 +211,19 @@ def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]
         yield "trained on", "not by any update"
         return
     if update.estimated_by is not None:
-        yield "advantage", f"{number(update.advantage, '.6g')}, age {number(update.age)}; {_made(update.estimated_by)}"
+        estimated_by = _reference(update.estimated_by)
+        yield "advantage", f"{number(update.advantage, '.6g')}, age {number(update.age)}; {estimated_by}"
     versions = f"version {update.weight_version_in} → {update.weight_version_out}"
     yield (
         "trained on",
-        f"{versions}, 1 of {update.samples} samples, loss {number(update.loss, '.6g')}; {_made(update.made_by)}",
+        f"{versions}, 1 of {update.samples} samples, loss {number(update.loss, '.6g')}; {_reference(update.made_by)}",
     )
     yield "left", f"state {_short(update.state_digest)}, published {_short(update.published_digest)}"
-    kept = [str(saved.iteration) for saved in found.checkpoints if not saved.retired]
-    retired = len(found.checkpoints) - len(kept)
-    shown = ", ".join(kept if len(kept) < 8 else [*kept[:3], "…", *kept[-2:]]) or "none"
-    yield "checkpoints", f"of iterations {shown}{f'; {retired} more are retired' if retired else ''}" if kept else shown
+    stored = [str(saved.iteration) for saved in found.checkpoints if not saved.retired]
+    retired = len(found.checkpoints) - len(stored)
+    shown = ", ".join(stored if len(stored) < 8 else [*stored[:3], "…", *stored[-2:]]) or "none"
+    more = f"; {retired} more are retired" if retired else ""
+    yield "checkpoints", f"of iterations {shown}{more}" if stored else shown
 
 
 def _token(token: "Token") -> str:
@@ -246,8 +248,8 @@ def _token(token: "Token") -> str:
     )
 
 
-def _made(made: "Made") -> str:
-    return f"{made.name} of {made.run} ({_short(made.digest)})"
+def _reference(reference: "CommitReference") -> str:
+    return f"{reference.name} of {reference.run} ({_short(reference.digest)})"
 
 
 def _short(digest: str | None) -> str:

@@ -111,7 +111,7 @@ def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[T
     if status.groups.recovered or status.groups.waiting:
         facts["groups"] = _interrupted(status.groups)
     if status.retries.by_error or status.retries.samples:
-        facts["tried again"] = _tried_again(status.retries)
+        facts["tried again"] = _retries(status.retries)
     if status.rollout_engines is not None:
         facts["rollout engines"] = f"{status.rollout_engines} at the newest batch"
     for name, scores in status.eval.items():
@@ -136,13 +136,13 @@ def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
     """Return a line for each step and reason of stale steps; an empty list if none are stale."""
     if not stale:
         return []
-    itself = [found for found in stale if "/" not in found[3]]
-    made_from = [found for found in stale if "/" in found[3]]
+    direct = [one for one in stale if "/" not in one[3]]
+    indirect = [one for one in stale if "/" in one[3]]
     lines = ["Committed steps that would no longer match:"]
-    for (step, why), found in _grouped(itself, lambda found: (found[1], found[3])).items():
-        lines.append(f"  {step} of {_iterations(found)}, which read {why}")
-    for (step,), found in _grouped(made_from, lambda found: (found[1],)).items():
-        lines.append(f"  {step} of {_iterations(found)}, made from those")
+    for (step, why), group in _grouped(direct, lambda one: (one[1], one[3])).items():
+        lines.append(f"  {step} of {_iterations(group)}, which read {why}")
+    for (step,), group in _grouped(indirect, lambda one: (one[1],)).items():
+        lines.append(f"  {step} of {_iterations(group)}, made from those")
     return lines
 
 
@@ -155,7 +155,7 @@ def summary_lines(status: "RunStatus") -> Iterator[str]:
 
 
 def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> "Iterator[RenderableType]":
-    """Yield each sample with its texts. `alone`: the user asked for one sample only."""
+    """Yield each sample with its texts. `alone`: the user requested only one sample."""
     from rich.console import Group
     from rich.text import Text
 
@@ -203,8 +203,8 @@ def _grouped(
     stale: Sequence["StaleStep"], key: Callable[["StaleStep"], tuple[str, ...]]
 ) -> dict[tuple[str, ...], list["StaleStep"]]:
     groups: dict[tuple[str, ...], list[StaleStep]] = {}
-    for found in stale:
-        groups.setdefault(key(found), []).append(found)
+    for one in stale:
+        groups.setdefault(key(one), []).append(one)
     return groups
 
 
@@ -215,7 +215,7 @@ def _iterations(stale: Sequence["StaleStep"]) -> str:
 
 
 def _interrupted(groups: "Groups") -> str:
-    """Return how many groups of an interrupted rollout were kept, and how many had to be generated."""
+    """Return how many groups of an interrupted rollout were reused, and how many were generated."""
     parts = []
     if groups.recovered:
         parts.append(f"{groups.recovered} reused from an interrupted rollout, {groups.generated} generated")
@@ -224,7 +224,7 @@ def _interrupted(groups: "Groups") -> str:
     return "; ".join(parts)
 
 
-def _tried_again(retries: "Retries") -> str:
+def _retries(retries: "Retries") -> str:
     """Return a text such as `steps 3 times (engine_died 2, store 1), 4 samples; 7.0 s waited`."""
     parts = []
     if retries.by_error:
@@ -250,11 +250,11 @@ def _chosen(status: "RunStatus") -> str:
 
 
 def _gate(run: str, gate: "GateStatus") -> str:
-    from cairn.flows.reading.gates import asking
+    from cairn.flows.reading.gates import approval_request
 
     if gate.state == "open" or gate.verdict is None:
         since = f", since {age(gate.gate.at)}" if gate.gate else ""
-        return asking(gate, run) + since
+        return approval_request(gate, run) + since
     why = f": {gate.verdict.why}" if gate.verdict.why else ""
     return f"rejected before iteration {gate.iteration} by {gate.verdict.by} {age(gate.verdict.at)}{why}"
 

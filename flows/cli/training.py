@@ -66,7 +66,7 @@ def up(
     """
     from cairn.flows.orchestration.server import is_loopback
 
-    _mind_interrupts()
+    _enable_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
     if not is_loopback(host):
         print_stderr(
@@ -134,10 +134,10 @@ def _newest(store: str) -> list["RunStatus"]:
     from cairn.storage.store.errors import StoreError
 
     try:
-        found = all_runs(open_store(store))
+        statuses = all_runs(open_store(store))
     except StoreError:  # it may come back
         return []
-    return sorted(found, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
+    return sorted(statuses, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
 
 
 RecipeArgument = Annotated[Path, Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
@@ -243,14 +243,14 @@ def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], no
     )
 
 
-def _mind_interrupts() -> None:
+def _enable_interrupts() -> None:
     """Let SIGINT stop this process even where it was ignored at the start, as in a background job of a script."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _handle_signals() -> None:
     """Handle signals from the start of a driver until its run has begun, when its own handlers take over."""
-    _mind_interrupts()
+    _enable_interrupts()
     install_early_handlers()
 
 
@@ -264,11 +264,11 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
 
     with bad_input(ValueError):
         check_name(run, "run")
-    store, given = open_for_runs(root.url), config if ledger is None else None
+    store, recipe = open_for_runs(root.url), config if ledger is None else None
     from cairn.engines.fleet import warm
     from cairn.engines.processes.deferred import collecting_later
 
-    warm.prepare(config)  # it makes its imports while this process makes its own, as does Prefect's server
+    warm.prepare(config)  # a warm process imports meanwhile, as does Prefect's server
     # Prefect shows every change of state in its UI; this terminal shows the progress. Prefect reads this when imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     with collecting_later():
@@ -294,7 +294,7 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
         from cairn.flows.train import start
         from cairn.flows.watching.progress import Progress
 
-    again = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
+    resume_command = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
     started = False
     progress = Progress(config)
 
@@ -305,17 +305,17 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
 
     try:
         with progress:
-            run = start(store, run, given, takeover, on_event)
+            run = start(store, run, recipe, takeover, on_event)
     except Preempted:
-        for signum in NOTICES:  # the run is given back: another one may cut the rest short
+        for signum in NOTICES:  # the run is released: a further signal may end the process
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
-        print_stderr(f"preempted; nothing committed is lost. Continue with: {again}")
+        print_stderr(f"preempted; nothing committed is lost. Continue with: {resume_command}")
         raise typer.Exit(EXIT_CODE) from None
     except Withheld as error:
         print_stderr(str(error))
         raise typer.Exit(AWAITING_APPROVAL) from None
     except KeyboardInterrupt:
-        print_stderr(f"interrupted; nothing committed is lost. Continue with: {again}")
+        print_stderr(f"interrupted; nothing committed is lost. Continue with: {resume_command}")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if not started:
@@ -324,6 +324,6 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
             print_stderr("".join(traceback.format_exception(error)).rstrip())
         else:
             print_stderr(describe(error))
-        print_stderr(f"run {run} failed; nothing committed is lost. Continue with: {again}")
+        print_stderr(f"run {run} failed; nothing committed is lost. Continue with: {resume_command}")
         raise typer.Exit(FAILED) from error
     print_parts(summary_lines(run_status(store, run)))

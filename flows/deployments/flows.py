@@ -86,8 +86,8 @@ def _end_with(parent: int) -> None:
 
 
 def _name_of_run() -> str:
-    given: dict[str, Any] = flow_run.parameters
-    return str(given.get("run") or Path(given.get("recipe") or "run").stem)
+    parameters: dict[str, Any] = flow_run.parameters
+    return str(parameters.get("run") or Path(parameters.get("recipe") or "run").stem)
 
 
 def _place(store: str) -> str:
@@ -154,9 +154,10 @@ def fork(
         options: Overrides of the configuration of the forked run. An empty option keeps that run's value.
     """
     from cairn.flows.history.fork import fork as forked
+    from cairn.flows.history.fork import is_fork
 
     ledgers = open_for_runs(_place(store))
-    if not _is_fork(ledgers, new, run, iteration):  # else this is another try at the same flow run
+    if not is_fork(ledgers, new, run, iteration):  # an earlier attempt of this flow run may have made it
         forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()))
     return _driven(ledgers, new)
 
@@ -210,8 +211,9 @@ def gc(run: RunName, apply: bool = False, store: str = "") -> State[Any]:
 
 
 def _name_of_evaluation() -> str:
-    given: dict[str, Any] = flow_run.parameters
-    return f"{', '.join(given['benchmarks'])} on {given.get('run') or given.get('model') or 'nothing'}"
+    parameters: dict[str, Any] = flow_run.parameters
+    subject = parameters.get("run") or parameters.get("model") or "nothing"
+    return f"{', '.join(parameters['benchmarks'])} on {subject}"
 
 
 @flow(name="evaluate", flow_run_name=_name_of_evaluation, persist_result=False)
@@ -322,11 +324,3 @@ def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: b
         message=f"run {run} has its {status.num_rollout} iterations: weight version {status.weight_version}, state "
         f"digest {status.state_digest}"
     )
-
-
-def _is_fork(store: Store, name: str, parent: str, iteration: int) -> bool:
-    try:
-        origin = Ledger.open(store, name).manifest.parent
-    except FileNotFoundError:
-        return False
-    return origin is not None and (origin.run, origin.iteration) == (parent, iteration)

@@ -65,7 +65,7 @@ class Form(BaseModel):
         return schema
 
     @model_serializer(mode="wrap")
-    def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in handler(self).items() if value is not None}
 
     def overrides(self, prefix: str = "") -> Iterator[str]:
@@ -85,14 +85,14 @@ def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
     fields: dict[str, Any] = {}
     for name, option in section.model_fields.items():
         inner = section_of(option) or _optional_section(option)
-        held: Any = option.annotation if inner is None else form_of(inner, defaults=defaults)
-        if held in (bool, bool | None):
-            held = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
+        annotation: Any = option.annotation if inner is None else form_of(inner, defaults=defaults)
+        if annotation in (bool, bool | None):
+            annotation = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
         for constraint in option.metadata:
-            held = Annotated[held, constraint]
+            annotation = Annotated[annotation, constraint]
         about = inner.__doc__ if inner is not None else option.description
         text = " ".join((about or "").split()) + (_default(option, inner) if defaults else "")
-        fields[name] = (Optional[held], Field(None, title=name, description=text))  # noqa: UP045
+        fields[name] = (Optional[annotation], Field(None, title=name, description=text))  # noqa: UP045
     return create_model(section.__name__, __base__=Form, __doc__=section.__doc__, **fields)
 
 
@@ -125,14 +125,14 @@ SAME_GRADER = RewardOptions()
 
 
 def recipes(folder: Path) -> dict[str, Path]:
-    """Return recipes by name: the YAML files below the folder, relative to it, and Cairn's own. The user's file wins
-    where both have the same name. Files without the sections of a recipe are skipped."""
-    ours = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
-    found = {str(path.relative_to(ours)): path for path in sorted(ours.rglob("*.yaml"))}
+    """Return recipes by name: the YAML files below the folder, relative to it, and the built-in ones. The user's file
+    wins where both have the same name. Files without the sections of a recipe are skipped."""
+    root = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
+    built_in = {str(path.relative_to(root)): path for path in sorted(root.rglob("*.yaml"))}
     own = {str(path.relative_to(folder)): path for below in FOLDERS for path in sorted((folder / below).glob("*.yaml"))}
-    of_this_folder = {path.resolve() for path in own.values()}
-    found = {name: path for name, path in found.items() if path.resolve() not in of_this_folder}
-    return {name: path for name, path in (own | found).items() if _is_recipe(path)}
+    in_folder = {path.resolve() for path in own.values()}
+    others = {name: path for name, path in built_in.items() if path.resolve() not in in_folder}
+    return {name: path for name, path in (own | others).items() if _is_recipe(path)}
 
 
 def recipe_path(name: str) -> Path:

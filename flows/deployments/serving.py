@@ -38,21 +38,21 @@ POLL_INTERVAL = 2.0
 
 
 USER_SETTINGS = {"schedules", "paused", "concurrency_limit", "concurrency_options"}
-"""Settings of a deployment that users change: for an existing deployment, Prefect would overwrite them with ours and
-delete every schedule."""
+"""Settings of a deployment that users change: for an existing deployment, Prefect would overwrite them and delete
+every schedule."""
 
 
 async def deployments(store: str) -> list[RunnerDeployment]:
     """Return all deployments. Flow runs that name no store get this one when they are created, and retain it whichever
     process executes them."""
-    found = []
+    deployments = []
     for flow in FLOWS:
         deployment = await flow.ato_deployment(
             DEPLOYMENT, parameters={"store": store}, entrypoint_type=EntrypointType.MODULE_PATH, tags=["cairn"]
         )
         deployment.model_fields_set.difference_update(USER_SETTINGS)
-        found.append(deployment)
-    return found
+        deployments.append(deployment)
+    return deployments
 
 
 async def serve(parent: int) -> None:
@@ -71,13 +71,13 @@ async def serve(parent: int) -> None:
     watching.start()
     print("serving", flush=True)
     ended = asyncio.create_task(terminated.wait())
-    gone = asyncio.create_task(_gone(parent))
-    await asyncio.wait({running, ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+    orphaned = asyncio.create_task(_end_of_parent(parent))
+    await asyncio.wait({running, ended, orphaned}, return_when=asyncio.FIRST_COMPLETED)
     over.set()
     if not running.done():
         await asyncio.to_thread(end_flow_runs)
-        if gone.done():
-            os._exit(1)  # the server went with the parent, and Prefect's client would wait for it
+        if orphaned.done():
+            os._exit(1)  # the server ended with the parent, and Prefect's client would wait for it
         await runner.astop()
     with suppress(asyncio.CancelledError):
         await running
@@ -95,7 +95,7 @@ def end_flow_runs() -> None:
             process.kill()
 
 
-async def _gone(parent: int) -> None:
+async def _end_of_parent(parent: int) -> None:
     while os.getppid() == parent:
         await asyncio.sleep(0.5)
 
@@ -105,12 +105,12 @@ def main() -> None:
     parser.add_argument("parent", type=int, help="id of the process that ends this one with it")
     parent = parser.parse_args().parent
     os.environ[SERVER_PID] = str(os.getpid())  # flow runs inherit it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then says when
-    told = sys.stdin.readline()
-    if not told:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then sends SIGTERM
+    address = sys.stdin.readline()
+    if not address:
         raise SystemExit("the parent process is gone: nothing to serve")
-    if told.strip():
-        os.environ[ADDRESS] = told.strip()
+    if address.strip():
+        os.environ[ADDRESS] = address.strip()
     asyncio.run(serve(parent))
 
 

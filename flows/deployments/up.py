@@ -28,7 +28,7 @@ from cairn.flows.orchestration.server import (
     ServerFailed,
     configured_api,
     folder_for,
-    require_answer,
+    require_response,
 )
 from cairn.storage.opening import open_store
 
@@ -55,10 +55,9 @@ class Child:
         self._environment = environment
         self._up, self._ended = threading.Event(), threading.Event()
         self._stopping = False
-        self._told: str | None = None
+        self._input: str | None = None
         self._changing = threading.Lock()
-        self.said: str | None = None
-        """First line of the child's output."""
+        self._first_line = ""
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
         self._watcher.start()
@@ -80,13 +79,12 @@ class Child:
         while not self._up.wait(0.1):
             if self._ended.is_set() or time.monotonic() > end:
                 raise ServerFailed(f"{self.name} did not start; the end of its log, {self.log}:\n{self._tail()}")
-        assert self.said is not None
-        return self.said
+        return self._first_line
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Write a line to the child's stdin, and to that of each process that replaces it."""
         with self._changing:
-            self._told = line
+            self._input = line
             self._write()
 
     def require(self) -> None:
@@ -107,10 +105,10 @@ class Child:
         self._watcher.join()
 
     def _write(self) -> None:
-        if self._told is not None:
+        if self._input is not None:
             assert self._process.stdin is not None
-            with suppress(BrokenPipeError), self._process.stdin as waiting:  # it may have died
-                waiting.write(self._told + "\n")
+            with suppress(BrokenPipeError), self._process.stdin as stdin:  # it may have died
+                stdin.write(self._input + "\n")
 
     def _spawn(self) -> "subprocess.Popen[str]":
         with self.log.open("a") as log:
@@ -141,15 +139,15 @@ class Child:
                 self._process = self._spawn()
                 self._write()
 
-    def _listen(self, said: IO[str]) -> None:
+    def _listen(self, output: IO[str]) -> None:
         """Store the first line, and write the others to the log."""
-        with said, self.log.open("a") as log:
-            for line in said:
+        with output, self.log.open("a") as log:
+            for line in output:
                 if self._up.is_set():
                     log.write(line)
                     log.flush()
                 else:
-                    self.said = line.strip()
+                    self._first_line = line.strip()
                     self._up.set()
 
     def _tail(self, lines: int = 12) -> str:
@@ -190,7 +188,7 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
 
     `store`: a URL or folder, for flow runs that name none. Raises ServerFailed, and StoreRefused where it is no store.
     """
-    store = open_store(store).url  # refused here, and not by every flow run
+    store = open_store(store).url  # a bad store is refused here, not in every flow run
     home = folder_for(PREFECT_HOME)
     with ExitStack() as stack:
         api = configured_api()
@@ -201,7 +199,7 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
             server.serve()
             api = server.api_url
         else:
-            require_answer(api)
+            require_response(api)
         address = os.environ.get(ADDRESS)
         head = None
         if ray and not address:
@@ -211,7 +209,7 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
         environment = os.environ | {"PREFECT_API_URL": api, "CAIRN_STORE": store}
         if server is not None and (password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING")):
             environment.setdefault("PREFECT_API_AUTH_STRING", password)
-        if head is not None:  # a cluster that is started asks for Ray's token, and who joins has to show it by itself
+        if head is not None:  # a new cluster requires Ray's token, and joining drivers must send it
             environment.setdefault("RAY_AUTH_MODE", "token")
         serving = Child("the deployments' process", SERVING, log=home / "serving.log", environment=environment)
         stack.callback(serving.stop, SERVING_END)
@@ -219,6 +217,6 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
             server.wait_ready()
         if head is not None:
             address = head.wait_up()
-        serving.tell(address or "")
+        serving.send(address or "")
         serving.wait_up()
         return Up(api.removesuffix("/api"), api, store, server, serving, head, address or None, stack.pop_all())

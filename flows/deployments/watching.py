@@ -57,8 +57,8 @@ def recorded_at_if_killed(client: SyncPrefectClient, flow_run: FlowRun) -> float
     Returns None where it is alive, where this machine cannot know, and where a newer attempt has not recorded its
     process yet.
     """
-    said, at = flow_run.labels.get(PROCESS), flow_run.labels.get(RECORDED_AT)
-    if not isinstance(said, str) or not isinstance(at, float) or not Holder.model_validate_json(said).is_gone():
+    process, at = flow_run.labels.get(PROCESS), flow_run.labels.get(RECORDED_AT)
+    if not isinstance(process, str) or not isinstance(at, float) or not Holder.model_validate_json(process).is_gone():
         return None
     tries = [state.timestamp.timestamp() for state in client.read_flow_run_states(flow_run.id) if state.is_pending()]
     return at if at > max(tries, default=0.0) else None
@@ -89,7 +89,7 @@ def watch(over: threading.Event, interval: float = INTERVAL) -> None:
         while not over.wait(interval):
             try:
                 check_once(client)
-            except Exception as error:  # the server or a store may come back; what is not seen now is seen then
+            except Exception as error:  # the server or a store may come back, and the next check sees the rest
                 _log.warning("cannot check drivers: %s", error)
 
 
@@ -107,8 +107,8 @@ def check_once(client: SyncPrefectClient) -> None:
             _log.warning("the process of flow run %s is gone; the flow run has ended", flow_run.name)
     for flow_run in _deployed(client, [StateType.PENDING]):
         if flow_run.work_pool_name is None and flow_run.state and _age(flow_run.state) > START_TIMEOUT:
-            again: State[None] = Scheduled(message="The process that claimed it did not start it")
-            client.set_flow_run_state(flow_run.id, again, force=True)
+            scheduled: State[None] = Scheduled(message="The process that claimed it did not start it")
+            client.set_flow_run_state(flow_run.id, scheduled, force=True)
             _log.warning("flow run %s was claimed but not started; it is scheduled again", flow_run.name)
     for flow_run in _deployed(client, [StateType.CRASHED]):
         _restart(client, flow_run)
@@ -116,19 +116,19 @@ def check_once(client: SyncPrefectClient) -> None:
 
 def _drivers(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
     """Return flow runs of drivers that have had their run's lease, newest first."""
-    return [flow_run for flow_run in _found(client, types) if _place(flow_run) is not None]
+    return [flow_run for flow_run in _flow_runs(client, types) if _place(flow_run) is not None]
 
 
 def _deployed(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
     """Return flow runs of deployments, those of drivers and others."""
-    return [flow_run for flow_run in _found(client, types) if flow_run.deployment_id is not None]
+    return [flow_run for flow_run in _flow_runs(client, types) if flow_run.deployment_id is not None]
 
 
 def _age(state: "State[Any]") -> float:
     return time.time() - state.timestamp.timestamp()
 
 
-def _found(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
+def _flow_runs(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
     wanted = {"tags": {"all_": ["cairn"]}, "state": {"type": {"any_": types}}, "parent_task_run_id": {"is_null_": True}}
     return client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted), sort=FlowRunSort.START_TIME_DESC)
 
@@ -157,7 +157,7 @@ def _is_lost(flow_run: FlowRun) -> bool:
         return False
     since = flow_run.state.timestamp if flow_run.state.is_running() else flow_run.start_time
     if since is None or since.timestamp() > lease.acquired_at:
-        return False  # it has yet to take the lease
+        return False  # it has not acquired the lease yet
     return lease.outcome is None or time.time() - lease.renewed_at > REPORT_TIMEOUT
 
 
@@ -171,7 +171,7 @@ def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> N
             raise _LeaseTaken
 
     try:
-        crash_stale_runs(client, run_tags(run, store), besides=others, require_held=require_lost)
+        crash_stale_runs(client, run_tags(run, store), besides=others, check_lease=require_lost)
     except _LeaseTaken:
         return
     cancelled = flow_run.state is not None and flow_run.state.is_cancelling()
@@ -180,10 +180,10 @@ def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> N
 
 def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     limit = flow_run.parameters.get("restarts") or 0
-    if not limit or not (_is_broken_off(flow_run) or _is_killed_before_its_lease(client, flow_run)):
+    if not limit or not (_lost_its_lease(flow_run) or _is_killed_before_its_lease(client, flow_run)):
         return
     states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
-    before = sum(_is_restart(state.message) for state in states)
+    before = sum((state.message or "").startswith(RESTARTED) for state in states)
     if before >= limit or _was_cancelled(states):
         return
     message = f"{RESTARTED}, {before + 1} of {limit}: the driver's process was killed"
@@ -191,17 +191,17 @@ def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     _log.warning("%s is started again, %d of %d", flow_run.name, before + 1, limit)
 
 
-def _is_broken_off(flow_run: FlowRun) -> bool:
+def _lost_its_lease(flow_run: FlowRun) -> bool:
     lease = _lease(flow_run) if _place(flow_run) else None
     return lease is not None and lease.looks_over() and lease.outcome in (None, Outcome.PREEMPTED)
 
 
 def _is_killed_before_its_lease(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
-    said_at = recorded_at_if_killed(client, flow_run)
-    if said_at is None or _place(flow_run) is None:
-        return said_at is not None
+    recorded_at = recorded_at_if_killed(client, flow_run)
+    if recorded_at is None or _place(flow_run) is None:
+        return recorded_at is not None
     lease = _lease(flow_run)
-    return lease is not None and lease.acquired_at < said_at
+    return lease is not None and lease.acquired_at < recorded_at
 
 
 def _was_cancelled(states: "Sequence[State[Any]]") -> bool:
@@ -209,7 +209,3 @@ def _was_cancelled(states: "Sequence[State[Any]]") -> bool:
     crashed by it."""
     last = next((state for state in reversed(states) if state.is_running() or state.is_cancelling()), None)
     return last is not None and last.is_cancelling()
-
-
-def _is_restart(message: str | None) -> bool:
-    return message is not None and message.startswith(RESTARTED)

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Stopping
-from cairn.flows.reading.gates import asking, blocking_gate, due
+from cairn.flows.reading.gates import approval_request, blocking_gate, due
 from cairn.storage.ledger.decisions import Decision, Gate, GateState, GateStatus, gates
 from cairn.storage.ledger.ledger import Ledger
 from cairn.tasks.durable.context import RunContext
@@ -48,82 +48,76 @@ class Rejected(Withheld):
     """A person has rejected the iteration."""
 
 
-Showing = Callable[[GateStatus, str], AbstractContextManager[None]]
-"""Context manager that displays elsewhere that the run waits at a gate, with a sentence, while its block runs."""
-
-
-def admit(
+def wait_for_approval(
     run: RunContext,
     index: int,
-    showing: Showing = lambda gate, sentence: nullcontext(),
+    display: Callable[[GateStatus, str], AbstractContextManager[None]] = lambda gate, sentence: nullcontext(),
 ) -> None:
-    """Return when iteration `index` may begin.
+    """Return when iteration `index` may begin. `display` shows elsewhere, while its block runs, that the run waits at a
+    gate, with a sentence.
 
     Raises AwaitingApproval and Rejected, Stopping where the driver is requested to end meanwhile, and LeaseLost.
     """
     ledger = run.ledger
-    if (held := blocking_gate(ledger, index)) is None:
+    if (gate := blocking_gate(ledger, index)) is None:
         cause = due(ledger, run.config, index)
         if cause is None:
             return
-        _open(run, index, *cause)
-        held = blocking_gate(ledger, index)
-    if held is None:
+        _record_gate(run, index, *cause)
+        gate = blocking_gate(ledger, index)
+    if gate is None:
         return
-    _require(held, ledger.run, wait=run.config.approval.wait)
-    sentence = asking(held, ledger.run)
+    _require(gate, ledger.run, wait=run.config.approval.wait)
+    sentence = approval_request(gate, ledger.run)
     run.emit(Message(f"{sentence}; the engines stay up meanwhile", "warning"))
-    with showing(held, sentence):
-        while held is not None:
+    with display(gate, sentence):
+        while gate is not None:
             if run.stopping.wait(POLL_INTERVAL):
                 raise Stopping(f"the driver ends: iteration {index} waits for approval and does not begin")
             ledger.require_lease()
-            held = blocking_gate(ledger, index)
-            if held is not None:
-                _require(held, ledger.run, wait=True)
-    newest = max((gate for gate in ledger.decisions.gates().values() if gate.verdict), key=_when, default=None)
-    run.emit(Message(f"Iteration {index} may begin, approved{_by(newest.verdict if newest else None)}"))
+            gate = blocking_gate(ledger, index)
+            if gate is not None:
+                _require(gate, ledger.run, wait=True)
+    verdicts = [gate.verdict for gate in ledger.decisions.gates().values() if gate.verdict]
+    newest = max(verdicts, key=lambda verdict: verdict.number, default=None)
+    run.emit(Message(f"Iteration {index} may begin, approved{_by(newest)}"))
 
 
 def require_not_withheld(ledger: Ledger, config: RunConfig, index: int | None) -> None:
     """Raise Withheld if iteration `index` may not begin and the configuration lets no driver wait. Called before
     engines start."""
-    held = None if index is None else blocking_gate(ledger, index)
-    if held is not None:
-        _require(held, ledger.run, wait=config.approval.wait)
+    gate = None if index is None else blocking_gate(ledger, index)
+    if gate is not None:
+        _require(gate, ledger.run, wait=config.approval.wait)
 
 
-def _open(run: RunContext, index: int, cause: str, sentence: str) -> None:
+def _record_gate(run: RunContext, index: int, cause: str, sentence: str) -> None:
     lease = run.ledger.lease
     assert lease is not None
 
     def gate(so_far: tuple[Decision, ...]) -> Gate:
         if index in gates(so_far):
-            raise _AlreadyThere
+            raise _AlreadyRecorded
         return Gate.model_validate({"iteration": index, "cause": cause})
 
-    with suppress(_AlreadyThere):  # somebody decided meanwhile
+    with suppress(_AlreadyRecorded):  # somebody decided meanwhile
         run.ledger.decisions.record(gate, by=f"driver of epoch {lease.epoch}", why=sentence, guard=lease.check)
 
 
-class _AlreadyThere(Exception):
+class _AlreadyRecorded(Exception):
     """The gate is already recorded."""
 
 
-def _require(held: GateStatus, run: str, *, wait: bool) -> None:
-    if held.state is GateState.REJECTED:
-        place = f"{run} {held.iteration}"
-        fork = f"fork it (cairn fork {run}@{held.iteration - 1} NEW), or " if held.iteration else ""
+def _require(gate: GateStatus, run: str, *, wait: bool) -> None:
+    if gate.state is GateState.REJECTED:
+        place = f"{run} {gate.iteration}"
+        fork = f"fork it (cairn fork {run}@{gate.iteration - 1} NEW), or " if gate.iteration else ""
         raise Rejected(
-            f"Run {run} was rejected before iteration {held.iteration}{_by(held.verdict)}; nothing committed is lost: "
+            f"Run {run} was rejected before iteration {gate.iteration}{_by(gate.verdict)}; nothing committed is lost: "
             f"{fork}change the verdict (cairn approve {place}) and cairn resume {run}"
         )
     if not wait:
-        raise AwaitingApproval(f"{asking(held, run)}. Then: cairn resume {run}", held)
-
-
-def _when(gate: GateStatus) -> int:
-    return gate.verdict.number if gate.verdict else 0
+        raise AwaitingApproval(f"{approval_request(gate, run)}. Then: cairn resume {run}", gate)
 
 
 def _by(verdict: Decision | None) -> str:

@@ -17,7 +17,7 @@ def with_length(config: RunConfig) -> RunConfig:
     contradict each other, the data have no epochs or fewer rows than a batch, or the configuration is invalid for
     another reason.
     """
-    epochs, batch, given = config.rollout.num_epoch, config.rollout.rollout_batch_size, config.rollout.num_rollout
+    epochs, batch, configured = config.rollout.num_epoch, config.rollout.rollout_batch_size, config.rollout.num_rollout
     if epochs is None:
         return config
     try:
@@ -29,17 +29,18 @@ def with_length(config: RunConfig) -> RunConfig:
         raise ConfigError(
             [f"rollout.num_epoch is {epochs}, but the data have no epochs: {what}; set rollout.num_rollout instead"]
         )
-    total = len(data) // batch * epochs
-    made = f"{len(data)} rows // rollout.rollout_batch_size {batch} × rollout.num_epoch {epochs} = {total} iterations"
+    rows = len(data)
+    total = rows // batch * epochs
+    equation = f"{rows} rows // rollout.rollout_batch_size {batch} × rollout.num_epoch {epochs} = {total} iterations"
     if total == 0:
-        raise ConfigError([f"{made}: lower rollout.rollout_batch_size, or use more data"])
-    if given not in (0, total):
+        raise ConfigError([f"{equation}: lower rollout.rollout_batch_size, or use more data"])
+    if configured not in (0, total):
         raise ConfigError(
             [
-                f"rollout.num_rollout is {given}, but {made}: leave one of the two out, by "
+                f"rollout.num_rollout is {configured}, but {equation}: leave one of the two out, by "
                 "`--set rollout.num_rollout=null` or `--set rollout.num_epoch=null`"
             ]
         )
     values = config.model_dump(mode="json")
     values["rollout"]["num_rollout"] = total
-    return parse(values) if given == 0 else config
+    return parse(values) if configured == 0 else config

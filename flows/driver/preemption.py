@@ -78,7 +78,7 @@ class Ending:
         """Set the lease and the grace period. Called when the driver has acquired the lease."""
         self._lease, self._grace = lease, grace_period
 
-    def works(self, run: RunContext) -> None:
+    def set_run(self, run: RunContext) -> None:
         """Set the run whose work must stop at the end. Called when the engines are up. Raises Preempted if the end was
         already requested."""
         self._run = run
@@ -125,7 +125,7 @@ class Ending:
             yield
         except BaseException as error:
             if not isinstance(error, Exception | KeyboardInterrupt):
-                self._begun.wait(RELEASE_TIMEOUT)  # a handler was faster than the thread that hears the signal
+                self._begun.wait(RELEASE_TIMEOUT)  # a handler was faster than the thread that receives the signal
             if isinstance(error, KeyboardInterrupt):
                 self.stop_work()
             if not self._begun.is_set():
@@ -175,19 +175,18 @@ class Ending:
     def _end_now(self) -> None:
         if self._over.is_set():
             return
-        told = self._begun.is_set()
-        releasing = threading.Thread(
-            target=self._release, args=(Outcome.PREEMPTED if told else Outcome.STOPPED,), daemon=True
-        )
+        preempted = self._begun.is_set()
+        outcome = Outcome.PREEMPTED if preempted else Outcome.STOPPED
+        releasing = threading.Thread(target=self._release, args=(outcome,), daemon=True)
         releasing.start()
         releasing.join(RELEASE_TIMEOUT)
-        word = "preempted" if told else "interrupted"
+        word = "preempted" if preempted else "interrupted"
         print(f"{word}: ended at once; nothing committed is lost", file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE if told else INTERRUPTED)
+        os._exit(EXIT_CODE if preempted else INTERRUPTED)
 
     def _release(self, outcome: Outcome) -> None:
         if self._lease is not None:
-            with suppress(Exception):  # then it looks like one that was killed
+            with suppress(Exception):  # the run then looks like that of a killed driver
                 self._lease.release(outcome)
 
 
@@ -204,12 +203,12 @@ def ending_in_order() -> Iterator[Ending]:
         return
     with ExitStack() as stack:
         stack.callback(ending.finish)
-        ears, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        listener = threading.Thread(target=_listen, args=(ears, ending), name="signals", daemon=True)
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)
+        listener = threading.Thread(target=_listen, args=(receiver, ending), name="signals", daemon=True)
         listener.start()
-        stack.callback(os.close, mouth)  # ends the listener
-        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False))
+        stack.callback(os.close, sender)  # ends the listener
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender, warn_on_full_buffer=False))
         for signum in (signal.SIGINT, *NOTICES):
             before = signal.getsignal(signum)
             # If Prefect has started the flow, its handler is installed, and knows more about the signal.
@@ -220,10 +219,10 @@ def ending_in_order() -> Iterator[Ending]:
 
 def _drained(run: RunContext, over: threading.Event) -> float | None:
     while not over.wait(DRAIN_INTERVAL):
-        left = run.fleet.seconds_until_drained()
-        if left is not None:
+        seconds = run.fleet.seconds_until_drained()
+        if seconds is not None:
             run.emit(Message("Ray drains a machine of this run", "warning"))
-            return left
+            return seconds
     return None
 
 
@@ -236,11 +235,11 @@ def _reinstall_handlers() -> None:
                 signal.signal(signum, handler)
 
 
-def _listen(ears: int, ending: Ending) -> None:
-    with open(ears, "rb", buffering=0) as signals:
-        while heard := signals.read(1):
-            if heard[0] in (signal.SIGINT, *NOTICES):
-                ending.process_signal(heard[0])
+def _listen(receiver: int, ending: Ending) -> None:
+    with open(receiver, "rb", buffering=0) as signals:
+        while received := signals.read(1):
+            if received[0] in (signal.SIGINT, *NOTICES):
+                ending.process_signal(received[0])
 
 
 def save(run: RunContext) -> Commit | None:
@@ -260,7 +259,7 @@ def save(run: RunContext) -> Commit | None:
             if (position.weight_version, position.state_digest) != (trained.weight_version_out, trained.state_digest):
                 return None
             saved = checkpoint(run, index, None, trained, last_selection(run, index))
-    except Exception as error:  # whoever goes on replays instead
+    except Exception as error:  # the next driver replays instead
         run.emit(Message(f"No checkpoint could be made: {error}", "warning"))
         return None
     run.emit(Message(f"The weights of iteration {index} are saved"))

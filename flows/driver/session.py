@@ -10,7 +10,6 @@ gone.
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -55,11 +54,11 @@ def starting_fleet(
     total_steps: int,
     digests: Mapping[str, str],
     tenure: Tenure | None,
-    tell: Callable[[str], None] = lambda sentence: None,
+    report: Callable[[str], None] = lambda sentence: None,
     trains_only: bool = False,
 ) -> "Iterator[Callable[[], Fleet]]":
     """Start engines in the background while the block runs, and close them at its end. Yields a function that waits for
-    the fleet. The models must have the digests `digests`. `tenure`, `tell`, `trains_only`: see `Fleet.start`."""
+    the fleet. The models must have the digests `digests`. `tenure`, `report`, `trains_only`: see `Fleet.start`."""
     from cairn.engines.fleet.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
@@ -71,7 +70,7 @@ def starting_fleet(
             total_steps=total_steps,
             model_digests=digests,
             tenure=tenure,
-            report=tell,
+            report=report,
             trains_only=trains_only,
         )
         try:
@@ -112,22 +111,22 @@ def make_restore_point(
     config: RunConfig,
     sources: Sources,
     emit: Callable[[Event], None],
-    given: RunConfig | None = None,
+    recipe: RunConfig | None = None,
 ) -> None:
     """Commit checkpoints of the last shared iterations of a fork, of all that it samples from.
 
-    Engines with the parent's configuration compute them, in the fork's cluster. `given`: the fork's recipe, where the
+    Engines with the parent's configuration compute them, in the fork's cluster. `recipe`: the fork's recipe, where the
     user passed one. Raises ConfigError where the parent's configuration contains what a store may not set.
     """
     last = ledger.first_iteration - 1
     owner = ledger.owner(last)
-    before = recorded_config(owner, config, given)
+    before = recorded_config(owner, config, recipe)
     emit(Message(f"Restoring the weights of iteration {last} as run {owner.run} trained them"))
     # The name belongs to this driver alone. These actors end with it on a joined cluster too: a successor may need
     # their resources, but not the actors.
     name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
     with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
-        run = sources.context(before, ledger, fleet, {}, emit, given)
+        run = sources.context(before, ledger, fleet, {}, emit, recipe)
         for index in _sampled_from(ledger):
             if run.find(index, Step.CHECKPOINT) is None:
                 checkpoint(run, index, None, run.committed(index, Step.TRAIN), last_selection(run, index))
@@ -155,7 +154,7 @@ def open_run(
     before anything starts, and Withheld where a person must approve the run first.
     """
     config = None if config is None else with_length(config)
-    given = config
+    recipe = config
     inputs = None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
@@ -167,21 +166,21 @@ def open_run(
     require_not_withheld(ledger, config, current_iteration(ledger, config))
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
-        stack.push(_releasing(lease))
+        stack.enter_context(_releasing(lease))
         stack.enter_context(_lease_lost_over_divergence(lease))
         on_lease(lease, config.operations.grace_period)
         graders = open_graders(config, stack, store, lambda: fleet().scorer)
         if needs_restore_point(ledger, config):
-            make_restore_point(ledger, config, sources, emit, given)
+            make_restore_point(ledger, config, sources, emit, recipe)
         tenure = Tenure(Claim(ledger.manifest.identity, lease.epoch), lease.check)
 
-        def tell(sentence: str) -> None:
+        def warn(sentence: str) -> None:
             emit(Message(sentence, "warning"))
 
         fleet = stack.enter_context(
-            starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, tell)
+            starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, warn)
         )
-        yield sources.context(config, ledger, fleet, graders, emit, given)
+        yield sources.context(config, ledger, fleet, graders, emit, recipe)
 
 
 @contextmanager
@@ -205,24 +204,17 @@ def _lease_lost_over_divergence(lease: Lease) -> Iterator[None]:
         raise
 
 
-def _releasing(
-    lease: Lease,
-) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    def release(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+@contextmanager
+def _releasing(lease: Lease) -> Iterator[None]:
+    """Release the lease at the end of the block, with the block's outcome."""
+    try:
+        yield
+    except BaseException as error:
+        failed = isinstance(error, Exception) and not isinstance(error, Withheld)
+        outcome = Outcome.FAILED if failed else Outcome.STOPPED
         try:
-            lease.release(_outcome(kind))
-        except StoreError as second:
-            if error is None:
-                raise
-            error.add_note(f"{type(second).__name__} meanwhile: {second}")  # its caller must hear of the first
-
-    return release
-
-
-def _outcome(kind: type[BaseException] | None) -> Outcome:
-    if kind is None:
-        return Outcome.COMPLETED
-    if issubclass(kind, Preempted):
-        return Outcome.PREEMPTED
-    failed = issubclass(kind, Exception) and not issubclass(kind, Withheld)
-    return Outcome.FAILED if failed else Outcome.STOPPED
+            lease.release(Outcome.PREEMPTED if isinstance(error, Preempted) else outcome)
+        except StoreError as second:  # the caller gets the first error
+            error.add_note(f"{type(second).__name__} meanwhile: {second}")
+        raise
+    lease.release(Outcome.COMPLETED)

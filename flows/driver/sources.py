@@ -84,10 +84,10 @@ class Sources:
         fleet: "Callable[[], Fleet]",
         graders: dict[str | None, Grading],
         emit: Callable[[Event], None],
-        given: RunConfig | None = None,
+        recipe: RunConfig | None = None,
     ) -> RunContext:
         """Return a live run context with these inputs. The chat template's clock is fixed to the time when the run was
-        created. `given`: the recipe, where the user passed one."""
+        created. `recipe`: the recipe, where the user passed one."""
         stop_clock(self.tokenizer, ledger.manifest.created_at)
         return RunContext(
             config,
@@ -100,7 +100,7 @@ class Sources:
             graders=graders,
             environment=environment(),
             emit=emit,
-            trusted=partial(require_trusted, store=ledger.store, recipe=given, of=f" of {ledger.run}"),
+            trusted=partial(require_trusted, store=ledger.store, recipe=recipe, of=f" of {ledger.run}"),
         )
 
 
@@ -123,7 +123,7 @@ def input_digests(
     if config.reward.reward_model is not None:
         folders["reward_model"] = config.reward.reward_model.path
     digests |= {name: folder_digest(Path(path), recorded.get(name)) for name, path in folders.items()}
-    if config.model.teacher_url is not None:  # whose weights cannot be looked at
+    if config.model.teacher_url is not None:  # its weights cannot be read
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
     if (corpus := search_corpus(config.rollout)) is not None:

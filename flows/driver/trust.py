@@ -83,10 +83,10 @@ def require_trusted(
 
 
 def _problems(
-    config: RunConfig, store: Store, given: RunConfig | None, of: str, overrides: Sequence[str] = ()
+    config: RunConfig, store: Store, recipe: RunConfig | None, of: str, overrides: Sequence[str] = ()
 ) -> list[str]:
     by_user = tuple(f"{override.partition('=')[0].strip()}." for override in overrides)
-    of_user = {} if given is None else {option: value for option, value, _ in _set_options(given)}
+    of_user = {} if recipe is None else {option: value for option, value, _ in _set_options(recipe)}
     problems = []
     for option, value, rule in _set_options(config):
         if f"{option}.".startswith(by_user) or (option in of_user and of_user[option] == value):
@@ -111,7 +111,7 @@ def _problems(
 
 
 def _is_code_at_hand(name: str, store: Store) -> bool:
-    return "." not in name or code_at_hand(name, store) is not None  # without a dot it is one of Cairn's own
+    return "." not in name or code_at_hand(name, store) is not None  # a name without a dot is built in
 
 
 def _is_outside_store(folder: str, store: Store) -> bool:
@@ -130,12 +130,12 @@ def _is_plain_data(path: str, store: Store) -> bool:
     return address is not None and "::" not in path[address.end() :]
 
 
-_OF_TOKENIZER = {"chat_template", "tools", "documents", "tokenizer_kwargs", "tokenize", "return_dict", "return_tensors"}
+_RESERVED = {"chat_template", "tools", "documents", "tokenizer_kwargs", "tokenize", "return_dict", "return_tensors"}
 
 
 def _are_plain_arguments(arguments: Mapping[str, Any], store: Store) -> bool:
     plain = all(isinstance(argument, bool | int | float | str) for argument in arguments.values())
-    return plain and not _OF_TOKENIZER & arguments.keys()
+    return plain and not _RESERVED & arguments.keys()
 
 
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
@@ -270,14 +270,14 @@ def _lies_in(path: Path, folder: Path) -> bool:
 def free_options(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FromStore | None]:
     """Return the options that may hold more than numbers, switches and words of a fixed set, each with what a store may
     set. Options of list items appear without their index."""
-    found: dict[str, FromStore | None] = {}
+    options: dict[str, FromStore | None] = {}
     for name, field in section.model_fields.items():
         if below := sections_in(field.annotation):
             for inner in below:
-                found |= free_options(inner, f"{prefix}{name}.")
+                options |= free_options(inner, f"{prefix}{name}.")
         elif not _is_closed(field.annotation):
-            found[f"{prefix}{name}"] = _rule_of(field)
-    return found
+            options[f"{prefix}{name}"] = _rule_of(field)
+    return options
 
 
 def _set_options(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FromStore | None]]:

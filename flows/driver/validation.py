@@ -42,10 +42,12 @@ def setup_problems(config: RunConfig) -> list[str]:
     data."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     problems += _image_problems(config)
-    problems += [*_grader_problems(config), *_stop_token_problems(config), *_top_k_problems(config)]
+    readable = [path for path in config.model.folders.values() if _is_readable(path)]
+    problems += _grader_problems(config)
+    if config.model.path in readable:
+        problems += [*_stop_token_problems(config), *_top_k_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
-    there = [path for path in config.model.folders.values() if _is_read(path)]
-    for path in there:
+    for path in readable:
         problems += training_problems(config.training, path)
     if config.training.lora.r and not problems:
         from cairn.engines.training.torch.lora import lora_problems  # imports peft, which only those runs need
@@ -64,10 +66,10 @@ def setup_problems(config: RunConfig) -> list[str]:
 
         problems += replay_problems(config.model.path, config.training.megatron)
     if (rate := config.training.moe_router_bias_update_rate) and not problems:
-        from cairn.engines.models.routing import bias_problems  # the same
+        from cairn.engines.models.routing import bias_problems  # builds it too
 
         problems += bias_problems(config.model.path, rate)
-    if config.model.path in there:
+    if config.model.path in readable:
         try:
             tokenizer = load_tokenizer(config.model.path)
             problems += [*_end_problems(config, tokenizer), *_tool_call_problems(config, tokenizer)]
@@ -136,7 +138,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
             model = check_model_folder(path)
             context = context_length(model)
             if sees_images(model):
-                from cairn.engines.models.vision import image_processor  # what few models need
+                from cairn.engines.models.vision import image_processor  # slow, and few models need it
 
                 image_processor(path)
             elif config.data.has_images:
@@ -150,7 +152,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
             yield from _length_problems(config, path, context)
 
 
-def _is_read(path: str) -> bool:
+def _is_readable(path: str) -> bool:
     """Whether a model folder can be read; `_model_problems` reports the reason where it cannot."""
     try:
         check_model_folder(path)
@@ -159,18 +161,20 @@ def _is_read(path: str) -> bool:
     return True
 
 
+def _vocabulary_size(path: str) -> int:
+    size: int = check_model_folder(path).get_text_config().vocab_size
+    return size
+
+
 def _stop_token_problems(config: RunConfig) -> Iterator[str]:
     """Report stop token ids outside the vocabulary: negative ids would index the last tokens, larger ones no token.
     Runs that were created with such ids can still resume."""
-    path = config.model.path
-    if config.rollout.rollout_stop_token_ids and _is_read(path):
-        size = check_model_folder(path).get_text_config().vocab_size
-        for id in config.rollout.rollout_stop_token_ids:
-            if not 0 <= id < size:
-                yield (
-                    f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {path}: its ids "
-                    f"are 0 to {size - 1}"
-                )
+    for id in config.rollout.rollout_stop_token_ids:
+        if not 0 <= id < (size := _vocabulary_size(config.model.path)):
+            yield (
+                f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {config.model.path}: "
+                f"its ids are 0 to {size - 1}"
+            )
 
 
 def _end_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
@@ -203,14 +207,9 @@ def unstopped_end(
 
 
 def _top_k_problems(config: RunConfig) -> Iterator[str]:
-    path, algorithm = config.model.path, config.algorithm
-    if algorithm.learns_from_top_k and _is_read(path):
-        size = check_model_folder(path).get_text_config().vocab_size
-        if algorithm.distillation_topk > size:
-            yield (
-                f"algorithm.distillation_topk is {algorithm.distillation_topk}, but the model in {path} has {size} "
-                "tokens: lower it"
-            )
+    path, top_k = config.model.path, config.algorithm.distillation_topk
+    if config.algorithm.learns_from_top_k and top_k > (size := _vocabulary_size(path)):
+        yield f"algorithm.distillation_topk is {top_k}, but the model in {path} has {size} tokens: lower it"
 
 
 def _image_problems(config: RunConfig) -> Iterator[str]:
@@ -239,7 +238,7 @@ def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
     except BadModel as error:
         yield f"model.{option}: {error}"
         return
-    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (other, policy))
+    known, sampled = map(_vocabulary_size, (other, policy))
     if not same or known < sampled:
         why = f"has {known} token ids, but {sampled} are sampled" if same else "has another tokenizer"
         yield f"model.{option}: the model in {other} {why}: use a model with the policy's vocabulary"
@@ -283,14 +282,14 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
                 yield f"{place}: {error}"
             else:
                 yield from _unknown_reads(config, place, name, declared(function).reads)
-    yield from _teacher_that_is_missing(config)
+    yield from _missing_teacher(config)
     try:
         get_grader(config.reward)
         stores_answers(config.reward)
     except BadPlugin as error:
-        if config.reward.custom_rm_path is None or config.reward.group_rm:  # else told where it is named
+        if config.reward.custom_rm_path is None or config.reward.group_rm:  # else its option's check reports it
             yield f"reward: {error}"
-    yield from _unasked_graders(config)
+    yield from _unread_grader_options(config)
     for index, benchmark in enumerate(config.eval.benchmarks):
         if benchmark.rm_type is not None:
             try:
@@ -299,11 +298,11 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
                 yield f"eval.benchmarks.{index}: {error}"
 
 
-def _unasked_graders(config: RunConfig) -> Iterator[str]:
+def _unread_grader_options(config: RunConfig) -> Iterator[str]:
     own = config.reward.rm_type if config.reward.custom_rm_path is None else None
-    asked = {own, *(benchmark.rm_type for benchmark in config.eval.benchmarks)}
+    used = {own, *(benchmark.rm_type for benchmark in config.eval.benchmarks)}
     for option, name in (("rm_url", "remote_rm"), *((name, name) for name in ("judge", "code", "reward_model"))):
-        if getattr(config.reward, option) is not None and name not in asked:
+        if getattr(config.reward, option) is not None and name not in used:
             what = f"reward.{option} is set, which only the grader {name} reads"
             yield f"{what}: set reward.rm_type={name}, or leave it out"
     if own == "reward_model" and config.data.get_samples_path is not None:
@@ -311,18 +310,19 @@ def _unasked_graders(config: RunConfig) -> Iterator[str]:
             "reward.rm_type is reward_model, which reads the rows of the data again, but data.get_samples_path "
             f"({config.data.get_samples_path}) yields each only once: use data in files, or another grader"
         )
-    if config.reward.rm_api_key_env is not None and "remote_rm" not in asked:
+    if config.reward.rm_api_key_env is not None and "remote_rm" not in used:
         yield "reward.rm_api_key_env is set, which only the grader remote_rm reads: leave it out"
 
 
 def _grader_problems(config: RunConfig) -> Iterator[str]:
     """Report actions that graders do not support, and options that they do not read."""
-    asked = [config.reward, *(config.reward.of(b.rm_type) for b in config.eval.benchmarks if b.rm_type is not None)]
-    if not config.samples_responses:  # nothing is graded but in evaluations
-        asked = [config.reward.of(benchmark.rm_type) for benchmark in config.eval.benchmarks]
+    benchmarks = config.eval.benchmarks
+    configured = [config.reward, *(config.reward.of(b.rm_type) for b in benchmarks if b.rm_type is not None)]
+    if not config.samples_responses:  # only evaluations are graded
+        configured = [config.reward.of(benchmark.rm_type) for benchmark in benchmarks]
     try:
-        graders = [get_grader(reward) for reward in asked]
-    except BadPlugin:  # told where it is named
+        graders = [get_grader(reward) for reward in configured]
+    except BadPlugin:  # `_plugin_problems` reports it
         return
     try:
         for grader in graders:
@@ -341,12 +341,12 @@ def _unknown_reads(config: RunConfig, place: str, name: str, reads: Collection[s
         yield f"{place}: {name!r} reads {option!r}, which is not an option of {section}{meant}"
 
 
-def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
+def _missing_teacher(config: RunConfig) -> Iterator[str]:
     if config.model.has_teacher or not config.algorithm.names_user_code:
         return
     try:
         needs = advantage_needs(config.algorithm) | loss_needs(config.algorithm)
-    except BadPlugin:  # told where it is named
+    except BadPlugin:  # `_plugin_problems` reports it
         return
     why = needs.get("teacher_log_probs", needs.get("teacher_top_log_probs"))
     if why is not None:
@@ -354,9 +354,6 @@ def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
             f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder, or "
             "model.teacher_url"
         )
-
-
-_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def tracking_problems(config: TrackingConfig) -> Iterator[str]:
@@ -376,7 +373,7 @@ def tracking_problems(config: TrackingConfig) -> Iterator[str]:
 
 def _has_wandb_key(host: str | None) -> bool:
     """Whether W&B would find a key, by its own search order. Without a key, W&B would prompt at the terminal."""
-    if any(map(os.environ.get, _CREDENTIALS)):
+    if any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
         return True
     try:
         known = netrc.netrc(os.environ.get("NETRC"))

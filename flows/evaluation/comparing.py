@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from cairn.flows.text import percent
 from cairn.storage.evals import Evaluation, read_samples, results
 from cairn.storage.store import canonical
 from cairn.storage.store.store import Store
@@ -24,7 +25,7 @@ from cairn.tasks.evaluation.benchmarks.summary import Z95
 if TYPE_CHECKING:
     from cairn.flows.evaluation.evaluating import EvaluationResult
 
-_OF_THE_ENGINE = ("engine", "dtype", "sglang", "end_tokens")
+_ENGINE_SETTINGS = ("engine", "dtype", "sglang", "end_tokens")
 """Settings that change the result but not the questions."""
 
 
@@ -65,14 +66,14 @@ def name_of(result: Evaluation) -> str:
 
 def questions_digest(result: Evaluation) -> str:
     """Return a digest that is equal for comparable results: the same questions with the same sampling and grading."""
-    settings = {name: value for name, value in result.key.settings.items() if name not in _OF_THE_ENGINE}
+    settings = {name: value for name, value in result.key.settings.items() if name not in _ENGINE_SETTINGS}
     return canonical.digest([result.key.benchmark, settings])
 
 
 def compare(store: Store, result: Evaluation, baseline: Evaluation, margin: float = 0.0) -> Comparison:
     """Compare a result with a baseline on the same questions. Reads the rows of both. Raises Damaged."""
-    ours, theirs = (_by_question(read_samples(store, one)) for one in (result, baseline))
-    differences = np.asarray([ours[question] - theirs[question] for question in sorted(ours.keys() & theirs.keys())])
+    rewards, base = (_by_question(read_samples(store, one)) for one in (result, baseline))
+    differences = np.asarray([rewards[question] - base[question] for question in sorted(rewards.keys() & base.keys())])
     difference = float(differences.mean())
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return Comparison(difference, difference - Z95 * error, difference + Z95 * error, margin)
@@ -88,8 +89,8 @@ def best_first(results: Iterable[Evaluation]) -> list[list[Evaluation]]:
 def find_baseline(group: Sequence[Evaluation], name: str) -> Evaluation | None:
     """Return the newest result in a group for the weights `name`: `RUN@ITER`, a folder as it was passed or absolute, or
     the first characters, at least 8, of the weights' digest."""
-    found = [one for one in group if _is_named(one, name)]
-    return max(found, key=lambda one: one.committed_at, default=None)
+    named = [one for one in group if _is_named(one, name)]
+    return max(named, key=lambda one: one.committed_at, default=None)
 
 
 def _is_named(result: Evaluation, name: str) -> bool:
@@ -130,11 +131,11 @@ def leaderboard(
 ) -> list[Standing]:
     """Return every result, by benchmark and questions, best first, compared with the baseline where one is named.
     Raises Damaged."""
-    found: list[Standing] = []
+    standings: list[Standing] = []
     for group in best_first(results(store)):
         if benchmark in (None, group[0].key.benchmark):
-            found += _ranked(store, group, baseline, margin)
-    return found
+            standings += _ranked(store, group, baseline, margin)
+    return standings
 
 
 def _ranked(store: Store, group: Sequence[Evaluation], baseline: str | None, margin: float) -> list[Standing]:
@@ -164,24 +165,23 @@ def markdown(found: "Sequence[EvaluationResult]") -> str:
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * 2 + "---:|" * len(columns) + "---|"]
     for one in found:
         shown = figures(one.result.metrics)
-        verdict = "computed" if one.computed else "found in the store, not computed"
-        cells = [one.model, one.result.key.benchmark, *(shown.get(name, "–") for name in columns), verdict]
+        cells = [one.model, one.result.key.benchmark, *(shown.get(name, "–") for name in columns), one.source]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a result's figures by table column; of pass@k and maj@k only the largest k."""
-    found = {f"avg@{metrics.get('n', 1):.0f}": f"{metrics['score']:.3f}"}
+    row = {f"avg@{metrics.get('n', 1):.0f}": f"{metrics['score']:.3f}"}
     if "interval_low" in metrics:
-        found["95 %"] = f"{metrics['interval_low']:.3f}–{metrics['interval_high']:.3f}"
+        row["95 %"] = f"{metrics['interval_low']:.3f}–{metrics['interval_high']:.3f}"
     for kind in ("pass", "maj"):
         largest = max((int(name.partition("@")[2]) for name in metrics if name.startswith(f"{kind}@")), default=1)
         if largest > 1:
-            found[f"{kind}@{largest}"] = f"{metrics[f'{kind}@{largest}']:.3f}"
-    found["samples"] = f"{metrics.get('samples', 0):.0f}"
+            row[f"{kind}@{largest}"] = f"{metrics[f'{kind}@{largest}']:.3f}"
+    row["samples"] = f"{metrics.get('samples', 0):.0f}"
     if "response_len_mean" in metrics:
-        found["tokens"] = f"{metrics['response_len_mean']:.1f}"
-    found["truncated"] = f"{100 * metrics.get('truncated', 0):.1f} %"
-    found["failed"] = f"{metrics.get('failed', 0):.0f}"
-    return found
+        row["tokens"] = f"{metrics['response_len_mean']:.1f}"
+    row["truncated"] = percent(metrics.get("truncated", 0))
+    row["failed"] = f"{metrics.get('failed', 0):.0f}"
+    return row

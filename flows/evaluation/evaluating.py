@@ -19,8 +19,8 @@ from cairn.engines.types.errors import BadModel
 from cairn.engines.types.types import SamplingParams
 from cairn.flows.driver.sources import environment
 from cairn.flows.driver.validation import unstopped_end
-from cairn.flows.evaluation.asking import OwnBenchmark, sampled_by_the_run
-from cairn.flows.evaluation.models import Evaluable
+from cairn.flows.evaluation.benchmarks import OwnBenchmark, sampled_by_the_run
+from cairn.flows.evaluation.models import ModelFolder
 from cairn.storage.evals import Evaluation, find_or_claim
 from cairn.storage.ledger.leases import LeaseState
 from cairn.storage.store.store import Store
@@ -54,11 +54,11 @@ def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) 
     with tempfile.TemporaryDirectory(prefix="cairn-eval-") as logs:
         log = Path(logs) / "engine.log"
         transformers_logging.set_verbosity_error()  # errors say in one sentence what the library reports
-        made = make_engine(folder, config, plans[0], Place(), log, START_TIMEOUT, CALL_TIMEOUT)
+        engine = make_engine(folder, config, plans[0], Place(), log, START_TIMEOUT, CALL_TIMEOUT)
         try:
-            yield Served(SampleEngine(made.open, made.abort).generate, made.environment)
+            yield Served(SampleEngine(engine.open, engine.abort).generate, engine.environment)
         finally:
-            close: Callable[[], None] | None = getattr(made, "close", None)
+            close: Callable[[], None] | None = getattr(engine, "close", None)
             if close is not None:
                 close()
 
@@ -131,10 +131,15 @@ class EvaluationResult:
     computed: bool
     """False: it was in the store, and nothing was computed."""
 
+    @property
+    def source(self) -> str:
+        """Source of the result, for people."""
+        return "computed" if self.computed else "found in the store, not computed"
+
 
 def evaluate_models(
     store: Store,
-    models: Sequence[Evaluable],
+    models: Sequence[ModelFolder],
     benchmarks: Sequence[Benchmark | OwnBenchmark],
     *,
     seed: int = SEED,
@@ -149,11 +154,11 @@ def evaluate_models(
     for model in models:
         check_model_folder(model.base)
         tokenizer = load_tokenizer(model.base)
-        asked = [
+        all_questions = [
             one.questions(tokenizer) if isinstance(one, OwnBenchmark) else questions_of(one, tokenizer, seed)
             for one in benchmarks
         ]
-        for questions in asked:
+        for questions in all_questions:
             require_room(model.base, max(len(row.prompt_ids) for row in questions.rows))
             sampling = questions.sampling
             if why := unstopped_end(tokenizer, model.base, sampling.stop_token_ids, sampling.stop):
@@ -161,21 +166,21 @@ def evaluate_models(
         with ExitStack() as stack:
             stack.callback(model.close)
             serving = _EnginesOfModel(stack, model, watcher)
-            for benchmark, questions in zip(benchmarks, asked, strict=True):
+            for benchmark, questions in zip(benchmarks, all_questions, strict=True):
                 key = questions.key(model.weights, tokenizer_digest(tokenizer), model.options, model.base)
                 name = f"{questions.name} on {model.name}"
-                found = find_or_claim(store, key, partial(_waiting, watcher, name))
-                if isinstance(found, Evaluation):
-                    yield EvaluationResult(model.name, found, computed=False)
+                stored = find_or_claim(store, key, partial(_waiting, watcher, name))
+                if isinstance(stored, Evaluation):
+                    yield EvaluationResult(model.name, stored, computed=False)
                     continue
-                with found:
+                with stored as claim:
                     sampled = None
                     if isinstance(benchmark, OwnBenchmark):
                         sampled = sampled_by_the_run(store, model.origin, benchmark, questions, model.options)
                     if sampled is not None:
                         watcher.says(f"{name}: grading the run's own samples")
                     result = compute(
-                        found,
+                        claim,
                         questions,
                         tokenizer,
                         partial(serving, questions.sampling.stop),
@@ -195,7 +200,7 @@ class _EnginesOfModel:
     """Engine of a model, started at the first call, and restarted for other stop strings: a server with a tokenizer may
     end responses at more tokens."""
 
-    def __init__(self, stack: ExitStack, model: Evaluable, watcher: Watcher) -> None:
+    def __init__(self, stack: ExitStack, model: ModelFolder, watcher: Watcher) -> None:
         self._stack, self._model, self._watcher = stack.enter_context(ExitStack()), model, watcher
         self._served: Served | None = None
         self._stop: tuple[str, ...] = ()

@@ -17,10 +17,10 @@ from prefect.states import Completed, Failed
 from prefect.utilities.annotations import opaque
 
 from cairn.configs.schema.evaluation import Benchmark
-from cairn.flows.evaluation.asking import OwnBenchmark, benchmarks_of
+from cairn.flows.evaluation.benchmarks import OwnBenchmark, benchmarks_of
 from cairn.flows.evaluation.comparing import markdown
 from cairn.flows.evaluation.evaluating import SEED, EvaluationResult, Watcher, evaluate_models
-from cairn.flows.evaluation.models import BadPlace, Evaluable, benchmarks_of_run, weights_to_evaluate
+from cairn.flows.evaluation.models import BadPlace, ModelFolder, benchmarks_of_run, weights_to_evaluate
 from cairn.flows.evaluation.regression import evaluated_run, regressions
 from cairn.flows.text import slug
 from cairn.storage.store.store import Store
@@ -63,38 +63,39 @@ def evaluated(
     gate = evaluated_run(run) if gate_on_regression else None
     own = None if run is None else benchmarks_of_run(store, run)
     changes = {"sampling": sampling} if sampling else {}
-    asked = benchmarks_of(benchmarks, data=data, changes=changes, own=own)
-    found: list[EvaluationResult] = []
+    requested = benchmarks_of(benchmarks, data=data, changes=changes, own=own)
+    results: list[EvaluationResult] = []
     for one in weights_to_evaluate(store, run, model, every, engine, logger.info):
-        found += _of_model(store, one, asked)
+        results += _evaluate_model(store, one, requested)
     place = run or Path(str(model)).name
     create_markdown_artifact(
         key=f"evaluation-{slug(place) or 'model'}",
-        markdown=markdown(found),
+        markdown=markdown(results),
         description=f"{', '.join(benchmarks)} on {place}",
     )
-    computed = sum(one.computed for one in found)
-    message = f"{computed} of {len(found)} results computed, {len(found) - computed} found"
-    worse = [] if baseline is None else regressions(store, found, baseline, margin, logger.warning, gate=gate)
+    computed = sum(one.computed for one in results)
+    message = f"{computed} of {len(results)} results computed, {len(results) - computed} found"
+    worse = [] if baseline is None else regressions(store, results, baseline, margin, logger.warning, gate=gate)
     if worse and fail_on_regression:
         return Failed(message=f"{message}; worse than {baseline}: {'; '.join(worse)}")
     return Completed(message=message)
 
 
-def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | OwnBenchmark]) -> list[EvaluationResult]:
+def _evaluate_model(
+    store: Store, model: ModelFolder, benchmarks: Sequence[Benchmark | OwnBenchmark]
+) -> list[EvaluationResult]:
     """Evaluate every benchmark on a model, as a task of the flow run."""
     logger = get_run_logger()
 
     def evaluate_model() -> Any:
         watcher = Watcher(logger.info)
-        found = list(evaluate_models(store, [model], benchmarks, seed=SEED, watcher=watcher))
-        for one in found:
-            verdict = "computed" if one.computed else "found in the store, not computed"
-            logger.info(f"{one.result.key.benchmark} on {one.model}: {verdict}")
-        return opaque(found)
+        results = list(evaluate_models(store, [model], benchmarks, seed=SEED, watcher=watcher))
+        for one in results:
+            logger.info(f"{one.result.key.benchmark} on {one.model}: {one.source}")
+        return opaque(results)
 
     run_name = f"{', '.join(one.name for one in benchmarks)} on {model.name}"
     task = Task(evaluate_model, name="evaluate model", cache_policy=NO_CACHE, persist_result=False)
     closed: Any = task.with_options(task_run_name=run_name)()
-    found: list[EvaluationResult] = closed.unwrap()
-    return found
+    results: list[EvaluationResult] = closed.unwrap()
+    return results

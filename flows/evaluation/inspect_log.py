@@ -50,9 +50,9 @@ def export_inspect(result: Evaluation, rows: pa.Table, file: Path, model: str) -
 
     Atomically replaces an existing file. Raises OSError where it cannot be written.
     """
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as log:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as log:
             spec = _spec(result, rows, model)
             plan = {"name": "plan", "steps": [], "config": spec["model_generate_config"]}
             _write(log, "_journal/start.json", {"version": _LOG_FORMAT, "eval": spec, "plan": plan})
@@ -62,9 +62,9 @@ def export_inspect(result: Evaluation, rows: pa.Table, file: Path, model: str) -
                 summaries.append(_summary(sample))
             _write(log, "summaries.json", summaries)
             _write(log, "header.json", _header(result, rows, spec, plan))
-        os.replace(beside, file)
+        os.replace(temporary, file)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _spec(result: Evaluation, rows: pa.Table, model: str) -> Json:
@@ -151,7 +151,7 @@ def _sample(result: Evaluation, row: Mapping[str, Any], id: str | int, model: st
         "messages": [question, answer],
         "output": output,
         "metadata": {
-            "seed": str(row["seed"]),  # of 64 bits: JavaScript would round it
+            "seed": str(row["seed"]),  # it has 64 bits, and JavaScript would round it
             "status": row["status"],
             "grader_version": row["grader_version"],
             **(from_json(row["metadata"]) if row["metadata"] else {}),
@@ -202,8 +202,8 @@ def _grader(rows: pa.Table) -> str:
 
 
 def _benchmark(result: Evaluation) -> Mapping[str, Any]:
-    found = result.values.get("benchmark")
-    return found if isinstance(found, Mapping) else {}
+    benchmark = result.values.get("benchmark")
+    return benchmark if isinstance(benchmark, Mapping) else {}
 
 
 def _tokens(column: pa.ChunkedArray) -> int:

@@ -2,11 +2,11 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cairn.configs.errors import BadInput
 from cairn.configs.loader import from_manifest
@@ -17,7 +17,7 @@ from cairn.engines.models.folders import check_model_folder
 from cairn.engines.types.errors import BadModel
 from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.trust import recorded_config
-from cairn.flows.evaluation.asking import OwnBenchmark, own_benchmarks
+from cairn.flows.evaluation.benchmarks import OwnBenchmark, own_benchmarks
 from cairn.flows.events import Event
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import Decision, Pin
@@ -39,7 +39,7 @@ class _AlreadyDecided(Exception):
 
 
 @contextmanager
-def keep_pinned(ledger: Ledger, iteration: int) -> Iterator[None]:
+def temporary_pin(ledger: Ledger, iteration: int) -> Iterator[None]:
     """Pin an iteration while the block runs, unless its run retains everything or a person has pinned it.
 
     If several evaluations copy it at once, the one that ends last unpins it. Raises Retired if it is gone.
@@ -47,28 +47,28 @@ def keep_pinned(ledger: Ledger, iteration: int) -> Iterator[None]:
     owner = ledger.owner(iteration)
     retention = from_manifest(owner.manifest.config).checkpoint
     everything_stays = retention.save_retain_interval is None and retention.retain_snapshots is None
-    if everything_stays or _standing(owner.decisions.all(), iteration)[0]:
+    if everything_stays or _pins(owner.decisions.all(), iteration)[0]:
         yield
         return
-    ours = pin(owner, iteration, why=WHY)
+    own = pin(owner, iteration, why=WHY)
     try:
         yield
     finally:
         with suppress(_AlreadyDecided):
-            _end(owner, iteration, ours.number)
+            _unpin(owner, iteration, own.number)
 
 
-def _end(ledger: Ledger, iteration: int, ours: int) -> None:
+def _unpin(ledger: Ledger, iteration: int, own: int) -> None:
     def release(so_far: tuple[Decision, ...]) -> Pin:
-        by_a_person, copying = _standing(so_far, iteration)
-        if by_a_person or ours not in copying:
+        by_a_person, copying = _pins(so_far, iteration)
+        if by_a_person or own not in copying:
             raise _AlreadyDecided
-        return Pin(iteration=iteration, kept=copying != {ours})
+        return Pin(iteration=iteration, kept=copying != {own})
 
-    ledger.decisions.record(release, why=f"the evaluation of decision {ours} has copied its weights")
+    ledger.decisions.record(release, why=f"the evaluation of decision {own} has copied its weights")
 
 
-def _standing(decisions: Iterable[Decision], iteration: int) -> tuple[bool, set[int]]:
+def _pins(decisions: Iterable[Decision], iteration: int) -> tuple[bool, set[int]]:
     """Return whether a person has pinned an iteration, and the decision numbers of pins of evaluations that copy it."""
     by_a_person, copying = False, set[int]()
     for decision in decisions:
@@ -92,59 +92,35 @@ class BadPlace(BadInput):
     """A run, or an iteration of it, that cannot be evaluated as requested. The message is one clear sentence."""
 
 
-class Evaluable(Protocol):
-    """Weights with their tokenizer. Closed after the last evaluation."""
-
-    @property
-    def name(self) -> str:
-        """Name for people: `quickstart@39`, or the folder."""
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Origin for the result: `cairn.storage.evals.Evaluation.origin`."""
-
-    @property
-    def options(self) -> EngineOptions:
-        """Engine options of the evaluation."""
-
-    @property
-    def base(self) -> str:
-        """Model folder with their configuration and tokenizer; its weights may be others."""
-
-    @property
-    def weights(self) -> str:
-        """Digest of the weights in the options' number format."""
-
-    def folder(self) -> str:
-        """Return a model folder with the weights themselves; valid until `close`."""
-
-    def close(self) -> None:
-        """Delete temporary files."""
-
-
 class ModelFolder:
-    """A folder in Hugging Face format."""
+    """Weights with their tokenizer, in a folder in Hugging Face format. Closed after the last evaluation."""
 
     def __init__(
         self, path: str, options: EngineOptions, name: str | None = None, origin: Mapping[str, Any] | None = None
     ) -> None:
         self.base = path
+        """Model folder with their configuration and tokenizer; a subclass may have other weights."""
         self.name = name or path
+        """Name for people: `quickstart@39`, or the folder."""
         self.options = options
+        """Engine options of the evaluation."""
         self.origin: Mapping[str, Any] = origin or {"model": str(Path(path).absolute())}
+        """Origin for the result: `cairn.storage.evals.Evaluation.origin`."""
 
     @cached_property
     def weights(self) -> str:
-        return folder_checksum(self.base, self.options.dtype)
+        """Digest of the weights in the options' number format."""
+        return folder_checksum(self.folder(), self.options.dtype)
 
     def folder(self) -> str:
+        """Return a model folder with the weights themselves; valid until `close`."""
         return self.base
 
     def close(self) -> None:
-        pass
+        """Delete temporary files."""
 
 
-class Published:
+class Published(ModelFolder):
     """The weights that an iteration of a run published. `folder` first exports them into the evaluation's own folder,
     so a later removal by the run does no harm.
 
@@ -153,15 +129,13 @@ class Published:
 
     def __init__(self, ledger: Ledger, synced: Commit, base: str, options: EngineOptions, say: Say) -> None:
         """`synced`: commit of the publication. `base`: folder of the run's initial model."""
-        self.name = f"{ledger.run}@{synced.iteration}"
-        self.base = base
-        self.options = options
-        self.origin: Mapping[str, Any] = {
+        origin = {
             "run": ledger.run,
             "iteration": synced.iteration,
             "weight_version": synced.weight_version_out,
             "publication": f"{synced.run}/{synced.name}@{synced.digest}",
         }
+        super().__init__(base, options, f"{ledger.run}@{synced.iteration}", origin)
         self._ledger = ledger
         self._synced = synced
         self._say = say
@@ -180,7 +154,7 @@ class Published:
             from cairn.flows.export.model import export
 
             self._room = tempfile.TemporaryDirectory(prefix="cairn-eval-")
-            with keep_pinned(self._ledger, self._synced.iteration):
+            with temporary_pin(self._ledger, self._synced.iteration):
                 export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._on_event)
         return str(Path(self._room.name) / "model")
 
@@ -196,7 +170,7 @@ class Published:
 
 def weights_to_evaluate(
     store: Store, run: str | None, model: str | None, every: int | None, options: Mapping[str, Any], say: Say
-) -> list[Evaluable]:
+) -> Sequence[ModelFolder]:
     """Return the weights to evaluate. Raises BadPlace, and pydantic's ValidationError for options."""
     if run is not None:
         return models_of(store, run, every, options, say)
@@ -216,12 +190,13 @@ def benchmarks_of_run(store: Store, place: str) -> dict[str, OwnBenchmark]:
 
 
 def models_of(
-    store: Store, place: str, every: int | None = None, given: Mapping[str, Any] | None = None, say: Say = print
-) -> list[Evaluable]:
+    store: Store, place: str, every: int | None = None, overrides: Mapping[str, Any] | None = None, say: Say = print
+) -> Sequence[ModelFolder]:
     """Return the weights that `RUN`, `RUN@latest`, `RUN@initial`, `RUN@ITER`, `RUN@A:B` or `RUN@A:` names; of a range
-    each
-    `every`-th iteration from A to B inclusive. `given`: options that override the run's. Raises BadPlace, and
-    ConfigError where the run's configuration contains what a store may not set."""
+    each `every`-th iteration from A to B inclusive. `overrides`: options that override the run's.
+
+    Raises BadPlace, and ConfigError where the run's configuration contains what a store may not set.
+    """
     match = _PLACE.fullmatch(place)
     if match is None:
         raise BadPlace(f"{place!r} is not RUN, RUN@ITER or RUN@A:B, such as quickstart@39 or quickstart@0:39")
@@ -232,7 +207,7 @@ def models_of(
     except (FileNotFoundError, ValueError) as error:
         raise BadPlace(str(error)) from None
     config = recorded_config(ledger)
-    options = EngineOptions.of_run(config.rollout, given or {})
+    options = EngineOptions.of_run(config.rollout, overrides or {})
     if match["word"] == "initial":
         return [_initial(ledger, config, options)]
     base = config.model.path
@@ -254,8 +229,8 @@ def _published(ledger: Ledger, match: re.Match[str], every: int) -> list[Commit]
         wanted = list(range(int(match["first"]), (newest if match["last"] is None else int(match["last"])) + 1, every))
     if not wanted or wanted[-1] > newest:
         raise BadPlace(f"{match[0]!r} names an iteration that is not published: {ledger.run!r} has 0 to {newest}")
-    found = [ledger.find(iteration, Step.SYNC) for iteration in wanted]
-    return [synced for synced in found if synced is not None]
+    commits = [ledger.find(iteration, Step.SYNC) for iteration in wanted]
+    return [synced for synced in commits if synced is not None]
 
 
 def _initial(ledger: Ledger, config: RunConfig, options: EngineOptions) -> ModelFolder:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from cairn.flows.evaluation.comparing import Comparison, compare, find_baseline, name_of, questions_digest
 from cairn.flows.evaluation.evaluating import EvaluationResult
 from cairn.flows.evaluation.models import BadPlace
-from cairn.flows.reading.gates import ask
+from cairn.flows.reading.gates import request_gate
 from cairn.storage.evals import Evaluation, results
 from cairn.storage.ledger.decisions import Gate
 from cairn.storage.ledger.ledger import Ledger
@@ -20,7 +20,7 @@ REGRESSED = "cairn.evaluation.regressed"
 
 def regressions(
     store: Store,
-    found: Sequence[EvaluationResult],
+    evaluated: Sequence[EvaluationResult],
     baseline: str,
     margin: float,
     says: Says,
@@ -29,10 +29,10 @@ def regressions(
 ) -> list[str]:
     """Return sentences on the results that are worse than the baseline's, and emit a Prefect event for each. `gate`:
     the run that must then wait for a person. Raises BadPlace where the baseline has no result to compare with."""
-    there = list(results(store))
+    stored = list(results(store))
     sentences = []
-    for one in found:
-        comparable = [other for other in there if questions_digest(other) == questions_digest(one.result)]
+    for one in evaluated:
+        comparable = [other for other in stored if questions_digest(other) == questions_digest(one.result)]
         against = find_baseline(comparable, baseline)
         if against is None:
             names = ", ".join(sorted({name_of(other) for other in comparable}))
@@ -42,28 +42,29 @@ def regressions(
                 "evaluation or the start of their digest"
             )
         comparison = compare(store, one.result, against, margin)
-        said = sentence(one.result, against, comparison)
-        says(said)
+        text = sentence(one.result, against, comparison)
+        says(text)
         if comparison.regressed:
-            sentences.append(said)
+            sentences.append(text)
             raise_event(one.result, against, comparison, says)
             if gate is not None:
-                open_gate(store, gate, said, says)
+                open_gate(store, gate, text, says)
     return sentences
 
 
 def open_gate(store: Store, run: str, why: str, says: Says) -> None:
     """Let a run wait for approval before its next iteration, once for each reason, and report it through `says`."""
     try:
-        asked = ask(Ledger.open(store, run), why)
+        decision = request_gate(Ledger.open(store, run), why)
     except ValueError as error:
         says(str(error))
         return
-    if asked is None or not isinstance(asked.what, Gate):
+    if decision is None or not isinstance(decision.what, Gate):
         says(f"run {run} is rejected, or already waits for this reason")
         return
-    place = f"{run} {asked.what.iteration}"
-    says(f"Run {run} will wait before iteration {asked.what.iteration}: cairn approve {place}, or cairn reject {place}")
+    iteration = decision.what.iteration
+    place = f"{run} {iteration}"
+    says(f"Run {run} will wait before iteration {iteration}: cairn approve {place}, or cairn reject {place}")
 
 
 def evaluated_run(place: str | None) -> str:
@@ -76,7 +77,7 @@ def evaluated_run(place: str | None) -> str:
 def raise_event(
     result: Evaluation,
     baseline: Evaluation,
-    found: Comparison,
+    comparison: Comparison,
     says: Says = lambda sentence: None,
 ) -> bool:
     """Emit a Prefect event for a regression, where an API is configured; return whether it was emitted. Never raises:
@@ -102,21 +103,21 @@ def raise_event(
                 "baseline": name_of(baseline),
                 "score": result.metrics["score"],
                 "baseline_score": baseline.metrics["score"],
-                "difference": found.difference,
-                "interval": [found.low, found.high],
+                "difference": comparison.difference,
+                "interval": [comparison.low, comparison.high],
                 "result": result.key.folder,
             },
         )
         return emitted is not None
-    except Exception as error:  # whatever the server or its client has: the result stands without it
+    except Exception as error:  # any failure of the server or its client: the result is stored without it
         says(f"the regression could not be reported to Prefect: {type(error).__name__}: {error}")
         return False
 
 
-def sentence(result: Evaluation, baseline: Evaluation, found: Comparison) -> str:
+def sentence(result: Evaluation, baseline: Evaluation, comparison: Comparison) -> str:
     """Return a sentence on a result compared with a baseline."""
     return (
-        f"{result.key.benchmark} on {name_of(result)}: {found.verdict} against {name_of(baseline)}, "
+        f"{result.key.benchmark} on {name_of(result)}: {comparison.verdict} against {name_of(baseline)}, "
         f"{result.metrics['score']:.3f} after {baseline.metrics['score']:.3f} "
-        f"({found.difference:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f})"
+        f"({comparison.difference:+.3f}, 95 % interval {comparison.low:+.3f} to {comparison.high:+.3f})"
     )

@@ -55,7 +55,7 @@ def export_atif(ledger: Ledger, folder: Path, iteration: int | None = None) -> E
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is not empty: use a new folder")
     views = iteration_samples(ledger, chosen)
-    found = episodes(
+    by_sample = episodes(
         ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views}, every=True
     )
     agent = _agent(ledger)
@@ -65,7 +65,7 @@ def export_atif(ledger: Ledger, folder: Path, iteration: int | None = None) -> E
         whole = Path(room) / "whole"
         whole.mkdir()
         for view in views:
-            for name, document in _documents(ledger.run, agent, view, found[view.group_id, view.sample_index]):
+            for name, document in _documents(ledger.run, agent, view, by_sample[view.group_id, view.sample_index]):
                 (whole / f"{name}.json").write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
                 written += 1
         if folder.exists():
@@ -96,14 +96,14 @@ def _documents(
         for place, step in enumerate(steps, 1):
             step["step_id"] = place
         answers = [turn.answer for turn in trajectory.turns if turn.answer is not None]
-        left_out = len(episode.unused) if answered and not number else 0
+        unused = len(episode.unused) if answered and not number else 0
         document = {
             "schema_version": VERSION,
             "session_id": session,
             "trajectory_id": f"{session}/{number}",
             "agent": agent,
             "steps": steps,
-            "notes": f"{left_out} answers that are in no trajectory are left out" if left_out else None,
+            "notes": f"{unused} answers that are in no trajectory are left out" if unused else None,
             "final_metrics": {
                 "total_prompt_tokens": sum(answer.given_tokens for answer in answers),
                 "total_completion_tokens": sum(len(answer.ids) for answer in answers),
@@ -152,7 +152,7 @@ def _steps(prompt: str, episode: EpisodeView, trajectory: TrajectoryView, *, ope
 
 
 def _metrics(answer: ResponseView, before: Sequence[int], reward: float | None) -> dict[str, Any]:
-    exact = len(before) == answer.given_tokens  # of an answer in no trajectory, what it went on from is not kept
+    exact = len(before) == answer.given_tokens  # the tokens before an answer in no trajectory are not stored
     return {
         "prompt_tokens": answer.given_tokens,
         "completion_tokens": len(answer.ids),
@@ -180,9 +180,9 @@ def _calls(calls: Sequence[CallView]) -> dict[str, Any]:
         for call in calls
         if call.kind == _JUDGE
     ]
-    found: dict[str, Any] = {"extra": {"judges": judges}} if judges else {}
+    fields: dict[str, Any] = {"extra": {"judges": judges}} if judges else {}
     if tools:
-        found["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "tool_call_id": call.call,
                 "function_name": call.name,
@@ -196,8 +196,8 @@ def _calls(calls: Sequence[CallView]) -> dict[str, Any]:
             for call in tools
             if call.order is not None
         ]
-        found["observation"] = {"results": results}
-    return found
+        fields["observation"] = {"results": results}
+    return fields
 
 
 def _content(call: CallView) -> str:
@@ -214,8 +214,8 @@ def _time(seconds: float | None) -> str | None:
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        given = ("arguments",)  # as the code gave them
+        unchanged = ("arguments",)  # as the code passed them
         return {
-            name: item if name in given else _without_none(item) for name, item in value.items() if item is not None
+            name: item if name in unchanged else _without_none(item) for name, item in value.items() if item is not None
         }
     return [_without_none(item) for item in value] if isinstance(value, list) else value

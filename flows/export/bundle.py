@@ -23,12 +23,12 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.lineage import sample_row
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import TRAJECTORIES
-from cairn.storage.ledger.snapshots import read_table, sample_rows
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
@@ -39,7 +39,7 @@ FORMAT = 1
 CONTENTS = "bundle.json"
 STORE = "store"
 GRADER = "grader"
-_ITS_OWN = (Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.SCORE, Step.ADVANTAGE)
+_SAMPLE_STEPS = (Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.SCORE, Step.ADVANTAGE)
 """Steps whose tables with the sample are included."""
 
 
@@ -64,8 +64,7 @@ class Contents(Record):
     """Input of the sample's grader; None where the model's tokenizer was unavailable, or the sample has several
     trajectories."""
     grader: str | None
-    """Name of the source file in `grader/`; None for one of Cairn's own graders, or where the source was
-    unavailable."""
+    """Name of the source file in `grader/`; None for a built-in grader, or where the source was unavailable."""
     checkpoint: str | None
     """Name of the commit of the included weights."""
     made_at: float
@@ -101,7 +100,7 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
         rollout=rollout.name,
         newest=newest.name,
         newest_digest=newest.digest,
-        given=_given(config, ledger, rollout, view),
+        given=_grader_input(config, ledger, rollout, view),
         grader=grader,
         checkpoint=None if saved is None else saved.name,
         made_at=time.time(),
@@ -111,35 +110,30 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
     with ZipFile(file, "x", ZIP_DEFLATED) as opened:
         try:
             opened.writestr(CONTENTS, canonical.seal(contents.model_dump(mode="json")))
-            for path in sorted({*_of_runs(ledger), *map(_marker, chain.values())}):
+            for path in sorted({*_run_files(ledger), *map(_marker, chain.values())}):
                 _add_sealed(opened, ledger, path)
             for commit in [rollout, *uses, *([saved] if saved else [])]:
-                if commit.step in _ITS_OWN or commit is saved:
+                if commit.step in _SAMPLE_STEPS or commit is saved:
                     _add_outputs(opened, ledger, commit)
             if grader is not None:
                 opened.writestr(f"{GRADER}/{grader}", source)
-        except BaseException:  # half of it is none
+        except BaseException:  # no partial bundle stays
             file.unlink()
             raise
     return contents
 
 
-def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int) -> dict[str, Any] | None:
-    """Return a sample's row in the only table of a commit; None where it has none."""
-    return sample_rows(read_table(ledger.store, commit.run, commit.table), {group_id}).get((group_id, sample_index))
-
-
 def _uses(ledger: Ledger, view: SampleView, rollout: Commit, iteration: int) -> list[Commit]:
     """Return the commits that used or graded a sample, up to an iteration."""
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
-    found = [] if graded is None else [graded]
+    uses = [] if graded is None else [graded]
     for index in range(view.iteration, iteration + 1):
         commits = ledger.commits(index)
-        found += [commit for commit in commits if commit.step is Step.FILTER]
+        uses += [commit for commit in commits if commit.step is Step.FILTER]
         if index == iteration:
             later = (Step.SCORE, Step.ADVANTAGE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC)
-            found += [commit for commit in commits if commit.step in later]
-    return found
+            uses += [commit for commit in commits if commit.step in later]
+    return uses
 
 
 def _back_from(ledger: Ledger, commits: Iterable[Commit]) -> Iterator[Commit]:
@@ -154,11 +148,11 @@ def _back_from(ledger: Ledger, commits: Iterable[Commit]) -> Iterator[Commit]:
         for name in commit.inputs:
             iteration, slash, _ = name.partition("/")
             if slash and iteration.isdecimal() and name not in seen:
-                found = ledger.find(*parse_commit_name(name))
-                pending += [] if found is None else [found]
+                source = ledger.find(*parse_commit_name(name))
+                pending += [] if source is None else [source]
 
 
-def _of_runs(ledger: Ledger) -> Iterator[str]:
+def _run_files(ledger: Ledger) -> Iterator[str]:
     """Yield store paths of manifests, upgrades and decisions of a run and its parents."""
     owner: Ledger | None = ledger
     while owner is not None:
@@ -176,9 +170,9 @@ def _add_sealed(opened: ZipFile, ledger: Ledger, path: str) -> None:
     """Add a file of the ledger, and its signature if it has one."""
     data = ledger.store.read(path)
     opened.writestr(f"{STORE}/{path}", data)
-    beside = signature_path(path, data)
-    if ledger.store.exists(beside):
-        opened.writestr(f"{STORE}/{beside}", ledger.store.read(beside))
+    signature = signature_path(path, data)
+    if ledger.store.exists(signature):
+        opened.writestr(f"{STORE}/{signature}", ledger.store.read(signature))
 
 
 def _add_outputs(opened: ZipFile, ledger: Ledger, commit: Commit) -> None:
@@ -190,12 +184,12 @@ def _add_outputs(opened: ZipFile, ledger: Ledger, commit: Commit) -> None:
             os.unlink(local)
 
 
-def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> dict[str, Any] | None:
+def _grader_input(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> dict[str, Any] | None:
     """Return the input of the sample's grader."""
     from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.tasks.grading.reward import grader_samples
 
-    row = sample_row(ledger, rollout, view.group_id, view.sample_index)
+    row = sample_row(ledger, rollout, (view.group_id, view.sample_index))
     assert row is not None
     if row.get(TRAJECTORIES.name) is not None or not Path(config.model.path).is_dir():
         return None
@@ -215,7 +209,7 @@ def _grader(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView
     named = config.reward.custom_rm_path
     path = None if named is None else code_at_hand(named, ledger.store)
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
-    row = None if graded is None else sample_row(ledger, graded, view.group_id, view.sample_index)
+    row = None if graded is None else sample_row(ledger, graded, (view.group_id, view.sample_index))
     if path is None or row is None or ".py:" not in path:
         return None, b""
     try:

@@ -225,8 +225,8 @@ def _trained(ledger: Ledger, iteration: int | None) -> Commit:
     last = ledger.last_iteration()
     if iteration is None:
         newest = -1 if last is None else last
-        found = (ledger.find(index, Step.TRAIN) for index in range(newest, max(-1, newest - 2 - ledger.lag), -1))
-        trained = next((commit for commit in found if commit is not None), None)
+        commits = (ledger.find(index, Step.TRAIN) for index in range(newest, max(-1, newest - 2 - ledger.lag), -1))
+        trained = next((commit for commit in commits if commit is not None), None)
         if trained is None:
             raise CannotExport(f"run {ledger.run!r} has not trained anything yet: its weights are the initial ones")
         return trained
@@ -243,13 +243,13 @@ def _require_base(owner: Ledger, base: Path) -> str:
     if not base.is_dir():
         raise BadModel(f"model.path of run {owner.run} is {base}, which is not on this machine: restore it there")
     recorded = owner.terms.inputs.get("model")
-    found = folder_digest(base, recorded)
-    if recorded is not None and found != recorded:
+    digest = folder_digest(base, recorded)
+    if recorded is not None and digest != recorded:
         raise BadModel(
-            f"{base} is not the model that run {owner.run} started from: it has digest {found}, not {recorded}; "
+            f"{base} is not the model that run {owner.run} started from: it has digest {digest}, not {recorded}; "
             "restore that model"
         )
-    return found
+    return digest
 
 
 def _write_weights(
@@ -304,22 +304,22 @@ def _require_description(ledger: Ledger, saved: Commit) -> None:
     for output in saved.outputs:
         if output.path.endswith("_state.json"):
             path = f"{ledger.folder_of(saved)}/{Path(output.path).name}"
-            found = hashlib.sha256(ledger.store.read(path)).hexdigest()
-            if found != output.sha256:
-                raise Damaged(f"{path} is damaged: SHA-256 {output.sha256} was committed, {found} was read")
+            digest = hashlib.sha256(ledger.store.read(path)).hexdigest()
+            if digest != output.sha256:
+                raise Damaged(f"{path} is damaged: SHA-256 {output.sha256} was committed, {digest} was read")
 
 
 def _retain_one(folder: Path, adapter: bool) -> None:
     """Retain either the model or its adapter, which is next to it; delete the other."""
-    beside = folder / ADAPTER
+    adapter_folder = folder / ADAPTER
     if adapter:
         for path in folder.iterdir():
-            if path != beside:
+            if path != adapter_folder:
                 path.unlink()
-        for path in beside.iterdir():
+        for path in adapter_folder.iterdir():
             path.rename(folder / path.name)
-    if beside.is_dir():
-        shutil.rmtree(beside)
+    if adapter_folder.is_dir():
+        shutil.rmtree(adapter_folder)
 
 
 def copy_tokenizer(base: Path, folder: Path) -> None:
@@ -339,9 +339,11 @@ def _require_published(
     published = None if synced is None else synced.values.get("digest")
     if not isinstance(published, str):
         return None
-    found = list(checksums_as(folder, files, getattr(torch, config.rollout.dtype)))
-    if published not in found:
-        raise Damaged(f"the written tensors have digest {found[0]}, but {synced and synced.name} committed {published}")
+    digests = list(checksums_as(folder, files, getattr(torch, config.rollout.dtype)))
+    if published not in digests:
+        raise Damaged(
+            f"the written tensors have digest {digests[0]}, but {synced and synced.name} committed {published}"
+        )
     return published
 
 
@@ -360,7 +362,7 @@ def _renamed_to(target: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         try:
-            os.rename(folder, target)  # over an empty folder too, and over nothing else
+            os.rename(folder, target)  # replaces an empty folder, and nothing else
         except OSError as error:
             raise CannotExport(f"{target} cannot be created: {error.strerror}") from error
 

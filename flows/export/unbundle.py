@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from cairn.configs.errors import Failure
 from cairn.configs.loader import from_manifest
-from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
+from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents
+from cairn.flows.reading.lineage import sample_row
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step, newest_selection, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
@@ -80,7 +81,7 @@ def unpack(file: Path, folder: Path, first: str, inside: Collection[str]) -> byt
             return opened.read(first)
     except KeyError as error:
         raise ValueError(error.args[0]) from None
-    except (BadZipFile, RuntimeError, OSError, EOFError, zlib.error) as error:  # as where a file has a folder's name
+    except (BadZipFile, RuntimeError, OSError, EOFError, zlib.error) as error:  # such as a file with a folder's name
         raise ValueError(f"it cannot be unpacked: {error}") from None
 
 
@@ -139,7 +140,7 @@ class Checked(Record):
 def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: bool = False) -> Checked:
     """Read and verify a bundle. Raises BadBundle, FileNotFoundError.
 
-    `signers`: see `check_signature`. `trust_code`: run the source of a custom grader in the bundle; Cairn's own graders
+    `signers`: see `check_signature`. `trust_code`: run the source of a custom grader in the bundle; built-in graders
     always run.
     """
     with TemporaryDirectory(prefix="cairn-bundle-") as folder:
@@ -153,10 +154,11 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             ledger.decisions.all()
             if signers:
                 problems += _unsigned(store, signers)
-            found = ledger.find(*parse_commit_name(contents.rollout))
-            row = None if found is None else sample_row(ledger, found, contents.group_id, contents.sample_index)
-            graded = None if found is None else ledger.find(found.iteration, Step.REWARD, found.shard)
-            recorded = None if graded is None else sample_row(ledger, graded, contents.group_id, contents.sample_index)
+            rollout = ledger.find(*parse_commit_name(contents.rollout))
+            key = (contents.group_id, contents.sample_index)
+            row = None if rollout is None else sample_row(ledger, rollout, key)
+            graded = None if rollout is None else ledger.find(rollout.iteration, Step.REWARD, rollout.shard)
+            recorded = None if graded is None else sample_row(ledger, graded, key)
             newest = ledger.find(*parse_commit_name(contents.newest))
         except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise BadBundle(f"{file} cannot be read: {error}") from None
@@ -164,10 +166,10 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             raise BadBundle(f"{file} has no row of the sample that it names")
         if newest is None or newest.digest != contents.newest_digest:
             problems.append(f"{contents.newest} is not the commit that the bundle says is its newest")
-        again, why = _graded(ledger, contents, row, recorded, Path(folder) / GRADER, problems, trust_code)
+        regraded, why = _graded(ledger, contents, row, recorded, Path(folder) / GRADER, problems, trust_code)
         reward = None if recorded is None else recorded["reward"]
-        if why is None and (None if again is None else float(np.float32(again))) != reward:
-            problems.append(f"the reward is recorded as {reward}, but its grader returns {again} now")
+        if why is None and (None if regraded is None else float(np.float32(regraded))) != reward:
+            problems.append(f"the reward is recorded as {reward}, but its grader returns {regraded} now")
     return Checked(
         contents=contents,
         commits=len(commits),
@@ -176,7 +178,7 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
         prompt=row["prompt_text"],
         response=row["response_text"],
         reward=reward,
-        graded_again=again,
+        graded_again=regraded,
         not_graded=why,
     )
 
@@ -203,8 +205,8 @@ def _commits(ledger: Ledger) -> tuple[list[Commit], list[str]]:
         ledger.terms_of(commit)
         for name, digest in commit.inputs.items():
             if name.partition("/")[0].isdecimal() and digests.get(name) != digest:
-                there = "has another digest here" if name in digests else "is missing"
-                problems.append(f"{commit.name} was made from {name}, which {there}")
+                problem = "has another digest here" if name in digests else "is missing"
+                problems.append(f"{commit.name} was made from {name}, which {problem}")
     return commits, problems
 
 
@@ -267,7 +269,7 @@ def _unnamed_tables(store: LocalStore, ledger: Ledger, commits: list[Commit]) ->
 def _unsigned(store: LocalStore, signers: Mapping[str, str]) -> list[str]:
     paths = [path for path in store.find(layout.RUNS) if path.endswith(".json")]
     sealed = [path for path in paths if layout.parse_file(path.split("/")[1], path) is None]
-    return [found.problem for path in sealed if (found := check_signature(store, path, signers)).problem]
+    return [signed.problem for path in sealed if (signed := check_signature(store, path, signers)).problem]
 
 
 def _graded(
@@ -291,7 +293,7 @@ def _graded(
     if contents.given is None:
         return None, "the input of its grader is missing"
     try:
-        given = TypeAdapter(Sample).validate_python(contents.given)
+        sample = TypeAdapter(Sample).validate_python(contents.given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
@@ -300,8 +302,8 @@ def _graded(
     claimed = {"response": row["response_text"], "label": row["label"], "prompt": row["prompt_text"]}
     claimed |= {"metadata": from_json(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
     lists = {"response_ids": row["response_ids"], "prompt_ids": row["prompt_ids"]}
-    wrong = [name for name, value in claimed.items() if getattr(given, name) != value]
-    wrong += [name for name, value in lists.items() if list(getattr(given, name)) != list(value)]
+    wrong = [name for name, value in claimed.items() if getattr(sample, name) != value]
+    wrong += [name for name, value in lists.items() if list(getattr(sample, name)) != list(value)]
     if wrong:
         problems.append(f"the grader's input in the bundle differs from the sample's row: {', '.join(wrong)}")
         return None, "the input of its grader differs from its row"
@@ -318,12 +320,12 @@ def _graded(
         reward = reward.model_copy(update={"custom_rm_path": f"{sources / contents.grader}:{function}"})
     if reward.custom_rm_path is None and reward.rm_type in OUTSIDE:
         return None, "its grader calls an external service"
-    grader = get_grader(reward.of(named_by_row(reward, given.metadata)))
+    grader = get_grader(reward.of(named_by_row(reward, sample.metadata)))
     if grader_version(grader) != recorded["grader_version"]:
         return None, f"its grader here has version {grader_version(grader)}, but it was {recorded['grader_version']}"
     with ExitStack() as stack:
         pool = stack.enter_context(GraderPool(reward, config.retry.grader))
-        (answer,) = pool.grade([given])
+        (answer,) = pool.grade([sample])
     overlong = Overlong.of(config)
     if overlong is not None:
         answer = overlong.shaped(answer, sampled_tokens(len(row["response_ids"]), row.get("segments")))

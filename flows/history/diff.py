@@ -9,7 +9,7 @@ from cairn.storage.ledger.terms import differences as differing_fields
 from cairn.storage.records import Record
 from cairn.storage.upkeep.comparison import Comparison, compare
 
-_BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)
+_LEAVES = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)
 """Steps that are no input of other steps: whether a run has them depends on its options."""
 
 
@@ -35,43 +35,43 @@ class Parting(Record):
     rows could not be compared."""
 
 
-def diff(ours: Ledger, theirs: Ledger) -> Parting:
+def diff(first: Ledger, second: Ledger) -> Parting:
     """Compare two runs step by step, in causal order. Reads commits, and tables only where digests differ. Raises
     Damaged."""
-    options = tuple(differing_options(ours, theirs))
+    options = tuple(differing_options(first, second))
     compared = shared = 0
     retired: list[str] = []
     iteration = None
 
-    def parting(**found: Any) -> Parting:
+    def parting(**where: Any) -> Parting:
         return Parting(
-            options=options, compared=compared, shared=shared, iteration=iteration, retired=tuple(retired), **found
+            options=options, compared=compared, shared=shared, iteration=iteration, retired=tuple(retired), **where
         )
 
-    for iteration in sorted({*ours.iterations(), *theirs.iterations()}):
-        here = {commit.name: commit for commit in ours.commits(iteration)}
-        there = {commit.name: commit for commit in theirs.commits(iteration)}
-        for commit in causal_order({**there, **here}.values()):
-            first, second = here.get(commit.name), there.get(commit.name)
-            if first is not None and second is not None:
-                same = first.digest == second.digest
-                found = Comparison([], []) if same else compare(first, ours.store, second, theirs.store)
-                retired += [f"{commit.name}: {sentence}" for sentence in found.retired]
-                if found.differences:
-                    return parting(parts_at=commit.name, how=tuple(found.differences))
-                compared += not found.retired
-                shared += first.digest == second.digest
-            elif commit.step not in _BESIDE:
-                lacking, commits = (ours, here) if first is None else (theirs, there)
+    for iteration in sorted({*first.iterations(), *second.iterations()}):
+        of_first = {commit.name: commit for commit in first.commits(iteration)}
+        of_second = {commit.name: commit for commit in second.commits(iteration)}
+        for commit in causal_order({**of_second, **of_first}.values()):
+            one, other = of_first.get(commit.name), of_second.get(commit.name)
+            if one is not None and other is not None:
+                same = one.digest == other.digest
+                comparison = Comparison([], []) if same else compare(one, first.store, other, second.store)
+                retired += [f"{commit.name}: {sentence}" for sentence in comparison.retired]
+                if comparison.differences:
+                    return parting(parts_at=commit.name, how=tuple(comparison.differences))
+                compared += not comparison.retired
+                shared += same
+            elif commit.step not in _LEAVES:
+                lacking, commits = (first, of_first) if one is None else (second, of_second)
                 if _has_ended_before(commit, lacking, commits):
                     return parting(ended=lacking.run)
                 return parting(parts_at=commit.name, how=(f"{lacking.run} does not have this commit",))
     return parting()
 
 
-def differing_options(ours: Ledger, theirs: Ledger) -> list[tuple[str, Any, Any]]:
+def differing_options(first: Ledger, second: Ledger) -> list[tuple[str, Any, Any]]:
     """Return (option, value in the first, value in the second run), as this version of the code reads both."""
-    one, other = (from_manifest(ledger.manifest.config).model_dump(mode="json") for ledger in (ours, theirs))
+    one, other = (from_manifest(ledger.manifest.config).model_dump(mode="json") for ledger in (first, second))
     return differing_fields(one, other)
 
 
@@ -79,5 +79,5 @@ def _has_ended_before(commit: Commit, ledger: Ledger, commits: dict[str, Commit]
     """Whether a run, with these commits in the iteration, has not reached the step of a commit that it lacks."""
     order = list(Step)
     last = ledger.last_iteration()
-    later = [c for c in commits.values() if c.step not in _BESIDE and order.index(c.step) > order.index(commit.step)]
+    later = [c for c in commits.values() if c.step not in _LEAVES and order.index(c.step) > order.index(commit.step)]
     return (last is None or last - ledger.lag <= commit.iteration) and not later

@@ -14,6 +14,7 @@ from cairn.storage.ledger.commits import Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.store.errors import BeingDeleted, Retired
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import delete_run
 from cairn.storage.upkeep.retention import require_restorable
 from cairn.tasks.durable.selection import number
@@ -30,25 +31,26 @@ def fork(
     name: str,
     overrides: Sequence[str] = (),
     reason: str | None = None,
-    given: RunConfig | None = None,
+    recipe: RunConfig | None = None,
 ) -> Ledger:
     """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
 
     Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration;
-    `reason` is recorded in the fork's manifest; `given` is the parent's recipe, where the user passed one. The parent
+    `reason` is recorded in the fork's manifest; `recipe` is the parent's recipe, where the user passed one. The parent
     may be running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
-    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, given))
+    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, recipe))
     layout.check_name(name, "run")
-    _check_there_is_something_to_share(parent, iteration)
-    _check_there_is_something_to_do(parent, iteration, config)
-    _check_critic(parent, iteration, config)
-    _check_adapters(parent, iteration, config)
-    _check_state(parent, iteration, config)
+    _check_shared_iterations(parent, iteration)
+    _check_remaining_iterations(parent, iteration, config)
+    before = from_manifest(parent.owner(iteration).manifest.config)
+    _check_critic(parent, before, config)
+    _check_adapters(parent, before, config)
+    _check_state(parent, before, config)
     _check_stream(parent, config)
     lag = config.rollout.weights_lag
     require_restorable(parent, iteration, lag)
-    _check_buffer(parent, iteration, config)
+    _check_buffer(parent, iteration, before, config)
     # Earlier versions digested model folders in another way: the parent's digests select the way to compare with.
     sources = Sources.open(config, parent.terms.inputs)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
@@ -74,17 +76,26 @@ def fork(
     return created
 
 
-def _check_there_is_something_to_share(parent: Ledger, iteration: int) -> None:
+def is_fork(store: Store, name: str, parent: str, iteration: int) -> bool:
+    """Whether a run is there and is the fork of `parent` at `iteration`."""
+    try:
+        origin = Ledger.open(store, name).manifest.parent
+    except FileNotFoundError:
+        return False
+    return origin is not None and (origin.run, origin.iteration) == (parent, iteration)
+
+
+def _check_shared_iterations(parent: Ledger, iteration: int) -> None:
     last = parent.last_iteration()
     if parent.find(iteration, Step.TRAIN) is None:
-        there = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
+        trained = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
         raise CannotFork(
-            f"run {parent.run!r} has not trained iteration {iteration}: {there}; fork it at an iteration that was "
+            f"run {parent.run!r} has not trained iteration {iteration}: {trained}; fork it at an iteration that was "
             "trained, or start a new run with `cairn train`"
         )
 
 
-def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunConfig) -> None:
+def _check_remaining_iterations(parent: Ledger, iteration: int, config: RunConfig) -> None:
     total = config.rollout.num_rollout
     if total <= iteration + 1:
         raise CannotFork(
@@ -103,8 +114,8 @@ def _check_stream(parent: Ledger, config: RunConfig) -> None:
         )
 
 
-def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
-    size = from_manifest(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
+def _check_buffer(parent: Ledger, iteration: int, before: RunConfig, config: RunConfig) -> None:
+    size = before.rollout.n_samples_per_prompt
     selection = newest_selection(parent.commits(iteration))
     assert selection is not None
     waiting = number(selection, "buffered") + number(selection, "unfinished")
@@ -118,24 +129,23 @@ def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
         )
 
 
-def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
+def _check_critic(parent: Ledger, before: RunConfig, config: RunConfig) -> None:
     """Raise CannotFork if the fork changes the critic. The critic is part of the training state that a fork continues
     from, and so is the number of the actor's updates: engines derive it from the weight version."""
-    was = from_manifest(parent.owner(iteration).manifest.config)
-    before = was.algorithm
-    if config.algorithm.advantage_estimator != before.advantage_estimator:
+    old = before.algorithm
+    if config.algorithm.advantage_estimator != old.advantage_estimator:
         # has_critic loads the estimators of both configurations
-        had = has_critic(require_trusted(was, parent.store, config, of=f" of {parent.run}").algorithm)
-        if has_critic(config.algorithm) != had:
+        critic_before = has_critic(require_trusted(before, parent.store, config, of=f" of {parent.run}").algorithm)
+        if has_critic(config.algorithm) != critic_before:
             raise CannotFork(
                 f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was "
-                f"trained with {before.advantage_estimator}, {'with' if had else 'without'} a critic: keep "
-                f"{before.advantage_estimator}, or start a new run with `cairn train`"
+                f"trained with {old.advantage_estimator}, {'with' if critic_before else 'without'} a critic: keep "
+                f"{old.advantage_estimator}, or start a new run with `cairn train`"
             )
-    if _critic_only_updates(config) != _critic_only_updates(was):
+    if _critic_only_updates(config) != _critic_only_updates(before):
         raise CannotFork(
             f"algorithm.num_critic_only_steps and training.num_steps_per_rollout must be as in {parent.run}, "
-            f"{before.num_critic_only_steps} and {was.training.num_steps_per_rollout}: they determine which past "
+            f"{old.num_critic_only_steps} and {before.training.num_steps_per_rollout}: they determine which past "
             "updates trained only the critic; leave them out, or start a new run with `cairn train`"
         )
 
@@ -146,31 +156,30 @@ def _critic_only_updates(config: RunConfig) -> tuple[int, int]:
     return iterations, config.training.num_steps_per_rollout if iterations else 0
 
 
-def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
+def _check_adapters(parent: Ledger, before: RunConfig, config: RunConfig) -> None:
     """Raise CannotFork if the fork changes the LoRA options. A checkpoint contains only the adapters, and their effect
     depends on how they are inserted into the model."""
-    before = from_manifest(parent.owner(iteration).manifest.config).training.lora
-    lora = config.training.lora
-    if lora != before and (lora.r or before.r):
+    old, lora = before.training.lora, config.training.lora
+    if lora != old and (lora.r or old.r):
         raise CannotFork(
             f"training.lora differs from that of {parent.run}, but a fork continues with its adapters (r = "
-            f"{before.r}): leave it out, or start a new run with `cairn train`"
+            f"{old.r}): leave it out, or start a new run with `cairn train`"
         )
 
 
-def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
+def _check_state(parent: Ledger, before: RunConfig, config: RunConfig) -> None:
     """Raise CannotFork if the fork changes the options that define the training state of its checkpoint, or the engine
     that reads it."""
-    was = from_manifest(parent.owner(iteration).manifest.config)
-    for (option, before), now in zip(_of_the_state(was).items(), _of_the_state(config).values(), strict=True):
-        if now != before:
+    new = _state_options(config)
+    for option, value in _state_options(before).items():
+        if new[option] != value:
             raise CannotFork(
-                f"{option} differs from that of {parent.run} ({before}), but a fork continues with its training "
+                f"{option} differs from that of {parent.run} ({value}), but a fork continues with its training "
                 "state: leave it out, or start a new run with `cairn train`"
             )
 
 
-def _of_the_state(config: RunConfig) -> dict[str, str]:
+def _state_options(config: RunConfig) -> dict[str, str]:
     training, interval = config.training, config.algorithm.ref_update_interval
     distributed = training.megatron.get("use_distributed_optimizer", False)
     return {

@@ -52,9 +52,9 @@ class Replayed(Record):
 
     name: str
     """Name of the commit: `000042/rollout.00-000`."""
-    differences: tuple[str, ...]
+    differences: tuple[str, ...] = ()
     """Sentences on differences; none if every bit is equal."""
-    environment: tuple[str, ...]
+    environment: tuple[str, ...] = ()
     """Differences from the environment of the commit."""
     skipped: str | None = None
     """Why the step was not replayed, where it cannot be."""
@@ -85,13 +85,13 @@ class Replaying:
         wanted: Collection[Step],
         shard: str | None,
         scratch: Store,
-        tell: Callable[[Replayed], None] = lambda again: None,
-        go_on: bool = False,
+        on_replayed: Callable[[Replayed], None] = lambda replayed: None,
+        continue_on_error: bool = False,
     ) -> None:
-        """`tell` is called with each replayed step. `go_on`: continue after a step that cannot be replayed, or whose
-        input weights cannot be reproduced."""
+        """`on_replayed` is called with each replayed step. `continue_on_error`: continue after a step that cannot be
+        replayed, or whose input weights cannot be reproduced."""
         self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
-        self._tell, self._go_on = tell, go_on
+        self._on_replayed, self._continue_on_error = on_replayed, continue_on_error
         self.replayed: list[Replayed] = []
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
@@ -99,46 +99,44 @@ class Replaying:
         if committed is None:
             raise _EndOfLedger
         if step.name in self._wanted and self._shard in (None, shard):
-            again = self._tried(step, committed, *args, **kwargs)
-            self.replayed.append(again)
-            self._tell(again)
+            replayed = self._replay(step, committed, *args, **kwargs)
+            self.replayed.append(replayed)
+            self._on_replayed(replayed)
         return committed
 
     def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> "_Done":
         try:
-            given = [argument.result() if isinstance(argument, _Done) else argument for argument in args]
-            return _Done(self.call(step, index, shard, *given, **kwargs))
-        except _EndOfLedger:  # what was submitted beside it may be there
+            inputs = [argument.result() if isinstance(argument, _Done) else argument for argument in args]
+            return _Done(self.call(step, index, shard, *inputs, **kwargs))
+        except _EndOfLedger:  # steps submitted at the same time may have commits
             return _Done(None)
 
-    def _tried(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
+    def _replay(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
         try:
-            return self._again(step, committed, *args, **kwargs)
-        except Retired as error:
-            if not self._go_on:
+            return self._execute(step, committed, *args, **kwargs)
+        except (Retired, ReplayDiverged) as error:
+            if not self._continue_on_error:
                 raise
-            return Replayed(name=committed.name, differences=(), environment=(), skipped=str(error))
-        except ReplayDiverged as error:
-            if not self._go_on:
-                raise
-            return Replayed(name=committed.name, differences=(str(error),), environment=())
+            if isinstance(error, Retired):
+                return Replayed(name=committed.name, skipped=str(error))
+            return Replayed(name=committed.name, differences=(str(error),))
 
-    def _again(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
+    def _execute(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
         run = self._run
         redacted = redacted_samples(run.ledger)
         for name in (committed.name, *committed.inputs):
             if name in redacted:
                 why = f"decision {redacted[name]} has redacted samples of {name}"
-                return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
+                return Replayed(name=committed.name, skipped=why)
         if step.finds:
             why = "its samples were chosen when it ran and are recorded: later steps read the record"
-            return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
+            return Replayed(name=committed.name, skipped=why)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
         )
         inputs = input_digest(committed.inputs, committed.config_digest)
         outcome = step.perform(StepCall(run, committed.iteration, committed.shard, attempt, inputs), *args, **kwargs)
-        made = committed.model_copy(
+        result = committed.model_copy(
             update={
                 "outputs": tuple(outcome.files),
                 "weight_version_in": outcome.weight_version_in,
@@ -147,12 +145,11 @@ class Replaying:
                 "values": dict(outcome.values),
             }
         )
-        now = outcome.environment or run.environment
-        compared = compare(committed, run.ledger.store, made, self._scratch)
+        compared = compare(committed, run.ledger.store, result, self._scratch)
         return Replayed(
             name=committed.name,
             differences=(*compared.differences, *compared.retired),
-            environment=tuple(changes(committed.environment, now)),
+            environment=tuple(changes(committed.environment, outcome.environment or run.environment)),
         )
 
 
@@ -186,37 +183,37 @@ def replay(
 def replay_all(
     ledger: Ledger,
     steps: Collection[Step] = frozenset(Step),
-    tell: Callable[[Replayed], None] = lambda again: None,
+    on_replayed: Callable[[Replayed], None] = lambda replayed: None,
     emit: Callable[[Event], None] = lambda event: None,
 ) -> list[Replayed]:
     """Replay every committed step of the kinds `steps`, in their original order, including iterations shared with a
     parent.
 
     Engines are started once for each run that contributed iterations, and weights carry over from one iteration to the
-    next. `tell` is called with each replayed step.
+    next. `on_replayed` is called with each replayed step.
 
     Steps that cannot be replayed, because their files are retired or redacted, are in the results with the reason.
     Weights that cannot be reproduced are a difference, and the next step begins from a checkpoint. Raises RunDiffers as
     `replay`.
     """
-    found: list[Replayed] = []
+    replayed: list[Replayed] = []
     numbers = ledger.iterations()
     for name in dict.fromkeys(ledger.owner(index).run for index in numbers):
         own = [index for index in numbers if ledger.owner(index).run == name]
         with read_only_context(ledger.owner(own[0]), emit, trains_only=_USING_OTHER_ENGINES.isdisjoint(steps)) as run:
             for index in own:
                 with TemporaryDirectory(prefix="cairn-replay-") as folder:
-                    runner = Replaying(run, steps, None, open_store(folder), tell, go_on=True)
+                    runner = Replaying(run, steps, None, open_store(folder), on_replayed, continue_on_error=True)
                     try:
                         _walk(run, runner, index)
                     except _EndOfLedger:
                         pass
-                    except Retired as error:  # what the steps would be given
-                        rest = Replayed(name=f"{index:06d}", differences=(), environment=(), skipped=str(error))
+                    except Retired as error:  # inputs of the steps
+                        rest = Replayed(name=f"{index:06d}", skipped=str(error))
                         runner.replayed.append(rest)
-                        tell(rest)
-                found += runner.replayed
-    return found
+                        on_replayed(rest)
+                replayed += runner.replayed
+    return replayed
 
 
 def newest_update(ledger: Ledger) -> Commit:
@@ -227,11 +224,10 @@ def newest_update(ledger: Ledger) -> Commit:
     raise NothingToReplay(f"run {ledger.run!r} has trained on nothing yet: its weights are the initial ones")
 
 
-def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
-    """Return the conclusion for the weights of a train step, from the results `found` of `replay_all` with
-    `UPDATES`."""
-    updates = [one for one in found if one.name.partition("/")[2] in ("", Step.TRAIN)]
-    differs_at = next((one.name for one in found if one.differences), None)
+def replayed_weights(trained: Commit, replayed: Collection[Replayed]) -> Weights:
+    """Return the conclusion for the weights of a train step, from the results of `replay_all` with `UPDATES`."""
+    updates = [one for one in replayed if one.name.partition("/")[2] in ("", Step.TRAIN)]
+    differs_at = next((one.name for one in replayed if one.differences), None)
     done = any(one.name == trained.name and one.skipped is None for one in updates)
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None

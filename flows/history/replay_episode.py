@@ -134,11 +134,11 @@ def _replayed(
         answers += 1
         on_response(record)
 
-    def ended(outcome: Literal["same", "differs", "failed", "diverged"], told: str = "") -> EpisodeReplayed:
-        return EpisodeReplayed(outcome=outcome, told=told, changed=changed, answers=answers)
+    def ended(outcome: Literal["same", "differs", "failed", "diverged"], why: str = "") -> EpisodeReplayed:
+        return EpisodeReplayed(outcome=outcome, told=why, changed=changed, answers=answers)
 
     try:
-        made = replay(
+        replayed = replay(
             sample,
             _stopping_in(function) if debugger else function,
             sampling_params(config, with_support=False),
@@ -155,11 +155,11 @@ def _replayed(
     except BaseException as problem:
         if debugger:
             _debug(problem)
-        told = error_message(problem)
-        return ended("failed", f"it failed as it did then: {told}" if told == error else told)
+        message = error_message(problem)
+        return ended("failed", f"it failed as it did then: {message}" if message == error else message)
     if error is not None:
         return ended("differs", f"it ended with a trajectory, but is committed as failed: {error}")
-    difference = first_difference(committed, made)
+    difference = first_difference(committed, replayed)
     return ended("same") if difference is None else ended("differs", difference)
 
 
@@ -169,25 +169,25 @@ def _tokenizer(ledger: Ledger, config: RunConfig) -> Any:
     return tokenizer
 
 
-def first_difference(committed: GeneratedSample, made: GeneratedSample) -> str | None:
+def first_difference(committed: GeneratedSample, replayed: GeneratedSample) -> str | None:
     """Return a sentence on the first difference between the replayed and the committed sample; None where every bit is
     equal."""
-    ours, theirs = made.trajectories, committed.trajectories
-    if len(ours) != len(theirs):
-        return f"it made {len(ours)} trajectories, but {len(theirs)} are committed"
-    for number, (one, other_one) in enumerate(zip(ours, theirs, strict=True)):
-        where = f" of trajectory {number}" if len(ours) > 1 else ""
-        if not _same_prompt(one.prompt_ids, other_one.prompt_ids):
+    count, expected = len(replayed.trajectories), len(committed.trajectories)
+    if count != expected:
+        return f"it made {count} trajectories, but {expected} are committed"
+    for number, (one, other) in enumerate(zip(replayed.trajectories, committed.trajectories, strict=True)):
+        where = f" of trajectory {number}" if count > 1 else ""
+        if not _same_prompt(one.prompt_ids, other.prompt_ids):
             return f"the prompt{where or ' of the trajectory'} differs"
-        if (one.reward, one.role) != (other_one.reward, other_one.role):
-            what = f"({one.reward}, {one.role}), but ({other_one.reward}, {other_one.role}) are committed"
+        if (one.reward, one.role) != (other.reward, other.role):
+            what = f"({one.reward}, {one.role}), but ({other.reward}, {other.role}) are committed"
             return f"reward and role{where or ' of the trajectory'} are {what}"
-        own, other = _segments(one), _segments(other_one)
-        for place, pair in enumerate(zip(own, other, strict=False)):
-            if (told := _segment_difference(*pair)) is not None:
-                return f"segment {place}{where} {told}"
-        if len(own) != len(other):
-            return f"it made {len(own)} segments{where}, but {len(other)} are committed"
+        segments, expected_segments = _segments(one), _segments(other)
+        for place, pair in enumerate(zip(segments, expected_segments, strict=False)):
+            if (difference := _segment_difference(*pair)) is not None:
+                return f"segment {place}{where} {difference}"
+        if len(segments) != len(expected_segments):
+            return f"it made {len(segments)} segments{where}, but {len(expected_segments)} are committed"
     return None
 
 
@@ -195,23 +195,23 @@ def _segments(trajectory: Trajectory) -> list[Segment]:
     return [segment for segment in trajectory.segments if len(segment)]
 
 
-def _same_prompt(made: Any, committed: Any) -> bool:
-    if made is None or committed is None:
-        return made is committed
-    return np.array_equal(made, committed)
+def _same_prompt(replayed: Any, committed: Any) -> bool:
+    if replayed is None or committed is None:
+        return replayed is committed
+    return np.array_equal(replayed, committed)
 
 
-def _segment_difference(made: Segment, committed: Segment) -> str | None:
-    if made.call != committed.call:
-        ours, theirs = (
-            "is from the environment" if id is None else f"is call {id}" for id in (made.call, committed.call)
+def _segment_difference(replayed: Segment, committed: Segment) -> str | None:
+    if replayed.call != committed.call:
+        source, expected = (
+            "is from the environment" if id is None else f"is call {id}" for id in (replayed.call, committed.call)
         )
-        return f"{ours}, but the committed one {theirs}"
+        return f"{source}, but the committed one {expected}"
     for what, one, then in (
-        ("token", made.ids, committed.ids),
-        ("loss mask", made.loss_mask, committed.loss_mask),
-        ("log-prob", made.log_probs, committed.log_probs),
-        ("weight version", made.weight_versions, committed.weight_versions),
+        ("token", replayed.ids, committed.ids),
+        ("loss mask", replayed.loss_mask, committed.loss_mask),
+        ("log-prob", replayed.log_probs, committed.log_probs),
+        ("weight version", replayed.weight_versions, committed.weight_versions),
     ):
         if one is None or then is None:
             continue
@@ -221,11 +221,11 @@ def _segment_difference(made: Segment, committed: Segment) -> str | None:
         if len(places):
             at = int(places[0])
             return f"differs first at its token {at}: the {what} is {one[at]}, but {then[at]} is committed"
-    if made.reward != committed.reward:
-        return f"has the reward {made.reward}, but {committed.reward} is committed"
-    if (made.seed, made.finish_reason) != (committed.seed, committed.finish_reason):
+    if replayed.reward != committed.reward:
+        return f"has the reward {replayed.reward}, but {committed.reward} is committed"
+    if (replayed.seed, replayed.finish_reason) != (committed.seed, committed.finish_reason):
         return (
-            f"ended with {made.finish_reason}, seed {made.seed}, but the committed one with "
+            f"ended with {replayed.finish_reason}, seed {replayed.seed}, but the committed one with "
             f"{committed.finish_reason}, seed {committed.seed}"
         )
     return None
@@ -239,7 +239,7 @@ def _stopping_in(function: Generate) -> Generate:
     async def generate(context: Context, sample: SampleRequest) -> Trajectory | list[Trajectory]:
         debugger = pdb.Pdb(nosigint=True)
         debugger.reset()
-        debugger.botframe = sys._getframe()  # of nothing outside it is stopped
+        debugger.botframe = sys._getframe()  # the debugger stops in no frame outside it
         problem = debugger.set_break(code.co_filename, next(iter(lines), code.co_firstlineno), temporary=True)
         if problem:
             raise NotReplayable(f"the debugger cannot stop in {Path(code.co_filename).name}: {problem}")

@@ -25,7 +25,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.files import folder_digest, special_tokens
 from cairn.engines.types.errors import BadModel
 from cairn.flows.driver.trust import require_trusted
-from cairn.flows.text import code, table
+from cairn.flows.text import code, number, table
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import REDACTED_ERROR, redacted_samples
@@ -54,10 +54,10 @@ TAGS = ("<think>", "</think>")
 def can_form_tags(special: Iterable[str]) -> bool:
     """Whether text with these special tokens can contain a tag that the text without them lacks. The default special
     tokens of transformers' classes, such as `<s>`, `<unk>` and `<|endoftext|>`, cannot produce one."""
-    return any(_makes(token, tag) for token in special if token for tag in TAGS)
+    return any(_can_form(token, tag) for token in special if token for tag in TAGS)
 
 
-def _makes(token: str, tag: str) -> bool:
+def _can_form(token: str, tag: str) -> bool:
     cuts = range(1, len(tag))
     at_the_ends = any(token.endswith(tag[:cut]) or token.startswith(tag[cut:]) for cut in cuts)
     return at_the_ends or tag in token or token in tag
@@ -91,8 +91,8 @@ RESCORED = pa.schema(
 
 
 class Figures(Record):
-    """Figures of the samples of an iteration, or of all. A mean is over the samples that have a reward; None if none
-    has."""
+    """Figures of the samples of an iteration, or of all. A mean is over the samples with a reward; None without
+    any."""
 
     samples: int
     changed: int
@@ -136,7 +136,7 @@ class Rescored(Record):
         all_, own = self.overall, f"{self.grader} {self.grader_version}"
         return (
             f"{all_.changed} of {all_.samples} samples of run {self.run} get another reward from {own}: mean "
-            f"{spelled(all_.mean_before)} → {spelled(all_.mean_after)}, failed {all_.failed_before} → "
+            f"{number(all_.mean_before, '.4f')} → {number(all_.mean_after, '.4f')}, failed {all_.failed_before} → "
             f"{all_.failed_after}"
         )
 
@@ -145,7 +145,7 @@ class Rescored(Record):
         named = [*((str(index), one) for index, one in self.iterations.items()), ("all", self.overall)]
         return [
             (
-                *(name, str(one.samples), spelled(one.mean_before), spelled(one.mean_after)),
+                *(name, str(one.samples), number(one.mean_before, ".4f"), number(one.mean_after, ".4f")),
                 *(str(one.changed), str(one.failed_before), str(one.failed_after)),
             )
             for name, one in named
@@ -155,11 +155,6 @@ class Rescored(Record):
         """Return the table, and sentences on samples that were passed over."""
         heading = f"{code(self.run)} graded again by {code(f'{self.grader} {self.grader_version}')}"
         return "\n\n".join([heading, table(HEADER, self.lines()), *self.sentences()])
-
-
-def spelled(mean: float | None) -> str:
-    """Return a mean reward as text."""
-    return "–" if mean is None else f"{mean:.4f}"
 
 
 def _passed_over(count: int, why: str) -> str:
@@ -177,33 +172,34 @@ def rescore(
     ledger: Ledger,
     iterations: str | None = None,
     overrides: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Rescored, pa.Table]:
     """Grade the samples of a run again. Returns the figures, and a table RESCORED.
 
     Args:
         iterations: `ITER`, `A:B` with both ends, or `A:`; all by default. Iterations shared with a parent are included.
         overrides: `reward.option=value`, as `changed_config` accepts them.
-        tell: called with a sentence on the work that begins.
+        report: called with a sentence on the work that begins.
 
     Raises CannotRescore, the errors of `changed_config` and `open_grader`, and BadModel where the grader needs the
     run's tokenizer and the model is no longer the run's.
     """
     numbers = _chosen(ledger, iterations)
     config = changed_config(ledger, overrides)
-    found: dict[int, list[pa.Table]] = {}
+    parts_of: dict[int, list[pa.Table]] = {}
     with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
         tokenizer = _tokenizer(ledger, config, grader) if grader.sees_whole_samples else None
-        row = _rows(config, tokenizer) if grader.sees_messages else None
-        again = _Rescorer(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
-        for shard in _ahead(again.shards(numbers)):
-            tell(f"grading {shard.rollout.name}: {shard.samples.num_rows} samples")
-            graded = again.graded(shard)
+        # The rows of the data contain the prompts as chats.
+        row = prompt_rows(open_data(config, tokenizer)) if grader.sees_messages else None
+        rescorer = _Rescorer(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
+        for shard in _ahead(rescorer.shards(numbers)):
+            report(f"grading {shard.rollout.name}: {shard.samples.num_rows} samples")
+            graded = rescorer.graded(shard)
             if graded.num_rows:
-                found.setdefault(shard.rollout.iteration, []).append(graded)
-        iterations_of = {index: pa.concat_tables(parts) for index, parts in found.items()}
+                parts_of.setdefault(shard.rollout.iteration, []).append(graded)
+        iterations_of = {index: pa.concat_tables(parts) for index, parts in parts_of.items()}
         rows = pa.concat_tables([RESCORED.empty_table(), *iterations_of.values()])
-        if not rows.num_rows and not again.passed_over:
+        if not rows.num_rows and not rescorer.passed_over:
             raise CannotRescore(f"run {ledger.run!r} has no samples there yet")
         figures = Rescored(
             run=ledger.run,
@@ -211,7 +207,7 @@ def rescore(
             grader_version=grader.version,
             iterations={index: Figures.of(part) for index, part in iterations_of.items()},
             overall=Figures.of(rows),
-            passed_over=dict(again.passed_over),
+            passed_over=dict(rescorer.passed_over),
         )
     return figures, rows
 
@@ -233,12 +229,12 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
                 "again"
             ]
         )
-    given = {override.partition("=")[0].strip() for override in overrides}
-    if "reward.rm_type" in given:  # for all samples, whatever their rows name
-        others = {"reward.custom_rm_path", "reward.rm_type_key"} - given
+    options = {override.partition("=")[0].strip() for override in overrides}
+    if "reward.rm_type" in options:  # for all samples, whatever their rows name
+        others = {"reward.custom_rm_path", "reward.rm_type_key"} - options
         overrides = [*overrides, *(f"{other}=null" for other in sorted(others))]
     config = with_section(recorded, "reward", overrides, "reward.rm_type=math")
-    if "reward.rm_type" in given and config.reward.custom_rm_path is None:
+    if "reward.rm_type" in options and config.reward.custom_rm_path is None:
         require_findable_answer(config.reward.rm_type)
     return require_trusted(config, ledger.store, overrides=overrides, of=f" of {ledger.run}")
 
@@ -259,8 +255,8 @@ def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:
     last = int(match["last"]) if match["last"] else first if match["range"] is None else max([first, *numbers])
     chosen = [index for index in numbers if first <= index <= last]
     if first > last or not {first, last} <= set(chosen):
-        there = f"{numbers[0]} to {numbers[-1]}" if numbers else "none yet"
-        raise CannotRescore(f"{iterations!r} are not iterations of run {ledger.run!r}; it has {there}")
+        available = f"{numbers[0]} to {numbers[-1]}" if numbers else "none yet"
+        raise CannotRescore(f"{iterations!r} are not iterations of run {ledger.run!r}; it has {available}")
     return chosen
 
 
@@ -285,11 +281,6 @@ def _all_cores(reward: RewardConfig) -> RewardConfig:
     return reward.model_copy(update={"num_workers": max(reward.num_workers, os.cpu_count() or 1)})
 
 
-def _rows(config: RunConfig, tokenizer: Any) -> Callable[[int], PromptRow]:
-    """Return a function that looks up rows of the run's data, which contain the prompts as chats."""
-    return prompt_rows(open_data(config, tokenizer))
-
-
 @dataclass(frozen=True)
 class _Shard:
     rollout: Commit
@@ -301,9 +292,9 @@ class _Shard:
 def _ahead(shards: Iterator[_Shard]) -> Iterator[_Shard]:
     """Yield the shards, and read the next one in the background."""
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(next, shards, None)
-        while (shard := coming.result()) is not None:
-            coming = reader.submit(next, shards, None)
+        pending = reader.submit(next, shards, None)
+        while (shard := pending.result()) is not None:
+            pending = reader.submit(next, shards, None)
             yield shard
 
 
@@ -345,29 +336,31 @@ class _Rescorer:
             self.passed_over["retired"] += rollout.table.rows or 0
             return None
         if rollout.name in self._redacted:
-            kept = pc.fill_null(pc.not_equal(samples["error"], REDACTED_ERROR), True)
-            samples, before = samples.filter(kept), before.filter(kept)
-            if redacted := pc.sum(pc.invert(kept)).as_py():
+            readable = pc.fill_null(pc.not_equal(samples["error"], REDACTED_ERROR), True)
+            samples, before = samples.filter(readable), before.filter(readable)
+            if redacted := pc.sum(pc.invert(readable)).as_py():
                 self.passed_over["redacted"] += redacted
         return _Shard(rollout, samples, before)
 
     def graded(self, shard: _Shard) -> pa.Table:
         """Return a table RESCORED."""
-        found = graded_shard(self._grader, self._tokenizer, shard.samples, self._overlong, self._row, self._reward_keys)
+        graded = graded_shard(
+            self._grader, self._tokenizer, shard.samples, self._overlong, self._row, self._reward_keys
+        )
         rows = pa.table(
             {
                 "iteration": [shard.rollout.iteration] * shard.samples.num_rows,
-                "group_id": found.table["group_id"],
-                "sample_index": found.table["sample_index"],
+                "group_id": graded.table["group_id"],
+                "sample_index": graded.table["sample_index"],
                 "reward_before": shard.before["reward"],
-                "reward_after": found.table["reward"],
-                "error_after": found.table["error"],
-                "grader": found.table["grader"],
-                "grader_version": found.table["grader_version"],
+                "reward_after": graded.table["reward"],
+                "error_after": graded.table["error"],
+                "grader": graded.table["grader"],
+                "grader_version": graded.table["grader_version"],
             },
             RESCORED,
         )
-        finished = [one is not None for one in found.results]  # the others are graded where their group is
+        finished = [one is not None for one in graded.results]  # the others are graded where their group is
         return rows.filter(pa.array(finished, pa.bool_()))
 
     def _read(self, commit: Commit, columns: Sequence[str]) -> pa.Table:

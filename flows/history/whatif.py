@@ -20,6 +20,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import reads_under
 from cairn.engines.training.needs import advantage_needs
 from cairn.flows.driver.trust import require_trusted
+from cairn.flows.text import number, percent
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.redacted import redacted_samples
@@ -46,7 +47,7 @@ COMPARED = pa.schema(
         pa.field("trained_tokens", pa.int32(), nullable=False),
         pa.field("advantage_before", pa.float64()),  # mean over trained tokens; null: there are none
         pa.field("advantage_after", pa.float64()),
-        pa.field("sign_flips", pa.int32(), nullable=False),  # trained tokens that were encouraged and are not, or back
+        pa.field("sign_flips", pa.int32(), nullable=False),  # trained tokens whose advantage changes its sign
         pa.field("advantages_before", _FLOATS, nullable=False),  # of every response token
         pa.field("advantages_after", _FLOATS, nullable=False),
         pa.field("returns_before", _FLOATS, nullable=False),
@@ -94,9 +95,15 @@ class Figures(Record):
     def line(self, name: str) -> tuple[str, ...]:
         """Return the cells under HEADER."""
         return (
-            *(name, str(self.samples), f"{self.reward:.4f}", spelled(self.size_before), spelled(self.size_after)),
-            *(_percent(self.sign_flips), _percent(self.zero_before), _percent(self.zero_after)),
-            spelled(self.correlation),
+            *(
+                name,
+                str(self.samples),
+                f"{self.reward:.4f}",
+                number(self.size_before, ".4f"),
+                number(self.size_after, ".4f"),
+            ),
+            *(percent(self.sign_flips), percent(self.zero_before), percent(self.zero_after)),
+            number(self.correlation, ".4f"),
         )
 
 
@@ -122,7 +129,7 @@ class SampleChange(Record):
         """Return the cells under SAMPLE_HEADER."""
         return (
             *(str(self.sample_index), str(self.trained_tokens), f"{self.reward:.4f}"),
-            *(spelled(self.advantage_before), spelled(self.advantage_after), str(self.sign_flips)),
+            *(number(self.advantage_before, ".4f"), number(self.advantage_after, ".4f"), str(self.sign_flips)),
         )
 
 
@@ -145,24 +152,15 @@ class WhatIf(Record):
         one = self.overall
         changed = ", ".join(f"{name}={_value(change.after)}" for name, change in self.options.items())
         return (
-            f"with {changed or 'the code of today'}, {_percent(one.sign_flips)} of the {one.trained_tokens:,} trained "
+            f"with {changed or 'the code of today'}, {percent(one.sign_flips)} of the {one.trained_tokens:,} trained "
             f"tokens of iteration {self.iteration} of run {self.run} change the sign of their advantage, and "
-            f"{_percent(one.zero_before)} → {_percent(one.zero_after)} have none; the correlation is "
-            f"{spelled(one.correlation)}"
+            f"{percent(one.zero_before)} → {percent(one.zero_after)} have none; the correlation is "
+            f"{number(one.correlation, '.4f')}"
         )
-
-
-def spelled(value: float | None) -> str:
-    """Return a number as text."""
-    return "–" if value is None else f"{value:.4f}"
 
 
 def _value(option: JsonValue) -> str:
     return option if isinstance(option, str) else json.dumps(option)
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f} %"
 
 
 def _mean(values: np.ndarray) -> float | None:
@@ -172,7 +170,7 @@ def _mean(values: np.ndarray) -> float | None:
 _SECTION = "algorithm."
 
 
-class CannotTell(BadInput):
+class CannotCompare(BadInput):
     """The requested comparison is impossible. The message is one clear sentence."""
 
 
@@ -182,16 +180,16 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
     Args:
         overrides: `algorithm.option=value`, as `changed_config` accepts them.
 
-    Raises CannotTell, the errors of `changed_config`, BadPlugin where the estimator is unavailable, and Retired where
-    the run no longer retains the tables.
+    Raises CannotCompare, the errors of `changed_config`, BadPlugin where the estimator is unavailable, and Retired
+    where the run no longer retains the tables.
     """
     committed = ledger.find(iteration, Step.ADVANTAGE)
     if committed is None:
         if from_manifest(ledger.manifest.config).algorithm.learns_from == "demonstrations":
-            raise CannotTell(f"run {ledger.run!r} learns from demonstrations, which have no advantages")
+            raise CannotCompare(f"run {ledger.run!r} learns from demonstrations, which have no advantages")
         numbers = [index for index in ledger.iterations() if ledger.find(index, Step.ADVANTAGE) is not None]
-        there = f"those of iterations {numbers[0]} to {numbers[-1]}" if numbers else "none yet"
-        raise CannotTell(f"run {ledger.run!r} has no advantages of iteration {iteration}; it has {there}")
+        available = f"those of iterations {numbers[0]} to {numbers[-1]}" if numbers else "none yet"
+        raise CannotCompare(f"run {ledger.run!r} has no advantages of iteration {iteration}; it has {available}")
     recorded = from_manifest(ledger.terms_of(committed).config)
     config = changed_config(ledger, recorded, overrides)
     run = RecordedRun(config, ledger)
@@ -205,7 +203,7 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, ["loss_mask", "weight_versions"]))
     masks, _ = trained_tokens(run, selection, samples)
     rows = _compared(iteration, before, after, masks)
-    found = WhatIf(
+    comparison = WhatIf(
         run=ledger.run,
         iteration=iteration,
         options={
@@ -217,10 +215,10 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
         metrics={
             name: Change(before=committed.metrics.get(name), after=metrics.get(name))
             for name in metrics
-            if metrics.get(name) != committed.metrics.get(name) and not name.startswith("age/")  # of no algorithm
+            if metrics.get(name) != committed.metrics.get(name) and not name.startswith("age/")
         },
     )
-    return found, rows
+    return comparison, rows
 
 
 def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -240,10 +238,10 @@ def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]
             ]
         )
     config = require_trusted(config, ledger.store, overrides=overrides, of=f" of {ledger.run}")
-    given = {override.partition("=")[0].strip() for override in overrides}
+    options = {override.partition("=")[0].strip() for override in overrides}
     reads = reads_under(config, advantage.reads)
-    if given and given.isdisjoint(reads):
-        raise ConfigError([f"advantages do not depend on {name}: the loss reads it" for name in sorted(given)])
+    if options and options.isdisjoint(reads):
+        raise ConfigError([f"advantages do not depend on {name}: the loss reads it" for name in sorted(options)])
     return config
 
 
@@ -251,7 +249,7 @@ def _require_whole(ledger: Ledger, iteration: int, commits: Sequence[Commit]) ->
     redacted = redacted_samples(ledger)
     decisions = sorted({redacted[commit.name] for commit in commits if commit.name in redacted})
     if decisions:
-        raise CannotTell(
+        raise CannotCompare(
             f"some samples that iteration {iteration} of run {ledger.run!r} trained on were redacted (decision "
             f"{decisions[0]}), so nothing can be computed from them"
         )
@@ -269,7 +267,7 @@ def _require_scores(run: RecordedRun, algorithm: AlgorithmConfig, iteration: int
                 if column == "old_log_probs"
                 else ": a fork with that option would score them"
             )
-            raise CannotTell(
+            raise CannotCompare(
                 f"algorithm.{why} needs {column}, which iteration {iteration} of run {run.ledger.run!r} has not "
                 f"scored{way}"
             )
@@ -280,10 +278,10 @@ def _options(config: RunConfig) -> dict[str, Any]:
 
 
 def _compared(iteration: int, before: pa.Table, after: pa.Table, masks: Sequence[np.ndarray]) -> pa.Table:
-    kept = [mask.astype(bool) for mask in masks]
+    trained = [mask.astype(bool) for mask in masks]
     pairs = [
         (old[mask].astype(np.float64), new[mask].astype(np.float64))
-        for old, new, mask in zip(arrays(before, "advantages"), arrays(after, "advantages"), kept, strict=True)
+        for old, new, mask in zip(arrays(before, "advantages"), arrays(after, "advantages"), trained, strict=True)
     ]
     return pa.table(
         {
@@ -291,7 +289,7 @@ def _compared(iteration: int, before: pa.Table, after: pa.Table, masks: Sequence
             "group_id": after["group_id"],
             "sample_index": after["sample_index"],
             "reward": after["reward"],
-            "trained_tokens": [int(mask.sum()) for mask in kept],
+            "trained_tokens": [int(mask.sum()) for mask in trained],
             "advantage_before": [float(old.mean()) if len(old) else None for old, _ in pairs],
             "advantage_after": [float(new.mean()) if len(new) else None for _, new in pairs],
             "sign_flips": [int(np.count_nonzero(old * new < 0)) for old, new in pairs],
@@ -305,8 +303,8 @@ def _compared(iteration: int, before: pa.Table, after: pa.Table, masks: Sequence
 
 
 def _figures(rows: pa.Table, masks: Sequence[np.ndarray]) -> Figures:
-    kept = np.concatenate(masks).astype(bool)
-    before, after = (np.concatenate(arrays(rows, f"advantages_{when}"))[kept] for when in ("before", "after"))
+    trained = np.concatenate(masks).astype(bool)
+    before, after = (np.concatenate(arrays(rows, f"advantages_{when}"))[trained] for when in ("before", "after"))
     return Figures.of(rows["reward"].to_numpy(), before, after)
 
 

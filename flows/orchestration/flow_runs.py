@@ -94,8 +94,8 @@ class Child:
         if self._flow_id is None:
             self._flow_id = client.create_flow_from_name(self._flow.name)
         name, flow = self._run_name.format(**parameters), self._flow
-        stands_for_it: Task[..., Any] = Task(name=flow.name, fn=flow.fn, version=flow.version)
-        task_run = client.create_task_run(stands_for_it, parent, dynamic_key=uuid4().hex, name=name, state=Pending())
+        representative: Task[..., Any] = Task(name=flow.name, fn=flow.fn, version=flow.version)
+        task_run = client.create_task_run(representative, parent, dynamic_key=uuid4().hex, name=name, state=Pending())
         wanted = FlowRunCreate(
             flow_id=self._flow_id,
             flow_version=flow.version,
@@ -106,8 +106,8 @@ class Child:
             state=to_state_create(Running()),
             empirical_policy=FlowRunPolicy(retries=0, retry_delay=0),
         )
-        made = client.request("POST", "/flow_runs/", json=wanted.model_dump(mode="json", exclude_unset=True))
-        return FlowRun.model_validate(made.json())
+        response = client.request("POST", "/flow_runs/", json=wanted.model_dump(mode="json", exclude_unset=True))
+        return FlowRun.model_validate(response.json())
 
 
 class _Engine(FlowRunEngine[..., Any]):
@@ -173,7 +173,7 @@ def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
                 run.emit(Message(f"Iteration {index}: {run_name(shard)} is tried again: {error}", "warning"))
             raise
 
-    def is_tried_again(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    def is_retried(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
         return not run.stopping.is_set() and run.retries.was_granted(state.result(raise_on_failure=False))
 
     def run_name(shard: str | None) -> str:
@@ -187,7 +187,7 @@ def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
         cache_policy=NO_CACHE,
         persist_result=False,
         retries=run.retries.most(step.name),
-        retry_condition_fn=is_tried_again,
+        retry_condition_fn=is_retried,
     )
 
 
@@ -201,17 +201,17 @@ _LOOKS_ALIVE = {"type": {"any_": [StateType.PENDING, StateType.RUNNING, StateTyp
 
 
 @contextmanager
-def driving(run: str, store_url: str, require_held: Callable[[], None] = lambda: None) -> Iterator[frozenset[str]]:
+def driving(run: str, store_url: str, check_lease: Callable[[], None] = lambda: None) -> Iterator[frozenset[str]]:
     """Make the current flow run the driver of `run`; yield the tags for the flow runs below it.
 
     Must be entered while the caller holds the lease. Flow runs of earlier drivers that look alive are marked Crashed: a
-    killed process cannot report its end, and its flow run would be shown as running for ever. `require_held` raises
+    killed process cannot report its end, and its flow run would be shown as running for ever. `check_lease` raises
     LeaseLost if the flow runs belong to a later driver.
     """
     own, tags = current_flow_run(), run_tags(run, store_url)
     with get_client(sync_client=True) as client:
         client.update_flow_run(own.id, tags=tags.union(own.tags))
-        crash_stale_runs(client, tags, besides=[own.id], require_held=require_held)
+        crash_stale_runs(client, tags, besides=[own.id], check_lease=check_lease)
     task_runs = logging.getLogger("prefect.task_runs")
     task_runs.addFilter(_says_more_than_the_state)
     try:
@@ -259,8 +259,8 @@ def subflow(
     @wraps(body)
     def tagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with prefect.tags(*tags):
-            made = child(signature.bind(*args, **kwargs).arguments)
-        result: Result = made.unwrap()
+            wrapped = child(signature.bind(*args, **kwargs).arguments)
+        result: Result = wrapped.unwrap()
         return result
 
     return tagged
@@ -306,12 +306,12 @@ def confirm_cancel(flow_run: UUID) -> None:
 
 
 def crash_stale_runs(
-    client: SyncPrefectClient, tags: Collection[str], *, besides: Collection[UUID], require_held: Callable[[], None]
+    client: SyncPrefectClient, tags: Collection[str], *, besides: Collection[UUID], check_lease: Callable[[], None]
 ) -> list[FlowRun]:
     """Mark flow runs that have all of `tags` and look alive as Crashed, with their task runs; return the flow runs.
 
     Flow runs in state Cancelling are marked Cancelled. `besides`: flow runs of live drivers, which are skipped. A task
-    run that represents a subflow follows the subflow's state. `require_held` is called after the query, and raises if
+    run that represents a subflow follows the subflow's state. `check_lease` is called after the query, and raises if
     the caller may not mark them.
     """
     stale = client.read_flow_runs(
@@ -321,7 +321,7 @@ def crash_stale_runs(
     )
     if not stale:
         return []
-    _crash(client, stale, require_held)
+    _crash(client, stale, check_lease)
     return stale
 
 
@@ -332,7 +332,7 @@ def crash_with_all_below(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     _crash(client, [*below, flow_run], lambda: None)
 
 
-def _crash(client: SyncPrefectClient, stale: list[FlowRun], require_held: Callable[[], None]) -> None:
+def _crash(client: SyncPrefectClient, stale: list[FlowRun], check_lease: Callable[[], None]) -> None:
     crashed: State[None] = Crashed(
         message="The driver's process is gone; another driver continues from the last commit."
     )
@@ -341,7 +341,7 @@ def _crash(client: SyncPrefectClient, stale: list[FlowRun], require_held: Callab
         flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run.id for flow_run in stale]}}),
         task_run_filter=TaskRunFilter.model_validate({"state": _LOOKS_ALIVE}),
     )
-    require_held()
+    check_lease()
     for run in unfinished:
         client.set_task_run_state(run.id, crashed.fresh_copy(), force=True)
     for flow_run in stale:

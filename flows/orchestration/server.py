@@ -109,7 +109,8 @@ class Server:
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._host = host
         self._listener = _listen(host, port)
-        self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
+        address = "127.0.0.1" if host == "0.0.0.0" else host  # at which this machine reaches the server
+        self.ui_url = f"http://{address}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
         self._is_shared = is_shared
         self._changing = threading.Lock()
@@ -123,7 +124,7 @@ class Server:
         with self._changing:
             if not self._serves:
                 self._serves = True
-                _tell_to_serve(self._process)
+                _start_serving(self._process)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Let the server serve, and return when it responds. Stops it and raises ServerFailed if it does not within
@@ -171,7 +172,7 @@ class Server:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid()), self._host],
-                env=(_environment if self._is_shared else environment_of_our_own)(self.home, self.api_url),
+                env=(_environment if self._is_shared else private_environment)(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -191,7 +192,7 @@ class Server:
                     if self._stopped or not self._ready or in_a_row > MOST_RESTARTS:
                         return
                     self._process = self._spawn()
-                    _tell_to_serve(self._process)
+                    _start_serving(self._process)
 
     def _log_tail(self, lines: int = 20) -> str:
         with self.log.open("rb") as log:
@@ -199,10 +200,10 @@ class Server:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
 
-def _tell_to_serve(process: "subprocess.Popen[bytes]") -> None:
+def _start_serving(process: "subprocess.Popen[bytes]") -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as waiting:  # it may have died
-        waiting.write(b"serve")
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it may have died
+        stdin.write(b"serve")
 
 
 _servers: dict[Path, Server] = {}
@@ -243,14 +244,14 @@ def folder_for(home: Path) -> Path:
     return home
 
 
-def require_answer(api: str) -> None:
+def require_response(api: str) -> None:
     """Raise ServerFailed unless the configured server, with the URL `api`, responds as a Prefect server."""
     try:
         with get_client(sync_client=True) as client:
             client.read_flows(limit=1)
     except (httpx.HTTPError, httpx.InvalidURL, PrefectHTTPStatusError, ObjectNotFound, ValueError) as error:
-        said = "" if has_credentials(api) else str(error)  # the library repeats the address
-        why = next(iter(said.splitlines()), type(error).__name__)
+        message = "" if has_credentials(api) else str(error)  # the library repeats the address
+        why = next(iter(message.splitlines()), type(error).__name__)
         raise ServerFailed(
             f"Prefect's server at {displayed_address(api)}, which PREFECT_API_URL or the Prefect profile names, does "
             f"not respond like one ({why}): start it, correct the address (it ends in /api), or unset it"
@@ -319,11 +320,6 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def reachable(host: str) -> str:
-    """Return the address at which this machine reaches a server that listens on `host`."""
-    return "127.0.0.1" if host == "0.0.0.0" else host
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens on `host`."""
     return host == "localhost" or host.startswith("127.")
@@ -343,21 +339,21 @@ def _environment(home: Path, api_url: str) -> dict[str, str]:
     }
 
 
-def environment_of_our_own(home: Path, api_url: str) -> dict[str, str]:
+def private_environment(home: Path, api_url: str) -> dict[str, str]:
     """Return the environment of a server for this process alone: without settings of a team's server, such as its
     password."""
-    given = _environment(home, api_url)
-    return {name: value for name, value in given.items() if name not in _OF_A_TEAM} | _WITHOUT_CHECKS
+    environment = _environment(home, api_url)
+    own = {name: value for name, value in environment.items() if name not in _TEAM_SETTINGS}
+    return own | {"PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "false"}
 
 
-_OF_A_TEAM = (
+_TEAM_SETTINGS = (
     "PREFECT_SERVER_API_AUTH_STRING",
     "PREFECT_SERVER_API_BASE_PATH",
     "PREFECT_API_AUTH_STRING",
     "PREFECT_API_KEY",
     "PREFECT_CLIENT_CUSTOM_HEADERS",
 )
-_WITHOUT_CHECKS = {"PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "false"}
 
 
 def _smallest_trust_store(home: Path) -> Path:

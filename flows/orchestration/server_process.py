@@ -67,7 +67,7 @@ class SameOriginOnly:
         if why is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await receive()  # that it wants to be opened; closed instead, it is answered with 403
+            await receive()  # the request to open it; closing it instead answers with 403
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
@@ -78,28 +78,28 @@ class SameOriginOnly:
 def refusal(method: str, headers: Collection[tuple[bytes, bytes]], names: Collection[str]) -> str | None:
     """Return why a request is rejected; None if it is allowed. `headers` are in lower case, `names` those of this
     machine."""
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for name, value in headers:
-        found.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
-    hosts = found.get("host", [])
-    if len(hosts) != 1 or not _is_ours(hosts[0], names):
+        values.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+    hosts = values.get("host", [])
+    if len(hosts) != 1 or not _is_local_name(hosts[0], names):
         return (
             f"{', '.join(hosts) or 'no host'} is not a name of this machine: add it to the environment variable {HOSTS}"
         )
-    for origin in found.get("origin", []):
+    for origin in values.get("origin", []):
         if origin.partition("://")[2].lower() != hosts[0].lower():
             return "a page of another origin may not call this server"
-    if not {*found.get("sec-fetch-site", [])} <= {"same-origin", "none"} and not _follows_a_link(method, found):
+    if not {*values.get("sec-fetch-site", [])} <= {"same-origin", "none"} and not _follows_a_link(method, values):
         return "a page of another site may not call this server"
-    length = found.get("content-length", ["0"])
-    has_body = "transfer-encoding" in found or length != ["0"]
-    kinds = [kind.partition(";")[0].strip().lower() for kind in found.get("content-type", [])]
+    length = values.get("content-length", ["0"])
+    has_body = "transfer-encoding" in values or length != ["0"]
+    kinds = [kind.partition(";")[0].strip().lower() for kind in values.get("content-type", [])]
     if has_body and kinds != ["application/json"]:
         return "a body must be declared as application/json"
     return None
 
 
-def _is_ours(host: str, names: Collection[str]) -> bool:
+def _is_local_name(host: str, names: Collection[str]) -> bool:
     match = _HOST.fullmatch(host)
     if match is None:
         return False
@@ -111,10 +111,9 @@ def _is_ours(host: str, names: Collection[str]) -> bool:
     return True
 
 
-def _follows_a_link(method: str, found: dict[str, list[str]]) -> bool:
-    return (
-        method == "GET" and found.get("sec-fetch-mode") == ["navigate"] and found.get("sec-fetch-dest") == ["document"]
-    )
+def _follows_a_link(method: str, values: dict[str, list[str]]) -> bool:
+    mode, destination = values.get("sec-fetch-mode"), values.get("sec-fetch-dest")
+    return method == "GET" and mode == ["navigate"] and destination == ["document"]
 
 
 def prefect() -> SameOriginOnly:
@@ -148,13 +147,13 @@ def _cache() -> Path:
 
 def _create_atomically(file: Path, make: Callable[[Path], object]) -> None:
     """Create a file under a temporary name, and rename it when it is complete."""
-    made = file.with_suffix(f".{os.getpid()}")
-    made.unlink(missing_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.unlink(missing_ok=True)
     try:
-        make(made)
-        made.replace(file)
+        make(temporary)
+        temporary.replace(file)
     finally:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _migrate(database: Path) -> None:
@@ -168,7 +167,7 @@ def _migrate(database: Path) -> None:
         with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: database_url(migrated)}):
             anyio.run(run_sync_in_worker_thread, alembic_upgrade)
         with closing(sqlite3.connect(migrated)) as connection:
-            connection.execute("VACUUM INTO ?", (str(database),))  # one file, with what lies in its log
+            connection.execute("VACUUM INTO ?", (str(database),))  # one file, with the contents of the log
 
 
 DATABASE = "prefect.db"
@@ -216,7 +215,7 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         if server is not None and server.started:
-            server.should_exit = True  # it writes what it holds first
+            server.should_exit = True  # it first writes pending data
             time.sleep(STOP_TIMEOUT)
         os._exit(1)
 
@@ -252,7 +251,7 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
             yield
 
     if not sys.stdin.buffer.read(1):
-        os._exit(1)  # nobody will tell it to serve any more
+        os._exit(1)  # the parent is gone: no signal to serve will come
     url = PREFECT_API_DATABASE_CONNECTION_URL.value()
     if url == database_url_in(SERVER_HOME.value()):
         with alone():

@@ -89,9 +89,9 @@ def end_of_driver(error: Withheld, run: str, store_url: str) -> "State[Any]":
     return Cancelled(name=_name(error), message=str(error), data=error)
 
 
-def end_paused(driver: FlowRun, tags: Collection[str], require_held: Callable[[], None]) -> None:
+def end_paused(driver: FlowRun, tags: Collection[str], check_lease: Callable[[], None]) -> None:
     """Cancel the run's flow runs that wait for a person, except the driver's own. The driver holds the lease, so none
-    of them needs to be resumed. `require_held` raises LeaseLost if they belong to a later driver."""
+    of them needs to be resumed. `check_lease` raises LeaseLost if they belong to a later driver."""
     waits = FlowRunFilter.model_validate(
         {
             "tags": {"all_": sorted(tags)},
@@ -100,10 +100,10 @@ def end_paused(driver: FlowRun, tags: Collection[str], require_held: Callable[[]
         }
     )
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=waits)
-    if found:
-        require_held()
-        _show({flow_run.id for flow_run in found}, Cancelled(message=RESUMED_ELSEWHERE))
+        waiting = client.read_flow_runs(flow_run_filter=waits)
+    if waiting:
+        check_lease()
+        _show({flow_run.id for flow_run in waiting}, Cancelled(message=RESUMED_ELSEWHERE))
 
 
 def _pause(own: FlowRun, sentence: str, tags: Collection[str]) -> "State[Any] | None":
@@ -111,9 +111,9 @@ def _pause(own: FlowRun, sentence: str, tags: Collection[str]) -> "State[Any] | 
     paused: State[Any] = Paused(name=AWAITING_APPROVAL, message=sentence, reschedule=True)
     with suppress(Exception), get_client(sync_client=True) as client:
         client.update_flow_run(own.id, tags={*tags, *own.tags})
-        found = client.set_flow_run_state(own.id, paused).state
-        if found is not None and found.is_paused():
-            return found
+        state = client.set_flow_run_state(own.id, paused).state
+        if state is not None and state.is_paused():
+            return state
     return None
 
 

@@ -13,7 +13,7 @@ from cairn.engines.plan.serving import Serving, default_static_fraction, served_
 from cairn.engines.plan.tensors import Model, Tensor
 from cairn.engines.training.exactly_once import untrained_models
 from cairn.engines.training.needs import has_critic
-from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model
+from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model, scaled
 
 # Memory of the rollout engines, and the number of samples that fit in it.
 
@@ -104,19 +104,19 @@ def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
         pool = most_at_once(subject) * need.of(subject.lengths.longest)
         rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
         return EngineMemory(rows, need, pool, serving)
-    most = options.get("max_total_tokens")
-    asked = float("inf") if most is None else _pool_of(need, int(most), subject)
+    longest, most = subject.lengths.longest, options.get("max_total_tokens")
+    limit = float("inf") if most is None else int(most) / longest * need.of(longest)
     if not subject.rolls_out_on_gpu:
-        pool = min(asked, most_at_once(subject) * serving.data * need.of(subject.lengths.longest))
+        pool = min(limit, most_at_once(subject) * serving.data * need.of(longest))
         rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
-        return EngineMemory(_times(rows, serving.tensor), need, pool, serving)
-    left = max(0.0, hardware.memory - reserved.bytes - taken)
+        return EngineMemory(scaled(rows, serving.tensor), need, pool, serving)
+    free = max(0.0, hardware.memory - reserved.bytes - taken)
     fraction = options.get("mem_fraction_static")
-    static = left * float(default_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
-    pool = max(0.0, min(asked, static - weights))
-    held = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
-    work = Row(what="activations and graphs of the server", bytes=left - static)
-    return EngineMemory((*held, work, reserved), need, pool, serving)
+    static = free * float(default_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
+    pool = max(0.0, min(limit, static - weights))
+    used = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
+    work = Row(what="activations and graphs of the server", bytes=free - static)
+    return EngineMemory((*used, work, reserved), need, pool, serving)
 
 
 def cache_plan(subject: Subject, memory: EngineMemory) -> CachePlan:
@@ -152,15 +152,6 @@ def decoding(subject: Subject) -> Decoding:
         subject.hardware_of(on_gpu),
         flops,
     )
-
-
-def _pool_of(need: CacheNeed, tokens: int, subject: Subject) -> float:
-    longest = subject.lengths.longest
-    return tokens / longest * need.of(longest)
-
-
-def _times(rows: tuple[Row, ...], count: int) -> tuple[Row, ...]:
-    return tuple(Row(what=row.what, bytes=row.bytes * count) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -218,8 +209,8 @@ def heaviest_rank(subject: Subject) -> RankMemory:
     """Return the memory of a rank of the pipeline stage that needs most: the first stage holds most micro-batches and
     the embedding, the last one the output layer."""
     training = subject.config.training
-    found = [rank_memory(subject, stage) for stage in range(training.pipeline_model_parallel_size)]
-    return max(found, key=lambda rank: rank.total)
+    ranks = (rank_memory(subject, stage) for stage in range(training.pipeline_model_parallel_size))
+    return max(ranks, key=lambda rank: rank.total)
 
 
 def rank_memory(subject: Subject, stage: int) -> RankMemory:
@@ -248,7 +239,7 @@ def _parameters(
     return parameters_by_stage(model, training, trained=trained, critic=critic)[stage]
 
 
-def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str, *, critic: bool = False) -> list[Row]:
+def _learner_rows(model: Model, training: TrainingConfig, stage: int, owner: str, *, critic: bool = False) -> list[Row]:
     """Return weights, gradients and optimizer state.
 
     Gradients and moments are float32 on both engines. Megatron stores weights in the number format of training; for
@@ -271,9 +262,9 @@ def _learner_rows(model: Model, training: TrainingConfig, stage: int, whose: str
         dense, expert = replicas(training)
         optimizer = each * (parameters.trained_dense / dense + parameters.trained_expert / expert)
     return [
-        Row(what=f"{whose}weights", bytes=weights),
-        Row(what=f"{whose}gradients", bytes=4 * parameters.trained),
-        Row(what=f"{whose}optimizer", bytes=optimizer),
+        Row(what=f"{owner}weights", bytes=weights),
+        Row(what=f"{owner}gradients", bytes=4 * parameters.trained),
+        Row(what=f"{owner}optimizer", bytes=optimizer),
     ]
 
 

@@ -27,7 +27,7 @@ from cairn.flows.plan.memory import (
     weight_bytes,
 )
 from cairn.flows.plan.remedies import remedies
-from cairn.flows.plan.subject import Memory, ModelFacts, Plan, Row, StepTime, Subject, Transfer, subject_of
+from cairn.flows.plan.subject import Memory, ModelFacts, Plan, Row, StepTime, Subject, Transfer, scaled, subject_of
 from cairn.flows.reading.costs import devices
 
 # Seconds of an iteration's steps, from the rates of machines.
@@ -39,17 +39,17 @@ def step_times(subject: Subject, at_once: int | None, sync: Transfer | None, che
     Args:
         at_once: number of samples that all rollout engines generate concurrently; None where they generate none.
     """
-    found = []
+    times = []
     if at_once is not None:
-        found.append(StepTime(step="rollout", seconds=_rollout(subject, at_once)))
+        times.append(StepTime(step="rollout", seconds=_rollout(subject, at_once)))
     for step, seconds in (("score", _score(subject)), ("train", _train(subject))):
         if seconds:
-            found.append(StepTime(step=step, seconds=seconds))
+            times.append(StepTime(step=step, seconds=seconds))
     interval = subject.config.checkpoint.save_interval or subject.config.rollout.num_rollout or 1
-    found.append(StepTime(step="checkpoint", seconds=checkpoint.seconds / interval))
+    times.append(StepTime(step="checkpoint", seconds=checkpoint.seconds / interval))
     if sync is not None:
-        found.append(StepTime(step="sync", seconds=sync.seconds))
-    return found
+        times.append(StepTime(step="sync", seconds=sync.seconds))
+    return times
 
 
 def sync_of(subject: Subject) -> Transfer:
@@ -108,8 +108,8 @@ def _train(subject: Subject) -> float:
 def _score(subject: Subject) -> float:
     """Return the seconds of a forward pass, a third of an update, for each model that scores."""
     columns = scores_needed(subject.config.algorithm, subject.config.training.num_steps_per_rollout)
-    asked = {role for role in columns.values() if not (role == "teacher" and subject.config.model.teacher_url)}
-    return len(asked) * _pass(subject, 1 / 3)
+    scorers = {role for role in columns.values() if not (role == "teacher" and subject.config.model.teacher_url)}
+    return len(scorers) * _pass(subject, 1 / 3)
 
 
 def _pass(subject: Subject, share: float) -> float:
@@ -124,18 +124,18 @@ def _pass(subject: Subject, share: float) -> float:
     return share * flops / rate * (1 + idle)
 
 
-def plan_recipe(config: RunConfig, recipe: str, gpu: str, **reckoned: Any) -> Plan:
+def plan_recipe(config: RunConfig, recipe: str, gpu: str, **options: Any) -> Plan:
     """Return the plan of a configuration. Where it does not fit, the plan contains remedies.
 
     Args:
         recipe: its name.
-        gpu: see `cairn.flows.plan.subject.subject_of`, also for `reckoned`.
+        gpu: see `cairn.flows.plan.subject.subject_of`, also for `options`.
     """
 
     def planned(changed: RunConfig) -> Plan:
-        return plan_of(subject_of(changed, recipe, gpu, **reckoned))
+        return plan_of(subject_of(changed, recipe, gpu, **options))
 
-    plan = plan_of(subject_of(config, recipe, gpu, **reckoned))
+    plan = plan_of(subject_of(config, recipe, gpu, **options))
     return plan.model_copy(update={"remedies": remedies(config, plan, planned)})
 
 
@@ -156,11 +156,11 @@ def plan_of(subject: Subject) -> Plan:
     machines = machines_of(config)
     checkpoint = checkpoint_of(subject, machines)
     sync = sync_of(subject) if config.needs_rollout_engines else None
-    held = devices(config)
+    reserved = devices(config)
     return Plan(
         recipe=subject.recipe,
         gpu=subject.gpu,
-        gpus=held.reserved if held.kind == "GPU" else 0,
+        gpus=reserved.reserved if reserved.kind == "GPU" else 0,
         machines=machines,
         model=ModelFacts(
             name=config.model.path.rstrip("/").rpartition("/")[2],
@@ -183,8 +183,8 @@ def plan_of(subject: Subject) -> Plan:
 
 def machines_of(config: RunConfig) -> int:
     """Return the number of machines for all GPUs."""
-    held = devices(config)
-    return 1 if held.kind == "CPU" else max(1, math.ceil(held.reserved / config.rollout.num_gpus_per_node))
+    reserved = devices(config)
+    return 1 if reserved.kind == "CPU" else max(1, math.ceil(reserved.reserved / config.rollout.num_gpus_per_node))
 
 
 def publications_of(config: RunConfig) -> int:
@@ -238,11 +238,11 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
             rows += [Row(what=f"rollout engine: {row.what}", bytes=row.bytes) for row in others]
         each = max(1.0, 1 / training.num_gpus_per_rank)
         stage = f", pipeline stage {rank.stage}" if training.pipeline_model_parallel_size > 1 else ""
-        yield Memory(of=f"a GPU that trains{stage}", rows=_scaled(rows, each), capacity=gpu)
+        yield Memory(of=f"a GPU that trains{stage}", rows=scaled(rows, each), capacity=gpu)
         if config.fleet.offloads_train:
             ranks = min(training.world_size, config.rollout.num_gpus_per_node)
-            kept = sum(row.bytes for row in rank.state if not row.what.startswith("gradients"))
-            on_host.append(Row(what="training state while others have the GPUs", bytes=ranks * kept))
+            retained = sum(row.bytes for row in rank.state if not row.what.startswith("gradients"))
+            on_host.append(Row(what="training state while others have the GPUs", bytes=ranks * retained))
     else:
         on_host += [Row(what=f"training: {row.what}", bytes=row.bytes * training.world_size) for row in rank.rows]
         on_host.append(Row(what="processes of the ranks", bytes=process.bytes * training.world_size))
@@ -253,17 +253,13 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
             if taken := _taken(subject, rank):
                 rows.append(Row(what="training", bytes=taken))
             each = max(1.0, 1 / config.rollout.num_gpus_per_engine)
-            yield Memory(of="a GPU that generates", rows=_scaled(rows, each), capacity=gpu)
+            yield Memory(of="a GPU that generates", rows=scaled(rows, each), capacity=gpu)
         else:
             on_host += [Row(what=f"rollout: {row.what}", bytes=row.bytes * count) for row in engine.rows]
         if (copies := publications_of(config)) and not shared:
-            held = copies * subject.model.parameters * weight_bytes(subject)
-            on_host.append(Row(what="publications of weights", bytes=held))
+            size = copies * subject.model.parameters * weight_bytes(subject)
+            on_host.append(Row(what="publications of weights", bytes=size))
     if on_host:
         whole = subject.trains_on_gpu or subject.rolls_out_on_gpu
         capacity = subject.gpu_hardware.host_memory_gb * 1e9 if whole else subject.memory_of_this_machine
         yield Memory(of="a machine's own memory", rows=tuple(on_host), capacity=capacity)
-
-
-def _scaled(rows: list[Row], times: float) -> tuple[Row, ...]:
-    return tuple(Row(what=row.what, bytes=row.bytes * times) for row in rows)

@@ -26,24 +26,24 @@ def remedies(config: RunConfig, plan: Plan, planned: Callable[[RunConfig], Plan]
     if plan.fits:
         return ()
     full = {memory.of.partition(",")[0] for memory in plan.memory if not memory.fits}
-    found: dict[frozenset[str], Remedy] = {}
+    fitting: dict[frozenset[str], Remedy] = {}
     changes: Change = {}
     current, before = config, plan
     for _ in range(_DEPTH):
-        tried = [(change, new, planned(new)) for change, new in _tried(current)]
+        tried = [(change, new, planned(new)) for change, new in _valid_changes(current)]
         better = [(change, new, after) for change, new, after in tried if _excess(after) < _excess(before)]
         for change, _, after in better:
-            if after.fits:  # of several values of an option the first one, which changes least
-                found.setdefault(frozenset(change), _remedy({**changes, **change}, after, full))
-        if found or not better:
+            if after.fits:  # the first fitting value of an option changes least
+                fitting.setdefault(frozenset(change), _remedy({**changes, **change}, after, full))
+        if fitting or not better:
             break
         change, current, before = min(better, key=lambda one: _excess(one[2]))
         changes |= change
-    cheap = [remedy for remedy in found.values() if "training.world_size" not in remedy.options]
-    return tuple(sorted(cheap or found.values(), key=lambda remedy: remedy.highest / remedy.capacity)[:MOST])
+    cheap = [remedy for remedy in fitting.values() if "training.world_size" not in remedy.options]
+    return tuple(sorted(cheap or fitting.values(), key=lambda remedy: remedy.highest / remedy.capacity)[:MOST])
 
 
-def _tried(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
+def _valid_changes(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
     """Yield changes that produce a valid configuration."""
     values = config.model_dump(mode="json", exclude_unset=True)
     for change in _changes(config):
@@ -124,6 +124,6 @@ def _excess(plan: Plan) -> tuple[int, float]:
 
 def _remedy(changes: Change, plan: Plan, full: Collection[str]) -> Remedy:
     """Return a remedy. `full`: memories that were too small before, if any."""
-    asked = [memory for memory in plan.memory if memory.of.partition(",")[0] in full] or list(plan.memory)
-    fullest = max(asked, key=lambda memory: memory.total / memory.capacity)
+    candidates = [memory for memory in plan.memory if memory.of.partition(",")[0] in full] or list(plan.memory)
+    fullest = max(candidates, key=lambda memory: memory.total / memory.capacity)
     return Remedy(options=changes, of=fullest.of, highest=fullest.total, capacity=fullest.capacity)

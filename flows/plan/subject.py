@@ -1,7 +1,7 @@
 """Input of a plan: a recipe's model, the lengths of its samples, its machines, and assumptions about them. Records of a
 plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -24,6 +24,11 @@ class Row(Record):
 
     what: str
     bytes: float
+
+
+def scaled(rows: Iterable[Row], factor: float) -> tuple[Row, ...]:
+    """Return the rows with their sizes multiplied."""
+    return tuple(Row(what=row.what, bytes=row.bytes * factor) for row in rows)
 
 
 class Memory(Record):
@@ -262,7 +267,7 @@ def subject_of(
     model, source = planned_model(config.model.path)
     assumptions: list[str] = []
     lengths = _lengths(config, model, prompt_tokens, response_tokens, assumptions)
-    assumptions += _of_machines(machine if has_gpus else cpu, has_gpus)
+    assumptions += _machine_assumptions(machine if has_gpus else cpu, has_gpus)
     return Subject(
         recipe,
         config,
@@ -299,7 +304,7 @@ def _lengths(
     return Lengths(first, longest, prompts, responses)
 
 
-def _of_machines(machine: Hardware, has_gpus: bool) -> Iterator[str]:
+def _machine_assumptions(machine: Hardware, has_gpus: bool) -> Iterator[str]:
     what = "a GPU" if has_gpus else "a thread"
     yield f"training and prefill reach {machine.mfu:.0%} of {what}'s operations"
     yield f"decoding reaches {machine.mbu:.0%} of its memory's bandwidth"

@@ -164,7 +164,7 @@ def _balance(window: "_Window", own: Sequence[Commit], config: RunConfig, first:
         return window.busy(steps) / window.seconds
 
     engines, trainer = fmean(window.engines(config)) / window.seconds, share(ON_TRAINING)
-    streams = config.rollout.pipeline == "streaming"  # whose rollout steps only wait
+    streams = config.rollout.pipeline == "streaming"  # its rollout steps only wait
     rollout = engines if streams else share(_ON_ROLLOUT)
     working = {
         Bottleneck.ROLLOUT: rollout,

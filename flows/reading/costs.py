@@ -61,10 +61,12 @@ def devices(config: RunConfig) -> Devices:
 
 def devices_of(commit: Commit, config: RunConfig) -> float:
     """Return the number of devices that a commit's work used while it lasted."""
-    held = devices(config)
+    reserved = devices(config)
     if commit.step is Step.ROLLOUT:
-        return held.rollout / config.rollout.num_engines
-    return held.rollout if commit.step is Step.EVAL else held.training if commit.step in ON_TRAINING else 0.0
+        return reserved.rollout / config.rollout.num_engines
+    if commit.step is Step.EVAL:
+        return reserved.rollout
+    return reserved.training if commit.step in ON_TRAINING else 0.0
 
 
 def device_seconds(commits: Iterable[Commit], config: RunConfig) -> float:
@@ -73,7 +75,7 @@ def device_seconds(commits: Iterable[Commit], config: RunConfig) -> float:
     commits = list(commits)
     if not commits:
         return 0.0
-    if any("engines" in commit.timings for commit in commits):  # of a stream, for which a step only waits
+    if any("engines" in commit.timings for commit in commits):  # in a streaming run the step only waits
         return sum(commit.timings.get("engines", 0.0) for commit in commits) * devices_of(commits[0], config)
     shares: dict[int, list[Commit]] = {}
     for commit in commits:
@@ -158,20 +160,20 @@ def wasted(
 ) -> tuple[Waste, ...]:
     """Return the waste in the commits of each iteration and all drivers of a run, without causes that did not occur."""
     commits = list(chain.from_iterable(iterations))
-    found = [*_retried(commits, config), *_interrupted(commits, leases, config), *_dropped(iterations, config)]
-    return tuple(waste for waste in found if waste.count)
+    causes = chain(_retried(commits, config), _interrupted(commits, leases, config), _dropped(iterations, config))
+    return tuple(waste for waste in causes if waste.count)
 
 
 def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
     """Yield failed attempts under the driver that committed, and waits before retries."""
     tries: Counter[str] = Counter()
     lost, waited = 0.0, 0.0
-    told = True
+    complete = True
     for commit in commits:
         if counted := retries(commit):
             tries.update(counted)
             share = devices_of(commit, config)
-            told = told and "failed_tries" in commit.timings
+            complete = complete and "failed_tries" in commit.timings
             lost += commit.timings.get("failed_tries", 0.0) * share
             waited += commit.timings.get("retry_wait", 0.0) * share
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(tries.items()))
@@ -180,7 +182,7 @@ def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
         cause=f"superseded attempts, at most ({kinds})",
         count=count,
         unit="tries",
-        device_seconds=lost if told else None,
+        device_seconds=lost if complete else None,
         after_fault=True,
     )
     yield Waste(cause="waits before new tries", count=count, unit="tries", device_seconds=waited, after_fault=True)
@@ -207,12 +209,12 @@ def _interrupted(commits: Sequence[Commit], leases: Sequence[LeaseState], config
         device_seconds=sum(early) * reserved,
         after_fault=True,
     )
-    again = [starting for _, (_, starting, _) in times[1:]]
+    restarts = [starting for _, (_, starting, _) in times[1:]]
     yield Waste(
         cause="starts of further drivers",
-        count=len(again),
+        count=len(restarts),
         unit="drivers",
-        device_seconds=sum(again) * reserved,
+        device_seconds=sum(restarts) * reserved,
         after_fault=True,
     )
     rollouts = [c for c in commits if c.step is Step.ROLLOUT and c.metrics.get("recovered_groups")]
@@ -242,9 +244,9 @@ def _dropped(iterations: Sequence[Sequence[Commit]], config: RunConfig) -> Itera
     for commits in iterations:
         rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
         failed += sum(int(c.metrics.get("failed_samples", 0)) for c in commits if c.step is Step.REWARD)
-        made = sum(c.metrics.get(name, 0) for c in rollouts for name in ("generated_groups", "recovered_groups"))
+        generated = sum(c.metrics.get(name, 0) for c in rollouts for name in ("generated_groups", "recovered_groups"))
         for reason, count in dropped_groups(commits).items():
-            share = count / made if made else 0.0
+            share = count / generated if generated else 0.0
             groups[reason] += count
             seconds[reason] = seconds.get(reason, 0.0) + share * device_seconds(rollouts, config)
             length[reason] += round(share * sum(tokens(commit) or 0 for commit in rollouts))
@@ -356,7 +358,7 @@ def apart_costs(results: Iterable[Evaluation], run: str, config: RunConfig) -> I
     for result in results:
         if result.origin.get("run") == run and result.adopted is None:
             on_gpu = devices(config).kind == "GPU"
-            held = config.rollout.num_gpus_per_engine if on_gpu else result.environment.threads
+            used = config.rollout.num_gpus_per_engine if on_gpu else result.environment.threads
             seconds = result.committed_at - result.started_at
             samples = sum(output.rows or 0 for output in result.outputs)
             iteration = result.origin.get("iteration")
@@ -365,7 +367,7 @@ def apart_costs(results: Iterable[Evaluation], run: str, config: RunConfig) -> I
                 trained=iteration + 1 if isinstance(iteration, int) else 0,
                 samples=samples,
                 seconds=seconds,
-                device_seconds=seconds * held,
+                device_seconds=seconds * used,
                 tokens=round(samples * result.metrics.get("response_len_mean", 0.0)),
                 apart=True,
             )
@@ -393,14 +395,14 @@ def run_costs(
         read = read_iterations(ledger, [index for index in ledger.iterations() if index >= first])
     iterations = [commits for commits in read if commits and commits[0].iteration >= first]
     commits = list(chain.from_iterable(iterations))
-    held, steps = devices(config), with_prices(step_costs(commits, config), price_per_device_hour)
+    reserved, steps = devices(config), with_prices(step_costs(commits, config), price_per_device_hour)
     by_version = attrgetter("trained", "benchmark")
     evaluations = [
         *sorted(evaluation_costs(commits, config), key=by_version),
         *sorted(apart_costs(results(ledger.store), ledger.run, config), key=by_version),
     ]
     drivers = [driver_seconds(lease, [c for c in commits if c.epoch == lease.epoch]) for lease in leases]
-    whole, starting, uncommitted = (held.reserved * sum(times[part] for times in drivers) for part in range(3))
+    whole, starting, uncommitted = (reserved.reserved * sum(times[part] for times in drivers) for part in range(3))
     work = sum(cost.device_seconds for cost in steps)
     accepted = config.samples_per_rollout * sum(commit.step is Step.TRAIN for commit in commits)
     learns_from = config.algorithm.learns_from
@@ -410,7 +412,7 @@ def run_costs(
     sample_tokens = sum(cost.tokens or 0 for cost in steps if cost.step is counted)
     return Costs(
         run=ledger.run,
-        devices=held,
+        devices=reserved,
         iterations=len(iterations),
         drivers=len(leases),
         price_per_device_hour=price_per_device_hour,

@@ -245,7 +245,7 @@ def episodes(
         every: include samples with a single response to their prompt.
         skip_lost: leave out samples whose tables are retired or damaged; else raise Retired or Damaged.
     """
-    found: dict[SampleKey, EpisodeView] = {}
+    views: dict[SampleKey, EpisodeView] = {}
     texts: list[Texts | None] = []
     for place in dict.fromkeys(places.values()):
         wanted = {key for key, own in places.items() if own == place}
@@ -271,8 +271,8 @@ def episodes(
         if several and not texts:
             tried = [(_last_ids(row), row["response_text"]) for row in several.values() if row["response_ids"]]
             texts = [run_texts(ledger, tried[:_TRIED])]
-        found |= {key: _Episode(row, calls.get(key), texts[0]).view() for key, row in several.items()}
-    return found
+        views |= {key: _Episode(row, calls.get(key), texts[0]).view() for key, row in several.items()}
+    return views
 
 
 def _last_ids(row: Mapping[str, Any]) -> np.ndarray:
@@ -328,7 +328,7 @@ class _Episode:
     def _segments(self) -> Iterator[tuple[int, int, Mapping[str, Any], float | None]]:
         """Yield start and end of each segment in the response, the segment, and its reward."""
         row = self.row
-        segments = row.get("segments")  # of which the first versions wrote none
+        segments = row.get("segments")  # the first versions wrote none
         if segments is None:
             tokens = len(row["response_ids"])
             one = {"tokens": tokens, "call": FIRST_CALL, "finish_reason": row["finish_reason"]}
@@ -361,7 +361,7 @@ class _Episode:
         self.shown.add(answer.call)
         return TurnView(world=self._world(world) if world else None, answer=answer, calls=calls, reward=reward)
 
-    def _answer(self, segment: Mapping[str, Any], start: int, end: int, given: int) -> ResponseView:
+    def _answer(self, segment: Mapping[str, Any], start: int, end: int, tokens_before: int) -> ResponseView:
         columns = ("response_ids", "log_probs", "loss_mask", "weight_versions")
         ids, log_probs, loss_mask, versions = (self.row[name][start:end] for name in columns)
         recorded = self.of_policy.get(segment["call"], {})
@@ -371,7 +371,7 @@ class _Episode:
             log_probs,
             loss_mask,
             call=segment["call"],
-            given_tokens=given,
+            given_tokens=tokens_before,
             cached_tokens=recorded.get("cached_tokens"),
             weight_version=max(versions, default=None),
             finish_reason=segment["finish_reason"],

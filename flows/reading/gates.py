@@ -13,16 +13,15 @@ from cairn.storage.ledger.ledger import Ledger
 def blocking_gate(ledger: Ledger, index: int) -> GateStatus | None:
     """Return the first gate before iteration `index`, or before an earlier one, that is not approved; None without
     one."""
-    standing = ledger.decisions.gates()
-    held = (standing[i] for i in sorted(standing) if i <= index and standing[i].state is not GateState.APPROVED)
-    return next(held, None)
+    before = sorted(ledger.decisions.gates().items())
+    return next((gate for i, gate in before if i <= index and gate.state is not GateState.APPROVED), None)
 
 
-def asking(held: GateStatus, run: str) -> str:
+def approval_request(gate: GateStatus, run: str) -> str:
     """Return one sentence: why a run waits, and how to decide."""
-    why = f" ({held.gate.why})" if held.gate is not None and held.gate.why else ""
-    place = f"{run} {held.iteration}"
-    return f"Run {run} waits before iteration {held.iteration}{why}: cairn approve {place}, or cairn reject {place}"
+    why = f" ({gate.gate.why})" if gate.gate is not None and gate.gate.why else ""
+    place = f"{run} {gate.iteration}"
+    return f"Run {run} waits before iteration {gate.iteration}{why}: cairn approve {place}, or cairn reject {place}"
 
 
 def due(ledger: Ledger, config: RunConfig, index: int) -> tuple[str, str] | None:
@@ -47,25 +46,25 @@ def decide(
     a sentence where there is nothing to decide."""
 
     def verdict(so_far: tuple[Decision, ...]) -> Verdict:
-        standing = gates(so_far)
-        chosen = _undecided(ledger, standing) if index is None else index
+        existing = gates(so_far)
+        chosen = _undecided(ledger, existing) if index is None else index
         if chosen >= config.rollout.num_rollout:
             raise ValueError(f"run {ledger.run!r} has iterations 0 to {config.rollout.num_rollout - 1}, not {chosen}")
-        if chosen not in standing and due(ledger, config, chosen) is None:
+        if chosen not in existing and due(ledger, config, chosen) is None:
             raise ValueError(
                 f"run {ledger.run!r} does not wait before iteration {chosen}, and approval.before and approval.every "
                 "name no gate there"
             )
-        held = chosen in standing and standing[chosen].state is not GateState.APPROVED
+        is_open = chosen in existing and existing[chosen].state is not GateState.APPROVED
         begun = ledger.markers(chosen) or chosen < ledger.first_iteration
-        if begun and not held:  # one that was asked for as its iteration began holds the next
+        if begun and not is_open:  # a gate that was recorded as its iteration began stops the next one
             raise ValueError(f"iteration {chosen} of run {ledger.run!r} has begun: its gate has passed")
         return Verdict(iteration=chosen, approved=approved)
 
     return ledger.decisions.record(verdict, by=by, why=why)
 
 
-def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
+def request_gate(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
     """Let a run wait before the next iteration that has not begun, for a reason that a program has found, such as a
     regression in an external evaluation. Its driver finds the gate before it begins that iteration, or the one after.
 
@@ -75,15 +74,16 @@ def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
     """
     total = from_manifest(ledger.manifest.config).rollout.num_rollout
 
-    def asked(so_far: tuple[Decision, ...]) -> tuple[int, str]:
+    def place_and_reasons(so_far: tuple[Decision, ...]) -> tuple[int, str]:
         if any(isinstance(one.what, Gate) and why in (one.why or "") for one in so_far):
             raise _NothingToRecord
-        held = [one for _, one in sorted(gates(so_far).items()) if one.state is not GateState.APPROVED]
-        if any(one.state is GateState.REJECTED for one in held):
+        unapproved = [gate for _, gate in sorted(gates(so_far).items()) if gate.state is not GateState.APPROVED]
+        if any(gate.state is GateState.REJECTED for gate in unapproved):
             raise _NothingToRecord
-        if held:
-            before = held[0].gate.why if held[0].gate else None
-            return held[0].iteration, "; ".join(filter(None, (before, why)))
+        if unapproved:
+            first = unapproved[0]
+            before = first.gate.why if first.gate else None
+            return first.iteration, "; ".join(filter(None, (before, why)))
         newest = ledger.last_iteration()
         following = 0 if newest is None else newest + 1
         if following >= total:
@@ -91,9 +91,9 @@ def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
         return following, why
 
     try:
-        _, reasons = asked(ledger.decisions.all())
+        _, reasons = place_and_reasons(ledger.decisions.all())
         return ledger.decisions.record(
-            lambda so_far: Gate(iteration=asked(so_far)[0], cause="asked"), by=by, why=reasons
+            lambda so_far: Gate(iteration=place_and_reasons(so_far)[0], cause="asked"), by=by, why=reasons
         )
     except _NothingToRecord:
         return None
@@ -103,8 +103,8 @@ class _NothingToRecord(Exception):
     """Nothing is to be recorded."""
 
 
-def _undecided(ledger: Ledger, standing: dict[int, GateStatus]) -> int:
-    waiting = [i for i in sorted(standing) if standing[i].state is not GateState.APPROVED]
+def _undecided(ledger: Ledger, existing: dict[int, GateStatus]) -> int:
+    waiting = [i for i, gate in sorted(existing.items()) if gate.state is not GateState.APPROVED]
     if not waiting:
         raise ValueError(f"run {ledger.run!r} is not waiting; name an iteration to decide in advance")
     return waiting[0]

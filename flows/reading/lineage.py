@@ -28,7 +28,7 @@ from cairn.storage.store.canonical import from_json
 # Records of a lineage. None means not yet, or unknown.
 
 
-class Made(Record):
+class CommitReference(Record):
     """The commit that recorded a fact."""
 
     name: str
@@ -62,7 +62,7 @@ class Weights(Record):
     """Digest of weights and optimizer after the train step; None: the run's initial weights."""
     published_digest: str | None = None
     """Digest of the weights that the rollout engine was required to have."""
-    made_by: Made | None = None
+    made_by: CommitReference | None = None
 
 
 class Sampled(Record):
@@ -85,7 +85,7 @@ class Sampled(Record):
     """Digest of the folder of the initial weights."""
     environment: Environment
     """Environment of the engine."""
-    made_by: Made
+    made_by: CommitReference
 
 
 class Grade(Record):
@@ -96,12 +96,12 @@ class Grade(Record):
     grader: str
     grader_version: str
     sources: dict[str, str]
-    """Digests of the user's grader and of the modules that it imports, by the option that names it; none for Cairn's
-    own, whose version is in `environment`."""
+    """Digests of the user's grader and of the modules that it imports, by the option that names it; none for a
+    built-in grader, whose version is in `environment`."""
     status: str
     error: str | None
     environment: Environment
-    made_by: Made
+    made_by: CommitReference
 
 
 class Judgement(Record):
@@ -112,7 +112,7 @@ class Judgement(Record):
     reason: str | None
     mean_reward: float | None
     std_reward: float | None
-    made_by: Made
+    made_by: CommitReference
 
 
 class Update(Record):
@@ -131,9 +131,9 @@ class Update(Record):
     loss: float | None
     samples: int
     """Number of samples in the batch."""
-    estimated_by: Made | None
+    estimated_by: CommitReference | None
     """Commit of the advantages; None: the update uses none."""
-    made_by: Made
+    made_by: CommitReference
 
 
 class Checkpoint(Record):
@@ -198,7 +198,7 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
     """
     rollout = _rollout_of(ledger, iteration, group_id)
     key = (group_id, sample_index)
-    row = _row(ledger, rollout, key) if rollout is not None else None
+    row = sample_row(ledger, rollout, key) if rollout is not None else None
     if rollout is None or row is None:
         raise LookupError(_missing(ledger, iteration, group_id, sample_index, rollout))
     tokens = len(row["response_ids"])
@@ -207,11 +207,11 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
             f"the response has tokens 0 to {tokens - 1}, not {token}" if tokens else "the response is empty"
         )
     graded = ledger.find(rollout.iteration, Step.REWARD, rollout.shard)
-    grade = None if graded is None else _row(ledger, graded, key)
+    grade = None if graded is None else sample_row(ledger, graded, key)
     judgements = list(_judgements(ledger, rollout, group_id))
     trained_in = next((j.iteration for j in judgements if j.disposition == Disposition.TRAIN), None)
     advantage = None if trained_in is None else ledger.find(trained_in, Step.ADVANTAGE)
-    estimated = None if advantage is None else _row(ledger, advantage, key)
+    estimated = None if advantage is None else sample_row(ledger, advantage, key)
     update = None if trained_in is None else _update(ledger, trained_in, rollout, advantage, estimated)
     return Lineage(
         run=ledger.run,
@@ -244,8 +244,8 @@ def _rollout_of(ledger: Ledger, iteration: int, group_id: int) -> Commit | None:
 def _newest_selection(ledger: Ledger, iteration: int) -> Commit | None:
     """Return the filter step of the last round; None without one."""
     newest, rounds = None, 0
-    while (found := ledger.find(iteration, Step.FILTER, f"{rounds:02d}")) is not None:
-        newest, rounds = found, rounds + 1
+    while (selection := ledger.find(iteration, Step.FILTER, f"{rounds:02d}")) is not None:
+        newest, rounds = selection, rounds + 1
     return newest
 
 
@@ -255,14 +255,14 @@ def _judgements(ledger: Ledger, rollout: Commit, group_id: int) -> Iterator[Judg
     iteration = rollout.iteration
     while (selection := _newest_selection(ledger, iteration)) is not None:
         here = (pc.field("group_id") == group_id) & (pc.field("iteration") == rollout.iteration)
-        found = _rows(ledger, selection, here & (pc.field("shard") == rollout.shard))
-        for row in found:
+        rows = _rows(ledger, selection, here & (pc.field("shard") == rollout.shard))
+        for row in rows:
             yield Judgement(
                 iteration=iteration,
-                made_by=_made(selection),
+                made_by=_reference(selection),
                 **_columns(row, "disposition", "reason", "mean_reward", "std_reward"),
             )
-        if not found or found[0]["disposition"] not in _WAITS:
+        if not rows or rows[0]["disposition"] not in _WAITS:
             return
         iteration += 1
 
@@ -291,7 +291,7 @@ def _sampled(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Sampled:
         weights=() if row["engine"] == DATA else tuple(_weights(ledger, rollout, version) for version in versions),
         model_digest=ledger.terms_of(rollout).inputs.get("model"),
         environment=rollout.environment,
-        made_by=_made(rollout),
+        made_by=_reference(rollout),
         **_columns(row, "finish_reason", "status", "error", "seed", "engine", "seconds"),
     )
 
@@ -309,7 +309,7 @@ def _weights(ledger: Ledger, rollout: Commit, version: int) -> Weights:
                 version=version,
                 state_digest=commit.state_digest,
                 published_digest=_published(ledger, trained),
-                made_by=_made(commit),
+                made_by=_reference(commit),
             )
         trained -= 1
     return Weights(version=version)
@@ -317,8 +317,8 @@ def _weights(ledger: Ledger, rollout: Commit, version: int) -> Weights:
 
 def _train_step(commit: Commit) -> int | None:
     """Return the iteration whose weights a step read; None: the run's initial ones."""
-    made_from = [name.partition("/") for name in commit.inputs]
-    return next((int(iteration) for iteration, _, step in made_from if step == Step.TRAIN), None)
+    inputs = [name.partition("/") for name in commit.inputs]
+    return next((int(iteration) for iteration, _, step in inputs if step == Step.TRAIN), None)
 
 
 def _grade(ledger: Ledger, commit: Commit, row: dict[str, Any]) -> Grade:
@@ -326,7 +326,7 @@ def _grade(ledger: Ledger, commit: Commit, row: dict[str, Any]) -> Grade:
     return Grade(
         sources=sources,
         environment=commit.environment,
-        made_by=_made(commit),
+        made_by=_reference(commit),
         **_columns(row, "reward", "components", "grader", "grader_version", "status", "error"),
     )
 
@@ -349,8 +349,8 @@ def _update(
         published_digest=_published(ledger, iteration),
         loss=trained.metrics.get("loss"),
         samples=(advantage or rollout).table.rows or 0,
-        estimated_by=None if advantage is None else _made(advantage),
-        made_by=_made(trained),
+        estimated_by=None if advantage is None else _reference(advantage),
+        made_by=_reference(trained),
     )
 
 
@@ -360,7 +360,7 @@ def _checkpoints(ledger: Ledger, trained: int) -> Iterator[Checkpoint]:
     if last is None:
         return
     owners = {iteration: ledger.owner(iteration).run for iteration in range(trained, last + 1)}
-    gone = {
+    retirements = {
         (owner, place)
         for owner in set(owners.values())
         for name in ledger.store.list(layout.retirements(owner))
@@ -370,7 +370,7 @@ def _checkpoints(ledger: Ledger, trained: int) -> Iterator[Checkpoint]:
     for (iteration, owner), data in zip(owners.items(), ledger.store.read_many(paths), strict=True):
         if data is not None:
             fields = from_json(data)
-            retired = (owner, (iteration, layout.Kind.CHECKPOINT)) in gone
+            retired = (owner, (iteration, layout.Kind.CHECKPOINT)) in retirements
             yield Checkpoint(iteration=iteration, run=owner, state_digest=fields["state_digest"], retired=retired)
 
 
@@ -383,10 +383,10 @@ def _token(
     token: int,
 ) -> Token:
     scored = None if trained_in is None else ledger.find(trained_in, Step.SCORE)
-    scores = None if scored is None else _row(ledger, scored, key)
+    scores = None if scored is None else sample_row(ledger, scored, key)
     ends = accumulate(segment["tokens"] for segment in row["segments"] or [])
     old, sampled = _at(scores, "log_probs", token), row["log_probs"][token]
-    if row["engine"] == DATA:  # which nobody sampled
+    if row["engine"] == DATA:  # the policy did not sample it
         sampled = None
     return Token(
         position=token,
@@ -417,7 +417,8 @@ def _rows(ledger: Ledger, commit: Commit, condition: pc.Expression) -> list[dict
     return table.filter(condition).to_pylist()
 
 
-def _row(ledger: Ledger, commit: Commit, key: tuple[int, int]) -> dict[str, Any] | None:
+def sample_row(ledger: Ledger, commit: Commit, key: tuple[int, int]) -> dict[str, Any] | None:
+    """Return the row of sample `key`, a group and an index in it, in the only table of a commit; None without one."""
     return sample_rows(read_table(ledger.store, commit.run, commit.table), {key[0]}).get(key)
 
 
@@ -438,8 +439,8 @@ def _missing(ledger: Ledger, iteration: int, group_id: int, sample_index: int, r
     return f"run {ledger.run!r} has no group {group_id} in iteration {iteration}; {has}"
 
 
-def _made(commit: Commit) -> Made:
-    return Made(name=commit.name, iteration=commit.iteration, run=commit.run, digest=commit.digest)
+def _reference(commit: Commit) -> CommitReference:
+    return CommitReference(name=commit.name, iteration=commit.iteration, run=commit.run, digest=commit.digest)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -175,13 +175,13 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
     groups = {} if selection is None else {row["group_id"]: row for row in _read(ledger, selection).to_pylist()}
     if not rollouts and not groups:
         last = ledger.last_iteration()
-        there = "it has none yet" if last is None else f"its last iteration is {last}"
-        raise LookupError(f"run {ledger.run!r} has no samples of iteration {iteration}; {there}")
+        available = "it has none yet" if last is None else f"its last iteration is {last}"
+        raise LookupError(f"run {ledger.run!r} has no samples of iteration {iteration}; {available}")
 
     places = {(commit.iteration, commit.shard) for commit in rollouts}
     places |= {(row["iteration"], row["shard"]) for row in groups.values()}
     advantages = next((_advantages(ledger, commit) for commit in commits if commit.step is Step.ADVANTAGE), {})
-    found: list[SampleView] = []
+    views: list[SampleView] = []
     for origin, shard in sorted(places, key=lambda place: (place[0], place[1] or "")):
         generated = ledger.find(origin, Step.ROLLOUT, shard)
         graded = ledger.find(origin, Step.REWARD, shard)
@@ -193,9 +193,9 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
             was_continued = group and (group["iteration"], group["shard"]) != (origin, shard)
             if was_continued or not (origin == iteration or group):
                 continue
-            found.append(
+            views.append(
                 SampleView(
-                    number=len(found),
+                    number=len(views),
                     group_id=key[0],
                     sample_index=key[1],
                     iteration=origin,
@@ -215,13 +215,13 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
                     images=tuple(ImageView(**image) for image in row.get(IMAGES.name) or ()),
                 )
             )
-    return found
+    return views
 
 
 def with_episodes(ledger: Ledger, views: Sequence[SampleView]) -> list[SampleView]:
     """Return the samples, with their episodes where they have more than a single response. Raises Damaged."""
-    found = episodes(ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views})
-    return [one.model_copy(update={"episode": found.get((one.group_id, one.sample_index))}) for one in views]
+    by_sample = episodes(ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views})
+    return [one.model_copy(update={"episode": by_sample.get((one.group_id, one.sample_index))}) for one in views]
 
 
 def _read(ledger: Ledger, commit: Commit, columns: list[str] | None = None) -> pa.Table:

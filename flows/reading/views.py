@@ -192,8 +192,8 @@ def current_iteration(ledger: Ledger, config: RunConfig) -> int | None:
 def _same_bits(ledger: Ledger, config: RunConfig, trained: Commit | None) -> bool | None:
     if trained is None:
         return None
-    found = find_self_test(ledger.store, fingerprint(config, ledger.terms.inputs.get("model"), trained.environment))
-    return found.agrees if found else None
+    test = find_self_test(ledger.store, fingerprint(config, ledger.terms.inputs.get("model"), trained.environment))
+    return test.agrees if test else None
 
 
 def all_runs(store: Store) -> list[RunStatus]:
@@ -229,15 +229,15 @@ def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequen
 def _scored(ledger: Ledger, config: RunConfig, iteration: int, present: Collection[Step]) -> bool:
     """Whether an iteration has a score step. If its own steps do not show that, the previous iteration decides.
 
-    In the first iteration the loss decides. For Cairn's own losses this needs the import of PyTorch; user code is not
+    In the first iteration the loss decides. For built-in losses this needs the import of PyTorch; user code is not
     executed to read a ledger.
     """
     if Step.SCORE in present or Step.ADVANTAGE in present:
         return Step.SCORE in present
     if iteration > ledger.first_iteration:
         return ledger.find(iteration - 1, Step.SCORE) is not None
-    ours = "." not in config.algorithm.advantage_estimator + config.algorithm.loss_type
-    return ours and needs_scores(config)
+    built_in = "." not in config.algorithm.advantage_estimator + config.algorithm.loss_type
+    return built_in and needs_scores(config)
 
 
 def _place(
@@ -259,9 +259,9 @@ def _place(
 def _newest(ledger: Ledger, step: Step, last: int | None, commits: Sequence[Commit]) -> Commit | None:
     """Return the newest commit of an unsharded step: in the newest iteration, else in one that is open concurrently, or
     in the one before these."""
-    found = next((commit for commit in commits if commit.step is step), None)
+    own = next((commit for commit in commits if commit.step is step), None)
     earlier = range(last - 1, max(-1, last - 2 - ledger.lag), -1) if last else ()
-    return found or next((commit for i in earlier if (commit := ledger.find(i, step)) is not None), None)
+    return own or next((commit for i in earlier if (commit := ledger.find(i, step)) is not None), None)
 
 
 def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) -> Groups:
@@ -281,8 +281,8 @@ def _rollout_engines(ledger: Ledger, config: RunConfig, last: int | None, commit
     if last is None or config.rollout.pipeline != "streaming":
         return None
     for iteration in range(last, max(-1, last - 2 - ledger.lag), -1):
-        found = commits if iteration == last else ledger.commits(iteration)
-        takes = [commit for commit in found if commit.step is Step.ROLLOUT and "engines" in commit.metrics]
+        own = commits if iteration == last else ledger.commits(iteration)
+        takes = [commit for commit in own if commit.step is Step.ROLLOUT and "engines" in commit.metrics]
         if takes:
             return int(max(takes, key=lambda commit: commit.committed_at).metrics["engines"])
     return None

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.flows.reading.episodes import CallView, EpisodeView, TurnView
+from cairn.flows.text import shortened as cut_text
 
 _LEVEL = 6
 _KINDS = {"f4": "f32", "f8": "f64", "i4": "i32", "u1": "u8"}
@@ -147,15 +148,15 @@ def token_blocks(
         np.r_[begin : begin + head, begin + length - tail : begin + length]
         for begin, length, head, tail in zip(begins, lengths, heads, tails, strict=True)
     ]
-    kept = np.concatenate(places) if places else np.zeros(0, np.int64)
-    samples, values = Block(len(rows)), Block(len(kept))
+    shown = np.concatenate(places) if places else np.zeros(0, np.int64)
+    samples, values = Block(len(rows)), Block(len(shown))
     for name, column in {"row": rows, "kept": heads + tails, "head": heads, "length": lengths}.items():
         samples.numbers(name, column.astype(np.int32))
     if texts is not None:
         ids = tokens.column("id").to_numpy()
         whole = [text for begin, n in zip(begins, lengths, strict=True) for text in texts(ids[begin : begin + n])]
-        values.words("text", pa.array(whole, pa.large_string()).take(pa.array(kept)))
-    few = tokens.take(pa.array(kept))
+        values.words("text", pa.array(whole, pa.large_string()).take(pa.array(shown)))
+    few = tokens.take(pa.array(shown))
     for name, dtype in _WHOLE.items():
         values.numbers(name, few.column(name).fill_null(-1 if dtype is np.int32 else 0).to_numpy().astype(dtype))
     for name in _FLOATS:
@@ -186,8 +187,8 @@ def turn_block(episodes: Mapping[int, EpisodeView]) -> Block:
     samples."""
     block = Block(len(episodes))
     block.numbers("row", np.array(list(episodes), np.int32))
-    told = [json.dumps(list(_pieces(one)), ensure_ascii=True) for one in episodes.values()]
-    block.text("pieces", pa.array(told, pa.large_string()))
+    pieces = [json.dumps(list(_pieces(episode)), ensure_ascii=True) for episode in episodes.values()]
+    block.text("pieces", pa.array(pieces, pa.large_string()))
     return block
 
 
@@ -232,9 +233,7 @@ def _call(call: CallView, began: float | None) -> dict[str, Any]:
 
 
 def _text(text: str | None) -> str:
-    if text is None:
-        return ""
-    return text if len(text) <= MOST_TURNS else f"{text[:MOST_TURNS]}… and {len(text) - MOST_TURNS:,} characters more"
+    return "" if text is None else cut_text(text, MOST_TURNS)
 
 
 def _timing(at: float | None, seconds: float | None, began: float | None) -> list[str]:

@@ -74,7 +74,7 @@ class Report(Record):
 
 
 def write_report(
-    ledger: Ledger, file: Path, tell: Progress, *, verified: bool = True, price: float | None = None
+    ledger: Ledger, file: Path, progress: Progress, *, verified: bool = True, price: float | None = None
 ) -> Report:
     """Write the report of a run into a file, atomically.
 
@@ -85,9 +85,9 @@ def write_report(
         price: price of a device for an hour.
     """
     status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
-    verification = verification_facts(list(_verified(ledger, tell))) if verified else None
-    history = read_history(ledger, tell, price)
-    samples = read_samples(ledger, tell)
+    verification = verification_facts(list(_verified(ledger, progress))) if verified else None
+    history = read_history(ledger, progress, price)
+    samples = read_samples(ledger, progress)
     groups = groups_of(samples)
     why = choose(
         samples.rows.column("iteration").to_numpy(),
@@ -95,9 +95,9 @@ def write_report(
         WITH_TOKENS,
         config.seed,
     )
-    tokens = read_tokens(ledger, samples, np.flatnonzero(why != Choice.NONE).tolist(), tell)
+    tokens = read_tokens(ledger, samples, np.flatnonzero(why != Choice.NONE).tolist(), progress)
     with_tokens = pc.count_distinct(tokens.column("row")).as_py()
-    tell("packing", 0, 0)
+    progress("packing", 0, 0)
     texts = _texts(ledger, samples, tokens)
     blocks, cut = _blocks(history, samples, groups, why, tokens, texts, config)
     if blocks.keys() != {"curves"}:
@@ -130,9 +130,9 @@ def write_report(
     )
 
 
-def _verified(ledger: Ledger, tell: Progress) -> Iterator[Verified]:
+def _verified(ledger: Ledger, progress: Progress) -> Iterator[Verified]:
     for done, check in enumerate(verify(ledger), 1):
-        tell("verifying", done, 0)
+        progress("verifying", done, 0)
         yield check
 
 
@@ -157,8 +157,8 @@ def _episodes(ledger: Ledger, samples: Samples, why: np.ndarray) -> dict[int, Ep
     columns = [samples.rows.column(name).take(pa.array(chosen)).to_pylist() for name in names]
     keys = list(zip(*columns[:2], strict=True))
     rows = dict(zip(keys, chosen.tolist(), strict=True))
-    found = episodes(ledger, dict(zip(keys, zip(*columns[2:], strict=True), strict=True)), skip_lost=True)
-    return {rows[key]: view for key, view in sorted(found.items(), key=lambda item: rows[item[0]])}
+    views = episodes(ledger, dict(zip(keys, zip(*columns[2:], strict=True), strict=True)), skip_lost=True)
+    return {rows[key]: view for key, view in sorted(views.items(), key=lambda item: rows[item[0]])}
 
 
 def _blocks(
@@ -171,27 +171,27 @@ def _blocks(
     config: Any,
 ) -> tuple[dict[str, bytes], int | None]:
     """Return the page's data by name, and the length to which responses were cut, in characters."""
-    found = {"curves": _curves(history, groups, config).to_bytes()}
+    blocks = {"curves": _curves(history, groups, config).to_bytes()}
     if not samples.rows.num_rows:
-        return found, None
+        return blocks, None
     of_samples, of_tokens = token_blocks(tokens, texts)
-    found |= {"token-samples": of_samples.to_bytes(), "token-values": of_tokens.to_bytes()}
+    blocks |= {"token-samples": of_samples.to_bytes(), "token-values": of_tokens.to_bytes()}
     prompts = samples.rows.column("prompt").combine_chunks().dictionary_encode()
     packed = [block.to_bytes() for block in text_blocks("text", prompts.dictionary, _TEXTS_OF_A_BLOCK)]
-    found |= {f"prompts-{number}": data for number, data in enumerate(packed)}
-    left = int(_LARGEST * _ROOM) - sum(map(len, found.values()))
+    blocks |= {f"prompts-{number}": data for number, data in enumerate(packed)}
+    room = int(_LARGEST * _ROOM) - sum(map(len, blocks.values()))
     most, whole = _TEXTS, samples.rows.column("response")
     while True:  # until they fit: how well texts pack is known when they are packed
         responses, cut = shortened(whole, most)
         answers = [block.to_bytes() for block in text_blocks("text", responses, _TEXTS_OF_A_BLOCK)]
         size = sum(map(len, answers))
-        if size <= left or cut is None or most < 2**20:
+        if size <= room or cut is None or most < 2**20:
             break
-        most = min(most, _size(responses)) * left * 9 // size // 10
+        most = min(most, _size(responses)) * room * 9 // size // 10
     counts = {"prompts": len(packed), "responses": len(answers)}
     rows = _rows(samples.rows, prompts, why, cut, counts)
-    found |= {f"responses-{number}": data for number, data in enumerate(answers)}
-    return {"samples": rows.to_bytes(), **found}, cut
+    blocks |= {f"responses-{number}": data for number, data in enumerate(answers)}
+    return {"samples": rows.to_bytes(), **blocks}, cut
 
 
 def _size(texts: Any) -> int:

@@ -1,4 +1,4 @@
-"""Data of a report, read from the ledger: iterations from commits, samples and their tokens from the SQL views."""
+"""Data of a progress, read from the ledger: iterations from commits, samples and their tokens from the SQL views."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) ->
     chance = np.random.default_rng(seed)
     why = np.full(n, Choice.NONE, np.uint8)
     each = int(most * _SHARE)
-    shuffled = chance.permutation(n)  # of equal rewards, any
+    shuffled = chance.permutation(n)  # makes the choice among equal rewards random
     known = shuffled[np.isfinite(rewards[shuffled])]
     ascending = known[np.argsort(rewards[known], kind="stable")]
     failed = shuffled[~np.isfinite(rewards[shuffled])]
@@ -62,14 +62,14 @@ def choose(iterations: np.ndarray, rewards: np.ndarray, most: int, seed: int) ->
     why[ascending[middle : middle + each]] = Choice.MEDIAN
     why[np.concatenate([failed[: each // 2], ascending])[:each]] = Choice.WORST
     why[ascending[max(0, len(ascending) - each) :]] = Choice.BEST
-    left = most - int((why != Choice.NONE).sum())
+    remaining = most - int((why != Choice.NONE).sum())
     others = shuffled[why[shuffled] == Choice.NONE]
     # Take the nth sample of every iteration before the (n + 1)th of any.
     by_iteration = others[np.argsort(iterations[others], kind="stable")]
     _, firsts, counts = np.unique(iterations[by_iteration], return_index=True, return_counts=True)
     turns = np.arange(len(by_iteration)) - np.repeat(firsts, counts)
     ties = chance.permutation(len(by_iteration))
-    why[by_iteration[np.lexsort((ties, turns))[:left]]] = Choice.SPREAD
+    why[by_iteration[np.lexsort((ties, turns))[:remaining]]] = Choice.SPREAD
     return why
 
 
@@ -101,12 +101,12 @@ class History:
     """(device, host, threads) → steps that ran there."""
 
 
-def read_history(ledger: Ledger, tell: Progress, price: float | None = None) -> History:
+def read_history(ledger: Ledger, progress: Progress, price: float | None = None) -> History:
     """Read every commit of a run. `price`: of a device for an hour. Raises Damaged."""
     config, numbers = from_manifest(ledger.manifest.config), ledger.iterations()
     read = []
     for done, commits in enumerate(read_iterations(ledger, numbers), 1):
-        tell("reading commits", done, len(numbers))
+        progress("reading commits", done, len(numbers))
         read.append(commits)
     history = History(run_costs(ledger, price, read))
     for commits in filter(None, read):
@@ -191,16 +191,16 @@ ORDER BY row, position
 the rollout engine, the reference model and the teacher. `row` is the sample's row among all samples."""
 
 
-def read_samples(ledger: Ledger, tell: Progress) -> Samples:
+def read_samples(ledger: Ledger, progress: Progress) -> Samples:
     """Read every sample of a run. Unreadable parts are noted and left out."""
-    tell("reading samples", 0, 0)
+    progress("reading samples", 0, 0)
     query = open_query(ledger.store, ledger.run)
     return Samples(query.sql(_SAMPLES, {"run": ledger.run}), query.notes)
 
 
-def read_tokens(ledger: Ledger, samples: Samples, chosen: Sequence[int], tell: Progress) -> pa.Table:
+def read_tokens(ledger: Ledger, samples: Samples, chosen: Sequence[int], progress: Progress) -> pa.Table:
     """Return a row for each token of the chosen samples, in their order: see `_TOKENS`."""
-    tell("reading tokens", 0, 0)
+    progress("reading tokens", 0, 0)
     few = samples.rows.take(pa.array(chosen, pa.int64()))
     keys = {name: few.column(name).to_pylist() for name in ("iteration", "shard", "group_id", "sample_index")}
     keys["sampled"] = few.column("log_prob").is_valid().to_pylist()

@@ -16,7 +16,7 @@ from cairn.flows.history.diff import differing_options
 from cairn.flows.reading.costs import Costs
 from cairn.flows.reading.views import RunState, RunStatus
 from cairn.flows.report.data import History, Samples
-from cairn.flows.text import number
+from cairn.flows.text import number, percent
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Disposition
@@ -35,7 +35,7 @@ _PARTS = {
 def cost_tables(costs: Costs) -> list[dict[str, Any]]:
     """Return tables in the form of the page's template: caption, headers, rows of texts."""
     unit = f"{costs.devices.kind}-seconds"
-    rate = costs.price_per_device_hour
+    rate, reserved = costs.price_per_device_hour, costs.reserved_device_seconds
     priced = ["Price"] if rate is not None else []
 
     def row(name: str, seconds: float | None, tokens: int | None) -> list[str]:
@@ -43,19 +43,22 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
         return [
             name,
             number(seconds, ",.1f"),
-            _share(seconds, costs.reserved_device_seconds),
+            percent(None if seconds is None or not reserved else seconds / reserved),
             number(tokens, ","),
             *price,
         ]
 
     heads = [unit, "Share", "Tokens", *priced]
     parts = [row(str(step.step), step.device_seconds, step.tokens) for step in costs.steps if step.device_seconds]
-    parts += [row(said, getattr(costs, f"{name}_device_seconds"), None) for name, said in _PARTS.items()]
-    parts.append(row("all reserved", costs.reserved_device_seconds, None))
+    parts += [row(text, getattr(costs, f"{name}_device_seconds"), None) for name, text in _PARTS.items()]
+    parts.append(row("all reserved", reserved, None))
     tables = [{"caption": _caption(costs, unit), "heads": ["Spent on", *heads], "rows": parts, "sum": True}]
     wasted = [
-        [*row(f"{one.cause} ({one.count:,} {one.unit})", one.device_seconds, one.tokens), _due_to(one.after_fault)]
-        for one in costs.wasted
+        [
+            *row(f"{waste.cause} ({waste.count:,} {waste.unit})", waste.device_seconds, waste.tokens),
+            "a fault" if waste.after_fault else "the algorithm",
+        ]
+        for waste in costs.wasted
     ]
     if wasted:
         tables.append({"caption": "Wasted work", "heads": ["Cause", *heads, "Due to"], "rows": wasted, "sum": False})
@@ -63,20 +66,12 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
 
 
 def _caption(costs: Costs, unit: str) -> str:
-    held = costs.devices
-    said = f"{held.reserved:g} {held.kind}{'s' if held.reserved != 1 else ''} reserved by {costs.drivers} driver"
-    said += "s" if costs.drivers != 1 else ""
+    devices = costs.devices
+    kinds = f"{devices.kind}{'s' if devices.reserved != 1 else ''}"
+    text = f"{devices.reserved:g} {kinds} reserved by {costs.drivers} driver{'s' if costs.drivers != 1 else ''}"
     if costs.device_seconds_per_accepted_sample is not None:
-        said += f"; {costs.device_seconds_per_accepted_sample:,.3f} {unit} for each sample trained on"
-    return said
-
-
-def _due_to(after_fault: bool) -> str:
-    return "a fault" if after_fault else "the algorithm"
-
-
-def _share(value: float | None, whole: float) -> str:
-    return "–" if value is None or not whole else f"{100 * value / whole:.1f} %"
+        text += f"; {costs.device_seconds_per_accepted_sample:,.3f} {unit} for each sample trained on"
+    return text
 
 
 Facts = dict[str, Any]
@@ -129,23 +124,23 @@ def _recipe(config: RunConfig) -> str:
 
 def tiles(status: RunStatus, history: History, samples: Samples, verification: Facts | None) -> list[Facts]:
     """Return the key figures of a run. `verification`: see `verification_facts`."""
-    found: list[Facts] = []
+    tiles: list[Facts] = []
     rewards = [one.metrics["rollout/raw_reward"] for one in history.iterations if "rollout/raw_reward" in one.metrics]
     if rewards:
-        found.append({"name": "Reward", "value": f"{rewards[-1]:.3f}", "note": _since(rewards)})
+        tiles.append({"name": "Reward", "value": f"{rewards[-1]:.3f}", "note": _since(rewards)})
     for name, scores in list(status.eval.items())[:3]:
         if scores.last is not None and scores.first is not None:
             failed = f"; {scores.last_failed:,} failed" if scores.last_failed else ""
-            found.append(
+            tiles.append(
                 {"name": name, "value": f"{scores.last:.3f}", "note": f"from {scores.first:.3f} at first{failed}"}
             )
     tokens = sum(one.metrics.get("rollout/response_tokens", 0) for one in history.iterations)
     if samples.rows.num_rows:
         generated = {"name": "Samples", "value": f"{samples.rows.num_rows:,}", "note": f"{round(tokens):,} tokens"}
-        found.append(generated)
+        tiles.append(generated)
     if history.iterations:
         whole = sum(one.metrics["perf/step_time"] for one in history.iterations)
-        found.append(
+        tiles.append(
             {
                 "name": "Time in iterations",
                 "value": duration(whole),
@@ -155,8 +150,8 @@ def tiles(status: RunStatus, history: History, samples: Samples, verification: F
     if verification is not None:
         findings = len(verification["findings"])
         verdict = "intact" if not findings else f"{findings:,} finding{'s' if findings > 1 else ''}"
-        found.append({"name": "Ledger", "value": verdict, "note": f"{verification['commits']:,} commits read again"})
-    return found
+        tiles.append({"name": "Ledger", "value": verdict, "note": f"{verification['commits']:,} commits read again"})
+    return tiles
 
 
 def _since(values: Sequence[float]) -> str:
@@ -175,9 +170,9 @@ def time_facts(history: History) -> Facts:
     if rows:
         rows.append(_time_row("none at work", others, sum(whole)))
     together = sum(row["total"] for row in rows)
-    beside = "Steps ran side by side, so their shares add up to more than the whole." if together > sum(whole) else ""
+    note = "Steps ran side by side, so their shares add up to more than the whole." if together > sum(whole) else ""
     last = {"median": median(whole), "longest": max(whole)} if whole else {}
-    return {"rows": rows, "total": sum(whole), "note": beside, **last}
+    return {"rows": rows, "total": sum(whole), "note": note, **last}
 
 
 def _time_row(name: str, spent: Sequence[float], whole: float) -> Facts:
@@ -193,15 +188,15 @@ def _time_row(name: str, spent: Sequence[float], whole: float) -> Facts:
 def groups_of(samples: Samples) -> pa.Table:
     """Return a row for each group: `iteration`, `fate`, `reason`, `reward`, the mean of its samples'."""
     rows = samples.rows.select(["iteration", "group_id", "fate", "reason", "reward"])
-    kept = rows.group_by(["iteration", "group_id", "fate", "reason"]).aggregate([("reward", "mean")])
-    return kept.rename_columns({"reward_mean": "reward"})
+    groups = rows.group_by(["iteration", "group_id", "fate", "reason"]).aggregate([("reward", "mean")])
+    return groups.rename_columns({"reward_mean": "reward"})
 
 
 def selection_facts(groups: pa.Table) -> Facts:
     """Return the filter's decisions about the groups, with reasons."""
-    found = groups.group_by(["fate", "reason"]).aggregate([("group_id", "count"), ("reward", "mean")]).to_pylist()
+    decisions = groups.group_by(["fate", "reason"]).aggregate([("group_id", "count"), ("reward", "mean")]).to_pylist()
     order = list(map(str, _FATES))
-    found.sort(key=lambda row: (order.index(row["fate"]) if row["fate"] in order else 9, -row["group_id_count"]))
+    decisions.sort(key=lambda row: (order.index(row["fate"]) if row["fate"] in order else 9, -row["group_id_count"]))
     rows = [
         {
             "fate": fate_name(row["fate"]),
@@ -210,7 +205,7 @@ def selection_facts(groups: pa.Table) -> Facts:
             "share": row["group_id_count"] / groups.num_rows,
             "reward": row["reward_mean"],
         }
-        for row in found
+        for row in decisions
     ]
     return {"groups": groups.num_rows, "rows": rows}
 
@@ -298,13 +293,19 @@ def configuration_facts(ledger: Ledger) -> Facts:
     """Return every option of a run by section, with differences from its default and from its parent."""
     changed = {name: before for name, before, _ in differing_options(ledger.parent, ledger)} if ledger.parent else {}
     sections: dict[str, list[Facts]] = {}
-    for path, value, given in _options(from_manifest(ledger.manifest.config), ()):
+    for path, value, is_set in _options(from_manifest(ledger.manifest.config), ()):
         section = path[0] if len(path) > 1 else "run"
         name = ".".join(path)
         before = next((before for option, before in changed.items() if _is_within(name, option)), None)
         differs = any(_is_within(name, option) for option in changed)
         sections.setdefault(section, []).append(
-            {"name": name, "value": _spelled(value), "given": given, "differs": differs, "before": _spelled(before)}
+            {
+                "name": name,
+                "value": _spelled(value),
+                "given": is_set,
+                "differs": differs,
+                "before": _spelled(before),
+            }
         )
     parent = ledger.parent.run if ledger.parent else None
     return {"sections": list(sections.items()), "parent": parent, "changed": bool(changed)}
@@ -335,8 +336,8 @@ def verification_facts(checks: Sequence[Verified]) -> Facts:
     """Return counts of the checks and findings of `cairn verify`."""
     findings = [finding for check in checks for finding in check.findings]
     faults = Counter(str(finding.fault) for finding in findings)
-    found = [finding.model_dump(mode="json") for finding in findings]
-    return {**counts(checks), "findings": found, "faults": list(faults.items())}
+    dumped = [finding.model_dump(mode="json") for finding in findings]
+    return {**counts(checks), "findings": dumped, "faults": list(faults.items())}
 
 
 def duration(seconds: float | None) -> str:

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from cairn.flows.reading.metrics import find_metric
 from cairn.flows.report.facts import duration
-from cairn.flows.text import number
+from cairn.flows.text import number, percent
 
 # Groups of metrics that are drawn together. A metric that a run lacks is left out, and so is a panel without any.
 
@@ -136,7 +136,7 @@ def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, obje
 
 
 def meaning(name: str) -> str:
-    """Return a metric's description, one sentence with its unit; empty for metrics that are not Cairn's."""
+    """Return a metric's description, one sentence with its unit; empty for metrics of user code."""
     metric = find_metric(name)
     return "" if metric is None else f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
 
@@ -174,11 +174,11 @@ def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> Iterato
     )
     mark = re.compile("@@(" + "|".join(map(re.escape, blocks)) + ")@@</script>") if blocks else re.compile("(?!)")
     at = 0
-    for found in mark.finditer(html):
-        yield html[at : found.start()].encode()
-        yield base64.b64encode(blocks[found[1]])
+    for match in mark.finditer(html):
+        yield html[at : match.start()].encode()
+        yield base64.b64encode(blocks[match[1]])
         yield b"</script>"
-        at = found.end()
+        at = match.end()
     yield html[at:].encode()
 
 
@@ -207,7 +207,7 @@ def _template() -> Any:
         "date": _date,
         "span": _span,
         "duration": duration,
-        "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
+        "percent": percent,
         "decimal": lambda value, digits=3: number(value, f".{digits}f"),
         "count": lambda value: number(value, ",.0f"),
         "plural": lambda count, one: f"{count:,} {one}{'' if count == 1 else 's'}",
@@ -218,7 +218,7 @@ def _template() -> Any:
 
 def seen(text: Any) -> str:
     """Return a text with every invisible character escaped."""
-    return _HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
+    return _HIDDEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", str(text))
 
 
 def _date(seconds: float | None) -> str:

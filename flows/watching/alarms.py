@@ -52,13 +52,13 @@ def raised(values: Sequence[float], rule: AlarmRule, window: int) -> str | None:
 def alarms(metrics: Sequence[Mapping[str, float]], config: AlarmsConfig) -> dict[str, str | None]:
     """Return for each alarm with a rule and a metric why it is raised, or None. `metrics` are those of consecutive
     iterations; the last one is judged."""
-    found: dict[str, str | None] = {}
+    judged: dict[str, str | None] = {}
     for name, watched in WATCHED.items():
         rule: AlarmRule = getattr(config, name)
         metric = next((one for one in watched if metrics and one in metrics[-1]), None)
         if rule.is_set and metric is not None:
-            found[name] = raised([one[metric] for one in metrics if metric in one], rule, config.window)
-    return found
+            judged[name] = raised([one[metric] for one in metrics if metric in one], rule, config.window)
+    return judged
 
 
 class MetricHistory:
@@ -102,8 +102,8 @@ class MetricHistory:
 class Alarms:
     """The watcher that sends alarms."""
 
-    def __init__(self, ledger: Ledger, config: RunConfig, tell: Callable[[Message], None]) -> None:
-        self._ledger, self._tell = ledger, tell
+    def __init__(self, ledger: Ledger, config: RunConfig, emit: Callable[[Message], None]) -> None:
+        self._ledger, self._emit = ledger, emit
         self._history = MetricHistory(ledger, config)
         self._sounding: set[str] | None = None
         """Raised alarms of the newest complete iteration; None before there is one."""
@@ -114,11 +114,11 @@ class Alarms:
         if self._sounding is None and event.iteration:
             before = self._history.alarms(event.iteration - 1, self._ledger.commits(event.iteration - 1))
             self._sounding = {name for name, why in before.items() if why}
-        found = self._history.alarms(event.iteration, event.commits)
-        for name, why in found.items():
+        alarms = self._history.alarms(event.iteration, event.commits)
+        for name, why in alarms.items():
             if why is not None and name not in (self._sounding or ()):
                 self._sound(event.iteration, name, why)
-        self._sounding = {name for name, why in found.items() if why}
+        self._sounding = {name for name, why in alarms.items() if why}
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
@@ -127,12 +127,12 @@ class Alarms:
         """Do nothing: no resource is held."""
 
     def _sound(self, iteration: int, name: str, why: str) -> None:
-        self._tell(Message(f"Alarm in iteration {iteration}: {name.replace('_', ' ')} {why}", "warning"))
-        with suppress(Exception):  # a server that does not answer has told so elsewhere
-            emit(self._ledger.run, name, {"iteration": iteration, "why": why})
+        self._emit(Message(f"Alarm in iteration {iteration}: {name.replace('_', ' ')} {why}", "warning"))
+        with suppress(Exception):  # a server that does not respond is reported elsewhere
+            emit_alarm(self._ledger.run, name, {"iteration": iteration, "why": why})
 
 
-def emit(run: str, name: str, payload: dict[str, object]) -> None:
+def emit_alarm(run: str, name: str, payload: dict[str, object]) -> None:
     """Send the event of an alarm to the Prefect server of the current context."""
     from prefect.events import emit_event
 

@@ -110,9 +110,8 @@ class Progress:
         with self._lock:
             total = self._config.rollout.num_rollout
             bar = Table.grid(padding=(0, 1))
-            bar.add_row(
-                self._run or "starting", ProgressBar(total, self._done, width=40), f"{self._done}/{total}", self._left()
-            )
+            progress = ProgressBar(total, self._done, width=40)
+            bar.add_row(self._run or "starting", progress, f"{self._done}/{total}", self._remaining())
             lines: list[RenderableType] = [Text(""), bar]
             now = time.monotonic()
             working = [
@@ -129,12 +128,12 @@ class Progress:
                 lines.append(Text("time    " + ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())))
             return Group(*lines)
 
-    def _left(self) -> str:
+    def _remaining(self) -> str:
         done = self._done - self._first
         if done == 0:
             return ""
-        left = (time.monotonic() - self._began) / done * (self._config.rollout.num_rollout - self._done)
-        return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
+        seconds = (time.monotonic() - self._began) / done * (self._config.rollout.num_rollout - self._done)
+        return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
 
 
 def sparkline(values: list[float]) -> str:

@@ -47,23 +47,23 @@ class Watcher(Protocol):
 
 
 class Watchers:
-    """Calls `teller` synchronously and all watchers asynchronously. Thread-safe."""
+    """Calls `on_event` synchronously and all watchers asynchronously. Thread-safe."""
 
-    def __init__(self, teller: OnEvent) -> None:
-        self._teller = teller
-        self._posts: list[_WatcherQueue] = []
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+        self._queues: list[_WatcherQueue] = []
 
     def __call__(self, event: Event) -> None:
-        self._teller(event)
+        self._on_event(event)
         context = contextvars.copy_context()
-        for post in self._posts:
-            post.put(partial(context.copy().run, post.watcher, event))
+        for queue in self._queues:
+            queue.put(partial(context.copy().run, queue.watcher, event))
 
     @contextmanager
-    def joined_by(self, watchers: Mapping[str, Watcher]) -> Iterator[None]:
+    def attached(self, watchers: Mapping[str, Watcher]) -> Iterator[None]:
         """Send events to these watchers too while the block runs; warnings use their names. An error of the block stops
         them; otherwise they are closed."""
-        self._posts = [_WatcherQueue(name, watcher, self) for name, watcher in watchers.items()]
+        self._queues = [_WatcherQueue(name, watcher, self) for name, watcher in watchers.items()]
         try:
             yield
         except BaseException:
@@ -74,26 +74,26 @@ class Watchers:
     def settle(self, seconds: float = CLOSE_SECONDS) -> None:
         """Return when every watcher has handled all events so far, or after `seconds`."""
         deadline = time.monotonic() + seconds
-        for post in self._posts:
-            post.wait(deadline)
+        for queue in self._queues:
+            queue.wait(deadline)
 
     def _end(self, seconds: float, end: "Callable[[_WatcherQueue], None]") -> None:
         deadline = time.monotonic() + seconds
-        for post in self._posts:
-            end(post)
-        for post in self._posts:
-            if not post.join(deadline):
-                text = f"{post.name} did not finish within {seconds:.0f} s and is abandoned"
-                self._teller(Message(text, "warning"))
-        self._posts = []
+        for queue in self._queues:
+            end(queue)
+        for queue in self._queues:
+            if not queue.join(deadline):
+                text = f"{queue.name} did not finish within {seconds:.0f} s and is abandoned"
+                self._on_event(Message(text, "warning"))
+        self._queues = []
 
 
 class _WatcherQueue:
     """The queue and the thread of one watcher."""
 
-    def __init__(self, name: str, watcher: Watcher, tell: OnEvent) -> None:
+    def __init__(self, name: str, watcher: Watcher, emit: OnEvent) -> None:
         self.name, self.watcher = name, watcher
-        self._tell = tell
+        self._emit = emit
         self._jobs: deque[Callable[[], None]] = deque()
         self._end: Callable[[], None] | None = None
         self._changed = threading.Condition()
@@ -123,8 +123,8 @@ class _WatcherQueue:
 
     def wait(self, deadline: float) -> None:
         with self._changed:
-            left = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: self._over or not (self._jobs or self._busy), left)
+            timeout = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: self._over or not (self._jobs or self._busy), timeout)
 
     def join(self, deadline: float) -> bool:
         """Wait for the end of the thread; return whether it has ended by the deadline."""
@@ -145,7 +145,7 @@ class _WatcherQueue:
             with suppress(Exception, SystemExit):
                 self.watcher.stop()
             why = next(iter(str(error).splitlines()), type(error).__name__)
-            self._tell(Message(f"{self.name} is off for the rest of this driver: {why}. The run continues", "warning"))
+            self._emit(Message(f"{self.name} is off for the rest of this driver: {why}. The run continues", "warning"))
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next job and return it; None when the thread must end."""

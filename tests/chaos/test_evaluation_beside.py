@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.flows.evaluation.asking import benchmarks_of
+from cairn.flows.evaluation.benchmarks import benchmarks_of
 from cairn.flows.evaluation.evaluating import evaluate_models
 from cairn.flows.evaluation.models import models_of
 from cairn.storage.ledger.commits import Step

@@ -1,6 +1,5 @@
 """The examples of docs/agents.md, each a file outside the tree, in a run of the real thing."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,17 +7,13 @@ import pytest
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
+from tests.docs.examples import write_examples
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
-
-PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
-EXAMPLES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, code in EXAMPLES.items():
-        (tmp_path / name).write_text(code)
-    return tmp_path
+    return write_examples("agents.md", tmp_path)
 
 
 @pytest.mark.proof
@@ -55,11 +50,11 @@ def test_an_agent_of_its_own_process_is_trained_by_what_it_asks(folder: Path, ti
         iteration(run, DirectSteps(run), 0)
         commit = run.committed(0, Step.ROLLOUT, "00-000")
         samples = run.read(commit).to_pylist()
-        asked = [run.tokenizer.decode(sample["trajectory_prompts"][0]) for sample in samples]
-        given = [run.tokenizer.decode(sample["response_ids"]) for sample in samples]
+        prompts = [run.tokenizer.decode(sample["trajectory_prompts"][0]) for sample in samples]
+        answers = [run.tokenizer.decode(sample["response_ids"]) for sample in samples]
     assert commit.metrics["retold_tokens"] == 0
     assert commit.metrics["sampled_tokens"] == sum(sum(sample["loss_mask"]) for sample in samples)
-    for sample, prompt, response in zip(samples, asked, given, strict=True):
+    for sample, prompt, response in zip(samples, prompts, answers, strict=True):
         assert sample["error"] is None
         assert [segment["call"] is None for segment in sample["segments"]] == [False, True, False]
         assert prompt.count("<|im_start|>user") == 1

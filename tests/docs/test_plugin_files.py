@@ -6,13 +6,9 @@ from pathlib import Path
 from cairn.configs.kinds import KINDS, TOOL, Kind
 from cairn.configs.plugins import BadPlugin
 from cairn.tasks.selecting.staleness import stale_weights
+from tests.docs.examples import examples_of
 
-DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLES = {
-    name: code
-    for page in ("plugins.md", "agents.md")
-    for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
-}
+EXAMPLES = examples_of("plugins.md") | examples_of("agents.md")
 WITHOUT_KIND = {"agent.py", "shop.py"}
 """A program of its own, and a server of tools."""
 

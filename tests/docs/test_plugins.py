@@ -1,7 +1,6 @@
 """The examples of docs/plugins.md, each a file outside the tree, in a run of the real thing."""
 
 import json
-import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -26,19 +25,17 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate
 from cairn.tasks.steps import stale_steps
+from tests.docs.examples import examples_of, write_examples
 from tests.local_fleet import LocalFleet, dying_after
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 pytestmark = pytest.mark.proof
-PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
-EXAMPLES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+EXAMPLES = examples_of("plugins.md")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, code in EXAMPLES.items():
-        (tmp_path / name).write_text(code)
-    return tmp_path
+    return write_examples("plugins.md", tmp_path)
 
 
 def run_once(folder: Path, assets: Path, **sections: dict[str, Any]) -> Iterator[RunContext]:
@@ -442,8 +439,8 @@ def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_w
         iteration(run, DirectSteps(run), 0)
     with tiny_context(store, config) as (run, _):
         iteration(run, DirectSteps(run), 0)
-        again = run.read(run.committed(0, Step.ROLLOUT, "00-000")).drop_columns([*MEASURED])
-        assert again.equals(whole.read(whole.committed(0, Step.ROLLOUT, "00-000")).drop_columns([*MEASURED]))
+        replayed = run.read(run.committed(0, Step.ROLLOUT, "00-000")).drop_columns([*MEASURED])
+        assert replayed.equals(whole.read(whole.committed(0, Step.ROLLOUT, "00-000")).drop_columns([*MEASURED]))
         assert train_digests(run, [0]) == train_digests(whole, [0])
 
 

@@ -54,10 +54,10 @@ def test_by_default_the_run_stops_with_both_digests(tiny_assets: Path, tmp_path:
 
 def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Path, tmp_path: Path) -> None:
     error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
-    told: list[Message] = []
-    name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, told.append)  # type: ignore[arg-type]
+    messages: list[Message] = []
+    name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, messages.append)  # type: ignore[arg-type]
     assert name == "tiny-from-000001"
-    assert [message.text for message in told] == [
+    assert [message.text for message in messages] == [
         str(error),
         "Run tiny is not changed; its fork tiny-from-000001 continues from iteration 1",
     ]
@@ -132,10 +132,10 @@ def test_what_the_user_alone_may_set_hides_no_divergence_and_goes_to_the_fork(
 ) -> None:
     recipe = {"checkpoint": {"save_interval": 2}, "recovery": {"on_divergence": on_divergence}}
     error = diverged(tiny_assets, tmp_path, **recipe)
-    given = from_manifest(Ledger.open(open_store(str(tmp_path)), "tiny").manifest.config)
+    user_recipe = from_manifest(Ledger.open(open_store(str(tmp_path)), "tiny").manifest.config)
     monkeypatch.delenv("PYTHONPATH")  # so the grader is where no store may name code
     with pytest.raises(ReplayDiverged, match=re.escape(str(error))):
         fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None)
     if on_divergence == "fork":
-        name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None, given)
-        assert from_manifest(Ledger.open(open_store(str(tmp_path)), name).manifest.config) == given
+        name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None, user_recipe)
+        assert from_manifest(Ledger.open(open_store(str(tmp_path)), name).manifest.config) == user_recipe

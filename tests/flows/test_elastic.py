@@ -57,11 +57,11 @@ def drive_while_machines_come_and_go(
         del os.environ[name]
     os.environ.update(environment)
     with (
-        Fleet.start(config, name="elastic", total_steps=ITERATIONS, report=lambda told: parent.send(told)) as fleet,
+        Fleet.start(config, name="elastic", total_steps=ITERATIONS, report=parent.send) as fleet,
         tiny_context(store, config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
     ):
         staying, coming = fleet.rollout
-        asked_again, ended_by = watch_what_is_asked(fleet.rollout)
+        requested_again, ended_by = record_requests(fleet.rollout)
         pids: list[int] = []
 
         def join() -> None:
@@ -85,42 +85,42 @@ def drive_while_machines_come_and_go(
         assert fleet.membership.members == [staying]
         with suppress(ProcessLookupError):  # Ray may have ended it
             os.kill(pids[0], signal.SIGKILL)
-        assert not asked_again, "what had ended was generated again"
+        assert not requested_again, "what had ended was generated again"
     with Fleet.start(config, name="replaying", total_steps=ITERATIONS, trains_only=True) as fleet:
         assert not fleet.rollout
     parent.send("done")
 
 
-def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> tuple[list[SampleKey], Counter[str]]:
+def record_requests(engines: Sequence[RolloutHandle]) -> tuple[list[SampleKey], Counter[str]]:
     """Samples that are asked for when they have ended, and how many each engine ended, from now on."""
-    ended, again, ended_by = set[SampleKey](), list[SampleKey](), Counter[str]()
+    ended, repeated, ended_by = set[SampleKey](), list[SampleKey](), Counter[str]()
 
     def watch(engine: RolloutHandle) -> None:
         generate, join = engine.generate_samples, engine.join
 
         def generating(samples: Sequence[SampleRequest], *args: Any) -> Iterator[Any]:
-            again.extend(sample.key for sample in samples if sample.key in ended)
-            for told in generate(samples, *args):
-                keys = [sample.key for sample in told if sample.finish_reason != FinishReason.ABORT]
+            repeated.extend(sample.key for sample in samples if sample.key in ended)
+            for batch in generate(samples, *args):
+                keys = [sample.key for sample in batch if sample.finish_reason != FinishReason.ABORT]
                 ended.update(keys)
                 ended_by[engine.name] += len(keys)
-                yield told
+                yield batch
 
         def joining(samples: Sequence[SampleRequest]) -> bool:
-            again.extend(sample.key for sample in samples if sample.key in ended)
+            repeated.extend(sample.key for sample in samples if sample.key in ended)
             return join(samples)
 
         engine.generate_samples, engine.join = generating, joining  # type: ignore[method-assign]
 
     for engine in engines:
         watch(engine)
-    return again, ended_by
+    return repeated, ended_by
 
 
 def test_an_engine_gets_work_when_its_machine_comes_and_leaves_it_to_others_when_it_goes(
     tiny_assets: Path, tmp_path: Path
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     with simulated_machines.simulated_machines() as machines:
         machines.have([1])
         fleet = {**ROOM, "ray_address": machines.do(simulated_machines.address)}
@@ -132,15 +132,15 @@ def test_an_engine_gets_work_when_its_machine_comes_and_leaves_it_to_others_when
         driver = FORKS.Process(target=drive_while_machines_come_and_go, args=(str(tmp_path), config, there, way_in))
         driver.start()
         there.close()
-        while not told or told[-1] != "done":
-            told.append(here.recv())
-            if told[-1] == "come":
+        while not messages or messages[-1] != "done":
+            messages.append(here.recv())
+            if messages[-1] == "come":
                 machines.do(simulated_machines.add, 1)
-            elif told[-1] == "go":
+            elif messages[-1] == "go":
                 machines.do(simulated_machines.lose_newest)
         driver.join(60)
         assert driver.exitcode == 0
-    joined, left = (one for one in told if one.startswith("Engine"))
+    joined, left = (one for one in messages if one.startswith("Engine"))
     assert joined == "Engine rollout:1 joins. 2 of 2 rollout engines serve"
     assert left.startswith("Engine rollout:1 leaves: ")
     assert left.endswith(" 1 of 2 rollout engines serve")

@@ -11,7 +11,7 @@ import atif
 import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Browser, expect
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from cairn.configs.plugins import _load_file
 from cairn.flows.cli import app
@@ -27,6 +27,7 @@ from cairn.storage.query.database import open_query
 from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.verification import verify
 from tests.browser import visit
+from tests.commands import cairn
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 CALLED = """
@@ -96,10 +97,6 @@ def here(agent: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     change(agent)
 
 
-def cairn(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
 def change(folder: Path, old: str = "", new: str = "") -> None:
     """Write the agent's code with something else in it, for a process that has not read it yet."""
     (folder / "agent.py").write_text(CALLED.replace(old, new) if old else CALLED)
@@ -125,40 +122,40 @@ def test_an_episode_is_shown_turn_by_turn_with_its_calls(here: Path) -> None:
     (view,) = json.loads(result.stdout)
     row, episode = row_of(here, 1, 1), view["episode"]
     first, second = episode["trajectories"]
-    (asked, answered), (noted,) = first["turns"], second["turns"]
+    (first_turn, answered), (noted,) = first["turns"], second["turns"]
     assert [call["kind"] for call in episode["opening"]] == ["now"]
-    assert (asked["world"], asked["reward"], answered["reward"]) == (None, 0.25, None)
+    assert (first_turn["world"], first_turn["reward"], answered["reward"]) == (None, 0.25, None)
     assert (first["reward"], second["reward"]) == (0.25, None)
-    assert [(call["call"], call["kind"], call["name"]) for call in asked["calls"]] == [
+    assert [(call["call"], call["kind"], call["name"]) for call in first_turn["calls"]] == [
         (f"c{number}", "tool", "look_up") for number in range(TOOLS)
     ]
-    assert [json.loads(call["arguments"]) for call in asked["calls"]] == [{"number": n} for n in range(TOOLS)]
-    told = [call["result"] and json.loads(call["result"]) for call in asked["calls"]]
-    assert told == ["Sort the digits", None, "1 2 3 " * 300]
-    assert "nothing under 1" in asked["calls"][1]["error"]
-    assert [call["result_digest"] is None for call in asked["calls"]] == [True, True, False]
+    assert [json.loads(call["arguments"]) for call in first_turn["calls"]] == [{"number": n} for n in range(TOOLS)]
+    results = [call["result"] and json.loads(call["result"]) for call in first_turn["calls"]]
+    assert results == ["Sort the digits", None, "1 2 3 " * 300]
+    assert "nothing under 1" in first_turn["calls"][1]["error"]
+    assert [call["result_digest"] is None for call in first_turn["calls"]] == [True, True, False]
     assert answered["world"]["text"] == "Sort the digits"
-    ids = [*asked["answer"]["ids"], *answered["world"]["ids"], *answered["answer"]["ids"]]
+    ids = [*first_turn["answer"]["ids"], *answered["world"]["ids"], *answered["answer"]["ids"]]
     ids += [*noted["world"]["ids"], *noted["answer"]["ids"]]
     assert ids == row["response_ids"]
     prompt, lengths = len(row["prompt_ids"]), [6, len(answered["world"]["ids"]), 2]
-    given = [turn["answer"]["given_tokens"] for turn in (asked, answered, noted)]
-    assert given == [prompt, prompt + lengths[0] + lengths[1], prompt + lengths[2]]
+    inputs = [turn["answer"]["given_tokens"] for turn in (first_turn, answered, noted)]
+    assert inputs == [prompt, prompt + lengths[0] + lengths[1], prompt + lengths[2]]
     (unused,) = episode["unused"]
     both = {unused["answer"]["call"], answered["answer"]["call"]}
     assert both == {"t0.0", "t1.0"}
     assert len(unused["answer"]["ids"]) == {"t0.0": 4, "t1.0": 5}[unused["answer"]["call"]]
     assert [call["kind"] for turn in (answered, unused) for call in turn["calls"]] == ["judge"]
-    began = [turn["answer"]["began_at"] for turn in (asked, answered, noted)]
+    began = [turn["answer"]["began_at"] for turn in (first_turn, answered, noted)]
     assert began == sorted(began)
-    assert all(turn["answer"]["seconds"] > 0 for turn in (asked, answered, noted))
+    assert all(turn["answer"]["seconds"] > 0 for turn in (first_turn, answered, noted))
 
     text = cairn("show", "tiny", "0", "--sample", "3").stdout
     for said in (
         "trajectory 0 of 2, reward 0.250", "tool look_up call c1", '{"number":2}',
         "✗ look_up: ValueError: nothing under 1",
         f"6 tokens after {prompt}", "answers that are in no trajectory", "judge half call j0",
-        asked["calls"][2]["result_digest"],
+        first_turn["calls"][2]["result_digest"],
     ):  # fmt: skip
         assert said in text, said
 
@@ -204,7 +201,7 @@ def test_a_rollout_counts_calls_and_failures(here: Path) -> None:
     assert commit.metrics["tool_failures/look_up"] == SAMPLES
     calls = calls_of(ledger.store, commit, {0, 1})
     assert commit.metrics["tool_seconds"] == pytest.approx(sum(c["seconds"] for c in calls if c["kind"] == "tool"))
-    given = sum(
+    inputs = sum(
         segment["tokens"]
         for row in read_recorded_table(ledger.store, "tiny", commit.table).to_pylist()
         for segment in row["segments"]
@@ -212,8 +209,8 @@ def test_a_rollout_counts_calls_and_failures(here: Path) -> None:
     )
     shown = iteration_metrics(ledger.commits(0), tiny_config(here))
     assert shown["rollout/policy_calls/mean"] == 4
-    assert shown["rollout/world_tokens"] == given
-    assert shown["rollout/world_tokens_ratio"] == given / shown["rollout/response_tokens"]
+    assert shown["rollout/world_tokens"] == inputs
+    assert shown["rollout/world_tokens_ratio"] == inputs / shown["rollout/response_tokens"]
 
 
 def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> None:
@@ -223,13 +220,13 @@ def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> No
     assert result.exit_code == 0, result.output
     assert "the same trajectory, bit for bit, after 9 answers" in result.stdout
     assert result.stdout.index("tool look_up call c2") < result.stdout.index("judge half call j0")
-    told = json.loads(cairn("episode", "tiny", "0", "3", "--replay", "--json").stdout)
-    assert told == {"outcome": "same", "told": "", "changed": False, "answers": 9}
+    results = json.loads(cairn("episode", "tiny", "0", "3", "--replay", "--json").stdout)
+    assert results == {"outcome": "same", "told": "", "changed": False, "answers": 9}
     assert (here / "called").read_text() == called
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome", "told"),
+    ("code", "outcome", "message"),
     [
         (("chosen.ids[-2:]", "chosen.ids[-3:]"), "diverged", "makes call 1 .sample. after .* other tokens"),
         (('{"number": number}', '{"number": number + 1}'), "diverged", "look_up.* with .*1.* where .*0.* is recorded"),
@@ -243,7 +240,7 @@ def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> No
     ],
 )  # fmt: skip
 def test_changed_code_is_told_and_where_it_first_differs(
-    here: Path, code: tuple[str, str], outcome: str, told: str, monkeypatch: pytest.MonkeyPatch
+    here: Path, code: tuple[str, str], outcome: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cairn.engines.agents.episodes.offline.STUCK", 0.2)
     change(here, *code)
@@ -251,7 +248,7 @@ def test_changed_code_is_told_and_where_it_first_differs(
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert (found["outcome"], found["changed"]) == (outcome, True)
-    assert re.search(told, found["told"]), found["told"]
+    assert re.search(message, found["told"]), found["told"]
 
 
 def test_a_debugger_stops_at_the_first_line_and_at_an_error(here: Path) -> None:
@@ -276,13 +273,13 @@ def test_code_that_a_store_names_elsewhere_is_not_run(here: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("place", "message"),
     [("9", "has samples 0 to 3, not 9"), ("1/7", "has no sample 7 of group 1"), ("one", "'one' is not a sample")],
 )
-def test_a_sample_that_is_not_there_is_named(here: Path, place: str, told: str) -> None:
+def test_a_sample_that_is_not_there_is_named(here: Path, place: str, message: str) -> None:
     result = cairn("episode", "tiny", "0", place)
     assert result.exit_code == 2
-    assert told in result.output
+    assert message in result.output
 
 
 def test_samples_are_exported_as_trajectories_that_the_formats_own_models_take(here: Path, tmp_path: Path) -> None:
@@ -294,15 +291,15 @@ def test_samples_are_exported_as_trajectories_that_the_formats_own_models_take(h
     row = row_of(here, 1, 1)
     first, second = found["000001-001.0"], found["000001-001.1"]
     assert first.session_id == second.session_id == "tiny@0/1/1"
-    prompt, opening, asked, answered = first.steps[0], None, *first.steps[1:]
+    prompt, opening, first_turn, answered = first.steps[0], None, *first.steps[1:]
     assert (prompt.source, prompt.message) == ("user", row["prompt_text"])
     assert opening is None, "the clock is no tool"
-    assert asked.metrics.prompt_token_ids == row["prompt_ids"]
-    assert asked.metrics.completion_token_ids == row["response_ids"][:6]
-    assert asked.metrics.logprobs == row["log_probs"][:6]
-    assert [call.tool_call_id for call in asked.tool_calls] == ["c0", "c1", "c2"]
-    assert asked.tool_calls[2].arguments == {"number": 2}
-    contents = [one.content for one in asked.observation.results]
+    assert first_turn.metrics.prompt_token_ids == row["prompt_ids"]
+    assert first_turn.metrics.completion_token_ids == row["response_ids"][:6]
+    assert first_turn.metrics.logprobs == row["log_probs"][:6]
+    assert [call.tool_call_id for call in first_turn.tool_calls] == ["c0", "c1", "c2"]
+    assert first_turn.tool_calls[2].arguments == {"number": 2}
+    contents = [one.content for one in first_turn.observation.results]
     assert (contents[0], contents[2]) == ("Sort the digits", "1 2 3 " * 300)
     assert "nothing under 1" in contents[1]
     end = row["trajectories"][0]
@@ -312,9 +309,9 @@ def test_samples_are_exported_as_trajectories_that_the_formats_own_models_take(h
     whole = [*noted.metrics.prompt_token_ids, *noted.metrics.completion_token_ids]
     assert whole == row["prompt_ids"] + row["response_ids"][end:]
     assert second.steps[1].source == "user", "what the world gave where no tool was called"
-    again = cairn("export", "tiny@0", str(tmp_path / "out"), "--format", "atif")
-    assert again.exit_code == 2
-    assert "is not empty: use a new folder" in again.output
+    repeated = cairn("export", "tiny@0", str(tmp_path / "out"), "--format", "atif")
+    assert repeated.exit_code == 2
+    assert "is not empty: use a new folder" in repeated.output
 
 
 def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_path: Path) -> None:
@@ -327,8 +324,8 @@ def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_pat
     left = {row["call"]: row for row in calls_of(ledger.store, commit, {1})}
     assert left.keys() == calls.keys(), "rows stay"
     for row in left.values():
-        held = ("arguments", "result", "result_digest", "response_ids", "log_probs")
-        assert not any(row[name] for name in (*held, "arguments_digest"))
+        columns = ("arguments", "result", "result_digest", "response_ids", "log_probs")
+        assert not any(row[name] for name in (*columns, "arguments_digest"))
         assert row["error"] == "redacted"
     others = calls_of(ledger.store, commit, {0})
     assert [row["result"] for row in others if row["call"] == "c2"] == [json.dumps("1 2 3 " * 300)] * 2

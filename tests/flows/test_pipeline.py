@@ -160,8 +160,8 @@ def test_what_is_ahead_of_an_update_that_is_not_made_is_replayed_and_compared(
     with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _), pytest.raises(Killed):
         drive(run, Ending(run))
     ledger = Ledger.open(run.ledger.store, run.ledger.run)
-    (again,) = replay(ledger, 2, Step.ADVANTAGE)
-    assert (again.name, again.differences) == ("000002/advantage", ())
+    (replayed,) = replay(ledger, 2, Step.ADVANTAGE)
+    assert (replayed.name, replayed.differences) == ("000002/advantage", ())
     assert [one.name for one in replay_all(ledger, {Step.ADVANTAGE})] == [f"{n:06d}/advantage" for n in range(3)]
 
     with tiny_context(str(tmp_path / "whole"), lagged(tiny_assets, 1)) as (run, _):

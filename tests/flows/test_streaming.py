@@ -158,15 +158,15 @@ def test_a_killed_run_loses_nothing_that_was_admitted_and_trains_on_nothing_twic
     assert logged or (step, moment) != (Step.ROLLOUT, "before")
     with tiny_context(str(tmp_path), config) as (run, events):
         engine = run.fleet.rollout[0]
-        generate, asked = engine.generate_samples, set[tuple[int, int]]()
+        generate, requested = engine.generate_samples, set[tuple[int, int]]()
 
         def asking(samples: Sequence[SampleRequest], *rest: Any) -> Any:
-            asked.update(sample.key for sample in samples)
+            requested.update(sample.key for sample in samples)
             return generate(samples, *rest)
 
         engine.generate_samples = asking  # type: ignore[method-assign]
         drive(run, DirectSteps(run))
-        assert not asked & logged.keys(), "what had ended was generated again"
+        assert not requested & logged.keys(), "what had ended was generated again"
         assert not set(events.executed()) & set(before)
         takes = [run.committed(number, Step.ROLLOUT, "00-000") for number in range(ITERATIONS)]
         assert sorted(chain(*(take.values["groups"] for take in takes))) == list(range(2 * ITERATIONS))
@@ -312,16 +312,16 @@ class Held:
     """Holds the decoding of engines before a step until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-        self.go_on, self._held = threading.Event(), threading.Event()
+        self.proceed, self._held = threading.Event(), threading.Event()
         take_step, left = DecodeLoop._step, steps
 
         def holding(loop: DecodeLoop) -> None:
             nonlocal left
-            if not self.go_on.is_set():
+            if not self.proceed.is_set():
                 left -= 1
                 if left < 0:
                     self._held.set()
-                    assert self.go_on.wait(60)
+                    assert self.proceed.wait(60)
             take_step(loop)
 
         monkeypatch.setattr(DecodeLoop, "_step", holding)
@@ -340,15 +340,15 @@ def test_samples_go_on_with_newer_weights_between_two_steps_and_none_ends(
         publish_for_open_halves(run)
         admit_prompts(run, direct, 0)
         collect(run, direct, 0)
-        held = Held(monkeypatch, 5)
+        blocked = Held(monkeypatch, 5)
         admit_prompts(run, direct, 1)
-        held.wait()
+        blocked.wait()
         learn(run, direct, 0)
         stream.publish(weights_after(run, 0))
         wait_for(lambda: run.fleet.rollout[0].engine.get_weight_version() == 1, 60)
         wait_for(lambda: bool(rows_that_ended(tmp_path, Status.ABORTED)), 60)
         logged = rows_that_ended(tmp_path, Status.ABORTED)
-        held.go_on.set()
+        blocked.proceed.set()
         collect(run, direct, 1)
         take = run.committed(1, Step.ROLLOUT, "00-000")
         rows = run.read(take).to_pylist()
@@ -374,13 +374,13 @@ def test_prompts_that_are_admitted_join_what_an_engine_is_at(
     with tiny_context(str(tmp_path), streaming(tiny_assets, 2)) as (run, _), open_stream(run):
         stream = run.attached(Stream)
         assert stream is not None
-        direct, held = DirectSteps(run), Held(monkeypatch, 3)
+        direct, blocked = DirectSteps(run), Held(monkeypatch, 3)
         publish_for_open_halves(run)
         admit_prompts(run, direct, 0)
-        held.wait()
+        blocked.wait()
         admit_prompts(run, direct, 1)
         wait_for(lambda: sum(map(len, stream._state.running.values())) == 16, 60)
-        held.go_on.set()
+        blocked.proceed.set()
         for index in range(2):
             collect(run, direct, index)
             assert run.committed(index, Step.ROLLOUT, "00-000").metrics["interrupted_samples"] == 0
@@ -404,9 +404,9 @@ def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tiny_assets: Path,
             with suppress(_EndOfLedger):
                 _walk(run, runner, index)
             replayed += runner.replayed
-        assert [again.name for again in replayed if again.name.endswith("train")] == ["000000/train", "000001/train"]
-        assert [again.name for again in replayed if again.skipped] == ["000000/rollout.00-000", "000001/rollout.00-000"]
-        assert not [again.name for again in replayed if again.differences]
+        assert [one.name for one in replayed if one.name.endswith("train")] == ["000000/train", "000001/train"]
+        assert [one.name for one in replayed if one.skipped] == ["000000/rollout.00-000", "000001/rollout.00-000"]
+        assert not [one.name for one in replayed if one.differences]
 
 
 def taken_groups(run: RunContext) -> list[int]:

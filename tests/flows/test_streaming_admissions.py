@@ -65,18 +65,18 @@ class Late:
     """A store that creates one file late: long after it was looked whether it may."""
 
     def __init__(self, store: Store, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go_on, self._waits = threading.Event(), threading.Event()
+        self.proceed, self._waits = threading.Event(), threading.Event()
         create = store.create
 
-        def held(at: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
+        def blocked(at: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
             return create(at, data, (lambda: self._hold(guard)) if at == path else guard)
 
-        monkeypatch.setattr(store, "create", held)
+        monkeypatch.setattr(store, "create", blocked)
 
     def _hold(self, guard: Callable[[], None]) -> None:
         guard()
         self._waits.set()
-        assert self.go_on.wait(60)
+        assert self.proceed.wait(60)
 
     def wait(self) -> None:
         assert self._waits.wait(60)
@@ -111,7 +111,7 @@ def test_what_an_old_driver_creates_late_takes_no_number_that_another_admission_
     paths = {"claim": layout.admission("tiny", 1), "commit": layout.commit("tiny", 0, Step.ADMIT, "01")}
     with driver(url) as old:
         admit_prompts(old, DirectSteps(old), 0)
-        held = Late(old.ledger.store, paths[late], monkeypatch)
+        blocked = Late(old.ledger.store, paths[late], monkeypatch)
 
         def refill() -> None:
             with suppress(LeaseLost):
@@ -119,10 +119,10 @@ def test_what_an_old_driver_creates_late_takes_no_number_that_another_admission_
 
         admitting = threading.Thread(target=refill)
         admitting.start()
-        held.wait()
+        blocked.wait()
         with driver(url) as run:
             admit_prompts(run, DirectSteps(run), 1)
-            held.go_on.set()
+            blocked.proceed.set()
             admitting.join(60)
             _admit(run, DirectSteps(run), 0, 1, 1)
             admit_prompts(run, DirectSteps(run), 2)

@@ -10,7 +10,7 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.flows.history.replay import UPDATES, newest_update, replay_all, weights_again
+from cairn.flows.history.replay import UPDATES, newest_update, replay_all, replayed_weights
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.upkeep.verification import verify
@@ -107,5 +107,5 @@ def test_a_group_that_is_too_old_when_it_is_taken_counts_less_and_so_it_does_aga
         assert shown["age/max"] == 2
 
         assert not [finding.message for checked in verify(run.ledger) for finding in checked.findings]
-        weights = weights_again(newest_update(run.ledger), replay_all(run.ledger, UPDATES))
+        weights = replayed_weights(newest_update(run.ledger), replay_all(run.ledger, UPDATES))
         assert (weights.same, weights.weight_version, weights.not_done_again) == (True, ITERATIONS, 0)

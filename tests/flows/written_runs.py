@@ -7,9 +7,11 @@ all iterations are alike but for ids, versions and the benchmark's score, which 
 every iteration.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
@@ -17,6 +19,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
 from cairn.storage.opening import open_store
+from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import Store
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
 from cairn.tasks.steps import rules
@@ -45,6 +48,26 @@ RECIPE: dict[str, Any] = {
 def config_of(ledger: Ledger) -> RunConfig:
     """The run's configuration."""
     return RunConfig.model_validate(ledger.manifest.config)
+
+
+def bytes_of(store: Path) -> dict[str, bytes]:
+    """Return the content of every file of a local store."""
+    return {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+
+def recorded_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the path of each further read of a local store, except reads of leases, which the
+    clock renews."""
+    reads: list[str] = []
+    read = LocalStore.read
+
+    def counting(self: LocalStore, path: str) -> bytes:
+        if "/leases/" not in path:
+            reads.append(path)
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStore, "read", counting)
+    return reads
 
 
 def new_run(store: Store | str, run: str = "toy", **sections: dict[str, Any]) -> Ledger:

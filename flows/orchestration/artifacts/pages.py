@@ -60,15 +60,15 @@ def picked_samples(commits: Sequence[Commit], read: Read) -> list[Picked]:
         ]
     rows.sort(key=lambda row: row[:3])
     places = {"Best": 0, "Median": len(rows) // 2, "Worst": len(rows) - 1} if rows else {}
-    found, seen = [], set()
+    picked, seen = [], set()
     for title, place in places.items():
         negative, group, index, shard = rows[place]
         if place in seen:
             continue
         seen.add(place)
         row = sample_rows(read(rollouts[shard], _TEXT), {group})[group, index]
-        found.append(Picked(title=title, reward=-negative, **row))
-    return found
+        picked.append(Picked(title=title, reward=-negative, **row))
+    return picked
 
 
 PROMPT_CHARACTERS = 1500
@@ -206,8 +206,7 @@ def _rewards(rewards: Mapping[int, float]) -> list[str]:
     first, last = min(rewards), max(rewards)
     curve = f"{sparkline(values)}  {rewards[first]:.3f} → {rewards[last]:.3f}"
     step = max(1, len(points) // 12)
-    shown = [*list(points.items())[::step]]
-    rows = [[name, f"{value:.4f}"] for name, value in shown]
+    rows = [[name, f"{value:.4f}"] for name, value in list(points.items())[::step]]
     return [block(curve, 1000), table(["iterations", "mean reward"], rows)]
 
 

@@ -83,12 +83,12 @@ class Board:
 
     def descriptions(self, suffix: str) -> list[str]:
         """Return the descriptions of the newest artifacts with a key, newest first; at most `PAGE`."""
-        found = self._connected().read_artifacts(
+        artifacts = self._connected().read_artifacts(
             artifact_filter=ArtifactFilter.model_validate({"key": {"any_": [self._key + suffix]}}),
             sort=ArtifactSort.CREATED_DESC,
             limit=PAGE,
         )
-        return [artifact.description or "" for artifact in found]
+        return [artifact.description or "" for artifact in artifacts]
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -231,10 +231,10 @@ class Pages:
         self._flow_runs: dict[int, UUID] = {}
         self._driver: UUID | None = None
         self._page: UUID | None = None
-        self._page_made = float("-inf")
-        self._owed: dict[int, Sequence[Commit] | None] = {}
+        self._page_shown_at = float("-inf")
+        self._missing: dict[int, Sequence[Commit] | None] = {}
         """Iterations without a page, with their commits where they are known."""
-        self._made: set[int] | None = None
+        self._existing: set[int] | None = None
         """Iterations with a page; None: unknown, to be queried from Prefect."""
         self._rewards: dict[int, float] = {}
         self._scores: dict[str, dict[int, float]] = {}
@@ -278,7 +278,7 @@ class Pages:
         self._scores = benchmark_scores(ledger, self._run.config)
         self._newest = ledger.find(first - 1, Step.TRAIN) if first else None
         own = range(max(ledger.first_iteration, first - CATCH_UP), first)
-        self._owed = dict.fromkeys(own)
+        self._missing = dict.fromkeys(own)
         self._publish(now=True)
 
     def _follow(self, event: StepStarted | GroupsGenerated | StepCommitted) -> None:
@@ -289,7 +289,7 @@ class Pages:
         if iteration > self._now.iteration:
             self._now = IterationProgress(iteration)
         elif iteration < self._now.iteration:
-            return  # of the half that learns beside the newest one
+            return  # an earlier iteration, whose other half still runs
         match event:
             case StepStarted():
                 self._now.working[event.step, event.shard] = None
@@ -316,32 +316,32 @@ class Pages:
             self._costs[cost.step] = _sum(self._costs.get(cost.step), cost)
         self._done = max(self._done, index + 1)
         self._newest = next((commit for commit in commits if commit.step is Step.TRAIN), self._newest)
-        self._owed[index] = commits
+        self._missing[index] = commits
 
     def _publish(self, *, now: bool) -> None:
         """Create missing pages; replace the run's page if `now`, or if PAGE_INTERVAL has passed."""
-        self._run.ledger.require_lease()  # or the next driver has asked what is there, and makes it
+        self._run.ledger.require_lease()  # else the next driver has queried the pages and creates them
         try:
-            self._make_owed()
-            if now or time.monotonic() - self._page_made >= PAGE_INTERVAL:
+            self._create_missing()
+            if now or time.monotonic() - self._page_shown_at >= PAGE_INTERVAL:
                 self._show_run()
-                self._page_made = time.monotonic()
+                self._page_shown_at = time.monotonic()
         except _TRANSIENT_ERRORS as error:
-            self._made = None  # what was sent may have come
+            self._existing = None  # a request may have arrived although it failed
             self._board.close()
             self._warn(error)
 
-    def _make_owed(self) -> None:
-        if self._made is None:
-            self._made = set(map(_iteration_of, self._board.descriptions(ITERATION)))
-        for index in sorted(self._owed):
-            if index not in self._made:
-                commits = self._owed[index] or self._run.ledger.commits(index)
+    def _create_missing(self) -> None:
+        if self._existing is None:
+            self._existing = set(map(_iteration_of, self._board.descriptions(ITERATION)))
+        for index in sorted(self._missing):
+            if index not in self._existing:
+                commits = self._missing[index] or self._run.ledger.commits(index)
                 flow_run = self._flow_runs.get(index, self._driver)
                 page = iteration_page(self._run.ledger, self._run.config, commits, self._samples(commits))
                 self._board.create(ITERATION, "markdown", page, _description(index), flow_run)
-                self._made.add(index)
-            del self._owed[index]
+                self._existing.add(index)
+            del self._missing[index]
             self._flow_runs.pop(index, None)
 
     def _samples(self, commits: Sequence[Commit]) -> list[Picked] | None:

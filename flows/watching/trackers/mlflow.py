@@ -8,7 +8,7 @@ and value once.
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,13 @@ _PARAMS, _LONGEST = 100, 500
 """Number of parameters in a request, and of characters of a value, at most."""
 
 
-def board(ledger: Ledger, config: RunConfig) -> Callable[[], "MlflowRun"]:
-    """Return a function that opens the run in MLflow, which may take seconds."""
-    return lambda: MlflowRun(ledger, config)
-
-
 class MlflowRun:
-    """The board of one run in MLflow."""
+    """The board of one run in MLflow. Opening it may take seconds."""
 
     def __init__(self, ledger: Ledger, config: RunConfig) -> None:
         from mlflow.tracking import MlflowClient
 
-        for name in ("mlflow", "alembic"):  # they tell of every table that they make
+        for name in ("mlflow", "alembic"):  # they log every table that they create
             logging.getLogger(name).setLevel(logging.WARNING)
         tracking = config.tracking
         create_database(tracking.mlflow_tracking_uri)
@@ -45,9 +40,9 @@ class MlflowRun:
         experiment = self._client.get_experiment_by_name(tracking.mlflow_experiment)
         place = experiment.experiment_id if experiment else self._client.create_experiment(tracking.mlflow_experiment)
         identity = ledger.manifest.identity
-        found = self._client.search_runs([place], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
-        if found:
-            self._run: str = found[0].info.run_id
+        existing = self._client.search_runs([place], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
+        if existing:
+            self._run: str = existing[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
         else:
             tags = {IDENTITY: identity, "cairn.store": ledger.store.url}
@@ -93,13 +88,13 @@ def create_database(uri: str) -> None:
     if not uri.startswith(_SQLITE) or file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{uuid4().hex}")
+    temporary = file.with_name(f"{file.name}.{uuid4().hex}")
     try:
-        MlflowClient(tracking_uri=f"{_SQLITE}{beside}").search_experiments(max_results=1)
-        with suppress(FileExistsError):  # somebody else was faster
-            os.link(beside, file)
+        MlflowClient(tracking_uri=f"{_SQLITE}{temporary}").search_experiments(max_results=1)
+        with suppress(FileExistsError):  # another driver was faster
+            os.link(temporary, file)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _allowed(name: str) -> str:

@@ -65,11 +65,11 @@ class EventFiles:
 
 def written(folder: Path) -> Written:
     """Return the points in the folder's event files. A truncated end is skipped."""
-    found = Written()
+    points = Written()
     for file in folder.glob("events.out.tfevents.*"):
         for record in RawEventFileLoader(str(file)).Load():
             event = Event.FromString(record)
             if event.summary.value:
                 is_evaluation = event.summary.value[0].tag.startswith("eval/")
-                (found.evaluations if is_evaluation else found.iterations).add(event.step)
-    return found
+                (points.evaluations if is_evaluation else points.iterations).add(event.step)
+    return points

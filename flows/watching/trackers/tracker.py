@@ -83,7 +83,7 @@ class Tracker:
         board.flush()
 
     def _add(self, iteration: int, commits: Iterable[Commit]) -> None:
-        self._ledger.require_lease()  # or the next driver has looked what is missing, and writes it
+        self._ledger.require_lease()  # else the next driver has queried the missing points and writes them
         board, commits = self._opened(), list(commits)
         wall_time = max(commit.committed_at for commit in commits)
         for trained, metrics in eval_metrics(commits).items():

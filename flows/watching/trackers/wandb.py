@@ -18,7 +18,7 @@ The axes in W&B's UI are `iteration` and, for evaluations, `trained`.
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cairn.configs.schema.run import RunConfig
@@ -54,9 +54,9 @@ def records(data: bytes) -> Iterator[bytes]:
         return
     place, record = len(_BEGIN), b""
     while place + _HEADER.size <= len(data):
-        left = _BLOCK - place % _BLOCK
-        if left < _HEADER.size:  # no piece begins there
-            place += left
+        remaining = _BLOCK - place % _BLOCK
+        if remaining < _HEADER.size:  # no piece begins there
+            place += remaining
             continue
         checksum, size, kind = _HEADER.unpack_from(data, place)
         place += _HEADER.size
@@ -69,13 +69,8 @@ def records(data: bytes) -> Iterator[bytes]:
             yield record
 
 
-_OF_ITERATIONS = ("rollout", "train", "perf", "age", "retries", "recovery", "alarm")
+_ITERATION_PREFIXES = ("rollout", "train", "perf", "age", "retries", "recovery", "alarm")
 """Prefixes of metric names of iterations."""
-
-
-def board(ledger: Ledger, config: RunConfig) -> Callable[[], "WandbRun"]:
-    """Return a function that opens the run in W&B, which may take seconds."""
-    return lambda: WandbRun(ledger, config)
 
 
 def run_id(ledger: Ledger) -> str:
@@ -84,7 +79,7 @@ def run_id(ledger: Ledger) -> str:
 
 
 class WandbRun:
-    """The board of one run in W&B."""
+    """The board of one run in W&B. Opening it may take seconds."""
 
     def __init__(self, ledger: Ledger, config: RunConfig) -> None:
         import wandb
@@ -111,7 +106,7 @@ class WandbRun:
         )
         if tracking.wandb_mode == "online":
             self._written = points_before(self._run.starting_step)
-        for prefix in _OF_ITERATIONS:
+        for prefix in _ITERATION_PREFIXES:
             self._run.define_metric(f"{prefix}/*", step_metric="iteration")
         self._run.define_metric("eval/*", step_metric="trained")
 

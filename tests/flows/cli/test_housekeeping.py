@@ -131,8 +131,8 @@ def test_delete_is_refused_with_a_sentence(ledger: Ledger) -> None:
     shared = cairn("delete", "toy", "--yes-delete", "toy", store=ledger)
     assert (shared.exit_code, "branch (up to iteration 3)" in shared.stderr) == (2, True)
     other = new_run(ledger.store, "other")
-    held = cairn("delete", "other", "--yes-delete", "other", store=other)
-    assert (held.exit_code, "run 'other' is driven by pid" in held.stderr) == (2, True)
+    denied = cairn("delete", "other", "--yes-delete", "other", store=other)
+    assert (denied.exit_code, "run 'other' is driven by pid" in denied.stderr) == (2, True)
     absent = cairn("delete", "none", "--yes-delete", "none", store=ledger)
     assert (absent.exit_code, "there is no run 'none'" in absent.stderr) == (2, True)
 

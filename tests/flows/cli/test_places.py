@@ -56,6 +56,6 @@ def test_a_terminal_without_unicode_is_told_all_that_it_can_show(monkeypatch: py
     print_json({"a": "\u2192"})
     print("\u2192")
     sys.stdout.flush()
-    told = sys.stdout.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
-    assert json.loads(told[: told.rindex("}") + 1]) == {"a": "\u2192"}
-    assert told.endswith("?\n")
+    output = sys.stdout.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert json.loads(output[: output.rindex("}") + 1]) == {"a": "\u2192"}
+    assert output.endswith("?\n")

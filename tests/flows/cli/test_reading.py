@@ -9,21 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.rollout import MOST_ITERATIONS
-from cairn.flows.cli import app
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.layout import LAST_NUMBER
 from cairn.storage.ledger.leases import Outcome
+from tests.commands import cairn
 from tests.flows.written_runs import new_run, write_iteration, write_run
 
 CAIRN = Path(sys.executable).with_name("cairn")
-
-
-def cairn(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
 
 
 @pytest.fixture

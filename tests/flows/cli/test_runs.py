@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.tokenizers import load_tokenizer
-from cairn.flows.cli import app
 from cairn.flows.driver.sources import input_digests
 from cairn.flows.iteration import collect, iteration
 from cairn.storage.ledger.commits import Step
@@ -24,6 +22,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.tasks.data.prompts import PromptData
 from tests.background import in_background
+from tests.commands import cairn
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context
 
 CAIRN = Path(sys.executable).with_name("cairn")
@@ -55,13 +54,8 @@ def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subproc
     )
 
 
-def read(*arguments: str) -> Result:
-    """What a command says that needs no process of its own."""
-    return CliRunner().invoke(app, arguments)
-
-
 def status(name: str) -> dict[str, Any]:
-    return json.loads(read("status", name, "--json").stdout)
+    return json.loads(cairn("status", name, "--json").stdout)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +74,7 @@ def test_a_run_trains_to_its_end_with_an_engine_a_trainer_and_a_prefect_server_o
     done = status("origin")
     assert (done["state"], done["iterations"], done["weight_version"]) == ("completed", 4, 4)
     assert done["state_digest"] in trained.stdout
-    assert json.loads(read("verify", "origin", "--json").stdout)["findings"] == []
+    assert json.loads(cairn("verify", "origin", "--json").stdout)["findings"] == []
 
 
 @pytest.mark.slow
@@ -132,12 +126,12 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     assert done["state_digest"] in resumed.stdout
     assert list((folder / "board" / "short").glob("events.*"))
 
-    verified = json.loads(read("verify", "short", "--json").stdout)
+    verified = json.loads(cairn("verify", "short", "--json").stdout)
     assert (verified["findings"], verified["retired"] > 0) == ([], True), "the driver removed older files"
-    assert json.loads(read("gc", "short", "--json").stdout)["retention"] == [], "all that it could"
+    assert json.loads(cairn("gc", "short", "--json").stdout)["retention"] == [], "all that it could"
 
-    again = read("train", "short.yaml")
-    assert (again.exit_code, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
+    continued = cairn("train", "short.yaml")
+    assert (continued.exit_code, continued.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
 
 
 @pytest.mark.slow
@@ -147,13 +141,13 @@ def test_a_run_that_learns_from_its_data_goes_on_where_it_was_interrupted(
 ) -> None:
     rows = [{"prompt": prompt, "response": "7 7", "chosen": "7 7", "rejected": "1 2 3"} for prompt in PROMPTS]
     (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = learns == "demonstrations"
+    values = learns == "demonstrations"
     config = RunConfig.model_validate(
         {
             "model": {"path": str(tiny_assets / "model")},
-            "data": {"path": "responses.jsonl"} | ({"response_key": "response"} if given else {}),
+            "data": {"path": "responses.jsonl"} | ({"response_key": "response"} if values else {}),
             "rollout": {"num_rollout": 3, "rollout_batch_size": 4},
-            "algorithm": {"loss_type": "sft_loss"} if given else {"advantage_estimator": "dpo"},
+            "algorithm": {"loss_type": "sft_loss"} if values else {"advantage_estimator": "dpo"},
             "training": {"lr": 1e-4, "num_threads": 1},
             "checkpoint": {"save_interval": 2},
             "tracking": {"tensorboard_dir": None},
@@ -168,7 +162,7 @@ def test_a_run_that_learns_from_its_data_goes_on_where_it_was_interrupted(
     assert f"run {learns}: continuing at iteration 1 of 3" in resumed.stdout
     assert [index for index in range(3) if f"\n[{index + 1}/3] iteration {index}  " in resumed.stdout] == [1, 2]
     assert (status(learns)["state"], status(learns)["weight_version"]) == ("completed", 3)
-    assert read("verify", learns).exit_code == 0
+    assert cairn("verify", learns).exit_code == 0
 
 
 @pytest.mark.slow
@@ -176,7 +170,7 @@ def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     trained: subprocess.CompletedProcess[str], folder: Path, api_url: str
 ) -> None:
     assert trained.returncode == 0, trained.stderr
-    made = read("fork", "origin@1", "faster", "--set", "training.lr=0.002")
+    made = cairn("fork", "origin@1", "faster", "--set", "training.lr=0.002")
     assert made.stdout == (
         "run faster shares iterations 0 to 1 with origin and computes 2 to 3 itself\n"
         "  training.lr: 0.001 → 0.002\n"
@@ -190,17 +184,17 @@ def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     saved = Ledger.open(open_store(str(folder)), "faster").find(0, Step.CHECKPOINT)
     assert saved is not None, "of what iteration 2 samples from"
     assert saved.run == "faster"
-    assert read("verify", "faster").exit_code == 0
+    assert cairn("verify", "faster").exit_code == 0
 
-    compared = read("diff", "origin", "faster", "--json")
+    compared = cairn("diff", "origin", "faster", "--json")
     assert compared.exit_code == 1
     parting = json.loads(compared.stdout)
     assert (parting["parts_at"], parting["options"]) == ("000002/train", [["training.lr", 0.001, 0.002]])
 
-    again = run("replay", "faster", "2", "train")
-    assert (again.returncode, again.stdout) == (0, "000002/train: equal, bit for bit\n")
-    assert read("replay", "faster", "7", "train").exit_code == 2
-    assert read("replay", "faster", "2", "training").exit_code == 2
+    continued = run("replay", "faster", "2", "train")
+    assert (continued.returncode, continued.stdout) == (0, "000002/train: equal, bit for bit\n")
+    assert cairn("replay", "faster", "7", "train").exit_code == 2
+    assert cairn("replay", "faster", "2", "training").exit_code == 2
 
 
 @pytest.mark.proof

@@ -12,26 +12,21 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
 from cairn.configs.loader import load
-from cairn.flows.cli import app
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.signals import EXIT_CODE, NOTICES
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from tests.background import in_background
+from tests.commands import cairn
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
 CAIRN = Path(sys.executable).with_name("cairn")
-
-
-def cairn(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -73,11 +73,11 @@ def test_what_no_run_could_have_is_refused_in_the_form(
 def test_what_was_filled_in_changes_the_recipe_and_nothing_else() -> None:
     filled: Any = {"seed": 7, "rollout": {"num_rollout": 3}, "training": {"lr": 1e-3, "lora": {"r": 4}}}
     overrides = list(Options.model_validate(filled).overrides())
-    given = load(ROOT / RECIPE, overrides)
+    form = load(ROOT / RECIPE, overrides)
     plain = load(ROOT / RECIPE)
-    assert (given.seed, given.rollout.num_rollout, given.training.lr, given.training.lora.r) == (7, 3, 1e-3, 4)
+    assert (form.seed, form.rollout.num_rollout, form.training.lr, form.training.lora.r) == (7, 3, 1e-3, 4)
     assert len(overrides) == 4
-    assert given.reward == plain.reward
+    assert form.reward == plain.reward
     assert list(Options().overrides()) == []
 
 

@@ -81,8 +81,8 @@ def operated(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path) -> Ite
     gated = tiny_config(tiny_assets, rollout={"num_rollout": 2}, approval={"before": [1], "wait": False})
     (folder / "recipes" / "gated.yaml").write_text(yaml.safe_dump(gated.model_dump(mode="json")))
     # Of its events an embedded server keeps none by itself.
-    kept = {"PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "true"}
-    with in_background(CAIRN, "up", "--port", "0", cwd=folder, **kept) as up:
+    stored = {"PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "true"}
+    with in_background(CAIRN, "up", "--port", "0", cwd=folder, **stored) as up:
         yield Operated(folder, url_of(up))
         up.send_signal(signal.SIGINT)
         up.communicate(timeout=120)

@@ -35,11 +35,11 @@ def test_what_people_set_stays_when_the_deployments_are_made_again(api_url: str)
         body = [{"schedule": IntervalSchedule(interval=timedelta(days=1)).model_dump(mode="json"), "active": True}]
         client.request("POST", f"/deployments/{first.id}/schedules", json=body)
         client.request("PATCH", f"/deployments/{first.id}", json={"paused": True})
-        again = deploy("/second")
-    assert again.id == first.id
-    assert [one.schedule.interval for one in again.schedules] == [timedelta(days=1)]  # type: ignore[union-attr]
-    assert again.paused
-    assert again.parameters == {"store": "/second"}
+        redeployed = deploy("/second")
+    assert redeployed.id == first.id
+    assert [one.schedule.interval for one in redeployed.schedules] == [timedelta(days=1)]  # type: ignore[union-attr]
+    assert redeployed.paused
+    assert redeployed.parameters == {"store": "/second"}
 
 
 @pytest.mark.proof

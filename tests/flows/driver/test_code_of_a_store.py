@@ -61,7 +61,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def kept(tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, str]:
+def forged_run(tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, str]:
     """A run of one iteration with a fork, and a file of code among the runs."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -163,9 +163,9 @@ def typed(store: str) -> Iterator[list[str]]:
 
 
 def test_no_command_imports_what_a_manifest_names(
-    kept: tuple[Ledger, str], imported: list[str], tiny_assets: Path
+    forged_run: tuple[Ledger, str], imported: list[str], tiny_assets: Path
 ) -> None:
-    ledger, evil = kept
+    ledger, evil = forged_run
     own = tiny_config(tiny_assets, reward={"custom_rm_path": None, "rm_type": "exact_match"})
     Path("recipe.yaml").write_text(yaml.safe_dump(own.model_dump(mode="json")))
     name_everywhere(ledger.store, "tiny", evil)
@@ -177,15 +177,17 @@ def test_no_command_imports_what_a_manifest_names(
     assert (imported, traces) == ([], [])
 
 
-def test_a_bundle_takes_no_code_from_a_store(kept: tuple[Ledger, str], imported: list[str], tmp_path: Path) -> None:
-    ledger, evil = kept
+def test_a_bundle_takes_no_code_from_a_store(
+    forged_run: tuple[Ledger, str], imported: list[str], tmp_path: Path
+) -> None:
+    ledger, evil = forged_run
     forge(ledger.store, layout.run_manifest("tiny"), lambda f: f["config"]["reward"].update(custom_rm_path=evil))
     assert bundle(Ledger.open(ledger.store, "tiny"), 0, 0, tmp_path / "sample.zip").grader is None
     assert imported == []
 
 
-def test_no_weights_are_exported_into_a_model_of_a_store(kept: tuple[Ledger, str], tmp_path: Path) -> None:
-    ledger, _ = kept
+def test_no_weights_are_exported_into_a_model_of_a_store(forged_run: tuple[Ledger, str], tmp_path: Path) -> None:
+    ledger, _ = forged_run
     shown = f"{ledger.store.url}/evals/model"
     forge(ledger.store, layout.run_manifest("tiny"), lambda fields: fields["config"]["model"].update(path=shown))
     with pytest.raises(ConfigError, match=r"model\.path is .* a store may not name a model among its own files"):
@@ -194,9 +196,9 @@ def test_no_weights_are_exported_into_a_model_of_a_store(kept: tuple[Ledger, str
 
 @pytest.mark.proof
 def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
-    kept: tuple[Ledger, str], imported: list[str], tiny_assets: Path
+    forged_run: tuple[Ledger, str], imported: list[str], tiny_assets: Path
 ) -> None:
-    ledger, evil = kept
+    ledger, evil = forged_run
     store = ledger.store
     manifest = canonical.unseal(store.read(layout.run_manifest("tiny")))
     names = ("schema_version", "run", "config", "inputs", "rules", "code_version")
@@ -227,8 +229,8 @@ def test_every_folder_of_a_store_is_known_and_none_is_at_hand(tmp_path: Path, mo
     assert [folder for folder, file in evil.items() if is_at_hand(file, LocalStore("."))] == []
 
 
-def test_status_of_a_run_is_told_all_the_same(kept: tuple[Ledger, str], imported: list[str]) -> None:
-    ledger, evil = kept
+def test_status_of_a_run_is_told_all_the_same(forged_run: tuple[Ledger, str], imported: list[str]) -> None:
+    ledger, evil = forged_run
     name_everywhere(ledger.store, "tiny", evil)
     assert run_status(ledger.store, "tiny").iterations
     assert imported == []

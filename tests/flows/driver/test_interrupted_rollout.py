@@ -83,20 +83,20 @@ def test_a_sample_that_had_finished_is_kept_though_its_group_had_not(tiny_assets
         iteration(run, DirectSteps(run), 0)
 
     fleet = LocalFleet(config)
-    asked: list[RequestId] = []
+    requested: list[RequestId] = []
     generate = fleet.rollout[0].generate
 
     def counting(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        asked.extend(request.request_id[:2] for request in requests)
+        requested.extend(request.request_id[:2] for request in requests)
         return generate(requests)
 
     fleet.rollout[0].open = calls(counting)  # type: ignore[method-assign]
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
         iteration(run, DirectSteps(run), 0)
         assert train_digests(run, [0]) == undisturbed
-        kept = GROUPS * SAMPLES - len(asked)
-        assert kept >= 9
-        groups = {group for group, _ in asked}
-        assert len(groups) > GROUPS - kept // SAMPLES, "the witness of a group that was part done"
-        (again,) = [commit for commit in run.ledger.commits(0) if commit.step is Step.ROLLOUT]
-        assert again.metrics["generated_groups"] == len(groups)
+        stored = GROUPS * SAMPLES - len(requested)
+        assert stored >= 9
+        groups = {group for group, _ in requested}
+        assert len(groups) > GROUPS - stored // SAMPLES, "the witness of a group that was part done"
+        (repeated,) = [commit for commit in run.ledger.commits(0) if commit.step is Step.ROLLOUT]
+        assert repeated.metrics["generated_groups"] == len(groups)

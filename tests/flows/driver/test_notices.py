@@ -161,12 +161,12 @@ def test_cancel_in_the_drivers_own_prefect_ends_it_when_a_person_started_it(conf
         assert_says_so(driver, out, errors)
         assert "This run was cancelled in Prefect" in out + errors
     assert_preempted(tmp_path)
-    again = Server(tmp_path / PREFECT_HOME)
+    second = Server(tmp_path / PREFECT_HOME)
     try:
-        again.wait_ready()
-        assert is_cancelled(httpx.Client(base_url=again.api_url, timeout=60), flow_run["id"])
+        second.wait_ready()
+        assert is_cancelled(httpx.Client(base_url=second.api_url, timeout=60), flow_run["id"])
     finally:
-        again.stop()
+        second.stop()
 
 
 SERVE = "from cairn.flows.train import train; train.serve(name='cancelled', print_starting_message=False)"

@@ -78,7 +78,7 @@ def test_a_rollout_that_is_preempted_keeps_what_had_finished_and_the_weights_and
 
     def drive() -> None:
         with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _), ending.in_order():
-            ending.works(run)
+            ending.set_run(run)
             for index in range(3):
                 iteration(run, DirectSteps(run), index)
 
@@ -96,8 +96,8 @@ def test_a_rollout_that_is_preempted_keeps_what_had_finished_and_the_weights_and
         assert train_digests(run, range(3)) == undisturbed
         rollout = run.committed(2, Step.ROLLOUT, "00-000")
     assert rollout.metrics["recovered_groups"] == GROUPS // 2
-    told = [event.text for event in events if isinstance(event, Message)]
-    assert "Restoring weight version 2 from the checkpoint of iteration 1; 0 committed step(s) to replay" in told
+    messages = [event.text for event in events if isinstance(event, Message)]
+    assert "Restoring weight version 2 from the checkpoint of iteration 1; 0 committed step(s) to replay" in messages
 
 
 def test_weights_are_saved_once_and_only_where_the_engine_holds_those_of_the_ledger(
@@ -125,9 +125,9 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_driver(
     store = open_store(str(tmp_path))
     lease = Lease.acquire(store, "run-1")
     monkeypatch.setattr(store, "create", away)
-    ended = KeyboardInterrupt()
-    assert not _releasing(lease)(KeyboardInterrupt, ended, None)
-    assert ended.__notes__ == ["StoreError meanwhile: the store is away"]
+    with pytest.raises(KeyboardInterrupt) as ended, _releasing(lease):
+        raise KeyboardInterrupt
+    assert ended.value.__notes__ == ["StoreError meanwhile: the store is away"]
 
 
 NOTICES = [signal.SIGTERM, signal.SIGUSR1]
@@ -159,10 +159,10 @@ class Driver:
     """Its process."""
 
     def __init__(self, store: Path, then: str = "leave", grace: float = 600) -> None:
-        self._said, ours = FORKS.Pipe(duplex=False)
-        self.process = FORKS.Process(target=drive_nothing, args=(ours, store, grace, then))
+        self._said, child_end = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(target=drive_nothing, args=(child_end, store, grace, then))
         self.process.start()
-        ours.close()
+        child_end.close()
         self.says("ready")
 
     def says(self, word: str) -> None:

@@ -22,9 +22,9 @@ from cairn.storage.store.local import LocalStore
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 
-def problems(config: RunConfig, store: LocalStore, given: RunConfig | None = None) -> list[str]:
+def problems(config: RunConfig, store: LocalStore, user_config: RunConfig | None = None) -> list[str]:
     try:
-        trust.require_trusted(config, store, given)
+        trust.require_trusted(config, store, user_config)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -97,7 +97,7 @@ def test_what_a_store_may_not_set_the_user_may(tiny_assets: Path, store: LocalSt
     for option, sections in REFUSED:
         set_by_store = {section: with_store(values, store) for section, values in sections.items()}
         config = tiny_config(tiny_assets, **{**plain, **set_by_store})
-        found, found_of_user = problems(config, store), problems(config, store, given=config)
+        found, found_of_user = problems(config, store), problems(config, store, user_config=config)
         named = [problem.partition(" is ")[0] for problem in found] == [option]
         if not named or "`cairn train RECIPE --run NAME`" not in found[0] or found_of_user:
             wrong.append((option, sections, found, found_of_user))

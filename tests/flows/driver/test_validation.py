@@ -77,9 +77,9 @@ def test_a_tokenizer_s_end_token_that_stops_no_engine_is_told_before_a_new_run(
     assert problem.endswith(f"or set rollout.rollout_stop_token_ids=[{tokenizer.eos_token_id}]")
     assert setup_problems(config(other, data, rollout=way_out)) == []
     assert setup_problems(config(other, data, rollout={"rollout_stop": ["<|im_end|>"]})) == []
-    given = json.loads((other / "generation_config.json").read_text())
+    inputs = json.loads((other / "generation_config.json").read_text())
     ends = [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    (other / "generation_config.json").write_text(json.dumps(given | {"eos_token_id": ends}))
+    (other / "generation_config.json").write_text(json.dumps(inputs | {"eos_token_id": ends}))
     assert setup_problems(config(other, data)) == []
     (other / "generation_config.json").write_text("{")
     (problem,) = setup_problems(config(other, data))
@@ -414,8 +414,8 @@ def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_na
     base = {"num_rollout": 1, "rollout_batch_size": 24, "rollout_max_response_len": 16}
     unnamed = {}
     for sections, problem in IMPOSSIBLE:
-        given = sections | {"rollout": base | sections.get("rollout", {})}
-        found = setup_problems(config(model, data, **given))
+        inputs = sections | {"rollout": base | sections.get("rollout", {})}
+        found = setup_problems(config(model, data, **inputs))
         if not any(problem in sentence for sentence in found):
             unnamed[problem] = found
     assert unnamed == {}

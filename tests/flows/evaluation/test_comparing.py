@@ -112,8 +112,8 @@ def test_a_regression_opens_the_gate_of_its_run_once_and_only_where_asked(tmp_pa
     assert "worse against before" in compared("--baseline", "before").stderr
     assert ledger.decisions.gates() == {}
     for _ in range(2):
-        told = compared("--baseline", "before", "--gate-on-regression").stderr
-    assert "already waits for this reason" in told
+        messages = compared("--baseline", "before", "--gate-on-regression").stderr
+    assert "already waits for this reason" in messages
     (gate,) = ledger.decisions.all()
     assert gate.what == Gate(iteration=1, cause="asked")
     assert "toy@0: worse against before, 0.000 after 1.000" in (gate.why or "")

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.evaluation import Benchmark, EngineOptions
 from cairn.engines.agents.episodes.samples import SampleEngine
-from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.flows.cli import app
-from cairn.flows.evaluation.asking import benchmarks_of
+from cairn.flows.evaluation.benchmarks import benchmarks_of
 from cairn.flows.evaluation.evaluating import EvaluationResult, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
 from cairn.storage.evals import folders, read_samples
 from cairn.storage.ledger.schemas import EVALUATED
 from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
+from tests.commands import cairn
 from tests.waiting import wait_for
 
 BENCHMARK = """
@@ -60,20 +58,6 @@ def evaluated(
     return found
 
 
-def cairn(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts one has failed."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(TransformersEngine, "__init__", refuse)
-
-
 def test_a_result_holds_every_sample_with_its_tokens_log_probs_seed_and_grader(
     first: "tuple[Store, EvaluationResult]",
 ) -> None:
@@ -97,9 +81,9 @@ def test_a_result_holds_every_sample_with_its_tokens_log_probs_seed_and_grader(
 def test_what_was_computed_is_found(
     first: "tuple[Store, EvaluationResult]", tiny_assets: Path, benchmark_file: Path
 ) -> None:
-    again = evaluated(first[0], tiny_assets / "model", benchmark_file)
-    assert not again.computed
-    assert again.result == first[1].result
+    second = evaluated(first[0], tiny_assets / "model", benchmark_file)
+    assert not second.computed
+    assert second.result == first[1].result
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -155,20 +139,20 @@ def test_another_number_format_has_a_result_of_its_own(
 def test_samples_that_were_finished_before_a_failure_are_not_sampled_again(
     tiny_assets: Path, benchmark_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Any
 ) -> None:
-    store, asked = open_store(str(tmp_path)), []
+    store, requested = open_store(str(tmp_path)), []
     generate = SampleEngine.generate
 
     def failing(self: Any, samples: Any, *rest: Any) -> Iterator[Any]:
-        asked.append({sample.key for sample in samples})
-        yield from generate(self, samples[:3] if len(asked) == 1 else samples, *rest)
-        if len(asked) == 1:
+        requested.append({sample.key for sample in samples})
+        yield from generate(self, samples[:3] if len(requested) == 1 else samples, *rest)
+        if len(requested) == 1:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(SampleEngine, "generate", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluated(store, tiny_assets / "model", benchmark_file)
     found = evaluated(store, tiny_assets / "model", benchmark_file)
-    assert [len(keys) for keys in asked] == [8, 5]
+    assert [len(keys) for keys in requested] == [8, 5]
     columns = ["response_ids", "log_probs", "reward", "seed"]
     assert (
         read_samples(store, found.result)
@@ -237,10 +221,10 @@ def test_of_two_processes_one_computes_and_what_a_killed_one_finished_stays(
     wait_for(lambda: len(parts()) >= 2, seconds=60)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    kept = parts()
+    stored = parts()
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) for _ in range(2)]
     answers = [json.loads(process.communicate(timeout=120)[0])[0] for process in both]
     assert sorted(one["computed"] for one in answers) == [False, True]
     assert answers[0]["digest"] == answers[1]["digest"]
     assert answers[0]["epoch"] == 2
-    assert kept
+    assert stored

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cairn.flows.evaluation.models import WHY, keep_pinned, models_of
+from cairn.flows.evaluation.models import WHY, models_of, temporary_pin
 from cairn.flows.export import model as exporting
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.decisions import pinned
@@ -35,7 +35,7 @@ def test_an_iteration_is_pinned_as_long_as_anybody_copies_its_weights_and_a_pers
         assert (reasons, pinned(ledger.decisions.all())) == ([WHY], {})
 
         for ends_first in (0, 1):
-            copies = [keep_pinned(ledger, 0), keep_pinned(ledger, 0)]
+            copies = [temporary_pin(ledger, 0), temporary_pin(ledger, 0)]
             for copy in copies:
                 copy.__enter__()
             copies[ends_first].__exit__(None, None, None)

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
-from cairn.flows.evaluation.asking import benchmarks_of, own_benchmarks
+from cairn.flows.evaluation.benchmarks import benchmarks_of, own_benchmarks
 from cairn.flows.evaluation.evaluating import EvaluationResult, evaluate_models
 from cairn.flows.evaluation.models import benchmarks_of_run, models_of
 from cairn.flows.iteration import iteration
@@ -68,17 +67,7 @@ def driven(config: RunConfig, fleet: LocalFleet, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts one of an evaluation's own has failed."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(TransformersEngine, "__init__", refuse)
-
-
-@pytest.fixture
-def asked(fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def requested(fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The samples that the run's engine was asked for."""
     engine, found = fleet.rollout[0], list[object]()
     generate = engine.generate_samples
@@ -106,9 +95,10 @@ def results_of(store: Store) -> list[str]:
     return list(folders(store))
 
 
-def same(ours: Commit, our_rows: pa.Table, theirs: Commit, their_rows: pa.Table) -> bool:
+def same(one: Commit, rows: pa.Table, other: Commit, other_rows: pa.Table) -> bool:
     """Whether two steps committed the same, bit for bit, but for what was measured and where it came from."""
-    return (ours.metrics, ours.environment) == (theirs.metrics, theirs.environment) and our_rows.equals(their_rows)
+    equal = (one.metrics, one.environment) == (other.metrics, other.environment)
+    return equal and rows.equals(other_rows)
 
 
 def test_stop_strings_end_the_responses_of_a_run_and_of_its_benchmarks(
@@ -161,7 +151,7 @@ def test_what_would_change_nothing_of_a_runs_own_benchmark_is_refused(
 
 
 def test_another_run_of_the_store_takes_the_result_and_commits_what_it_would_have_computed(
-    driven: tuple[Store, pa.Table], config: RunConfig, fleet: LocalFleet, asked: list[object]
+    driven: tuple[Store, pa.Table], config: RunConfig, fleet: LocalFleet, requested: list[object]
 ) -> None:
     store, rows = driven
     first = Ledger.open(store, "tiny").find(0, Step.EVAL, INITIAL)
@@ -169,22 +159,22 @@ def test_another_run_of_the_store_takes_the_result_and_commits_what_it_would_hav
     with tiny_context(store.url, config, name="second", fleet=fleet) as (run, events):
         commit = initial(run)
         assert same(commit, run.read(commit), first, rows)
-    assert asked == []
+    assert requested == []
     assert first.values == {"benchmark": "heldout"}
     assert commit.values["found"] in results_of(store)
-    (told,) = (event.text for event in events if isinstance(event, Message))
-    assert "evaluated for run tiny; nothing is sampled" in told
+    (messages,) = (event.text for event in events if isinstance(event, Message))
+    assert "evaluated for run tiny; nothing is sampled" in messages
 
 
 def test_a_run_takes_what_was_evaluated_apart_from_it_and_it_is_what_the_run_would_have_computed(
-    driven: tuple[Store, pa.Table], config: RunConfig, fleet: LocalFleet, asked: list[object], tmp_path: Path
+    driven: tuple[Store, pa.Table], config: RunConfig, fleet: LocalFleet, requested: list[object], tmp_path: Path
 ) -> None:
     first = Ledger.open(driven[0], "tiny").find(0, Step.EVAL, INITIAL)
     assert first is not None
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         apart = evaluated(run.ledger.store, "tiny@initial")
         commit = initial(run)
-        assert (apart.computed, apart.result.adopted, asked) == (True, None, [])
+        assert (apart.computed, apart.result.adopted, requested) == (True, None, [])
         assert "found" in commit.values
         assert same(commit, run.read(commit), first, driven[1])
 
@@ -193,7 +183,7 @@ def test_who_is_killed_between_result_and_commit_finds_the_result_and_grades_not
     driven: tuple[Store, pa.Table],
     config: RunConfig,
     fleet: LocalFleet,
-    asked: list[object],
+    requested: list[object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,17 +195,17 @@ def test_who_is_killed_between_result_and_commit_finds_the_result_and_grades_not
         with pytest.raises(Killed):
             initial(run)
         assert len(results_of(run.ledger.store)) == 1
-    del asked[:]
+    del requested[:]
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         commit = initial(run)
-        assert (asked, "found" in commit.values, run.read(commit).equals(driven[1])) == ([], True, True)
+        assert (requested, "found" in commit.values, run.read(commit).equals(driven[1])) == ([], True, True)
 
 
 def test_what_was_computed_elsewhere_is_not_taken_and_stays_as_it_was(
     driven: tuple[Store, pa.Table],
     config: RunConfig,
     fleet: LocalFleet,
-    asked: list[object],
+    requested: list[object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bits are claimed to be equal between equal environments only."""
@@ -225,12 +215,12 @@ def test_what_was_computed_elsewhere_is_not_taken_and_stays_as_it_was(
         other = engines_environment(run).model_copy(update={"device": "another processor"})
         monkeypatch.setattr(fleet, "generating_environment", lambda engine: other)
         commit = initial(run)
-        assert (len(asked), "found" in commit.values, run.read(commit).equals(rows)) == (8, False, True)
+        assert (len(requested), "found" in commit.values, run.read(commit).equals(rows)) == (8, False, True)
     assert evaluated(store, "tiny@initial").result == before
 
 
 def test_a_run_waits_for_nobody_who_computes_the_same(
-    config: RunConfig, fleet: LocalFleet, tmp_path: Path, asked: list[object], monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, fleet: LocalFleet, tmp_path: Path, requested: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And who asks while the run computes waits for the run's result."""
     store = open_store(str(tmp_path))
@@ -241,17 +231,17 @@ def test_a_run_waits_for_nobody_who_computes_the_same(
         if not claimed:
             (folder,) = results_of(store)
             claimed.append(claimant(store, folder))
-            with tiny_context(str(tmp_path), config, name="beside", fleet=fleet) as (beside, _):
-                claimed.append(initial(beside))
+            with tiny_context(str(tmp_path), config, name="beside", fleet=fleet) as (sibling, _):
+                claimed.append(initial(sibling))
         return generate(*args)
 
     monkeypatch.setattr(fleet.rollout[0], "generate_samples", inside)
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         commit = initial(run)
-    state, beside = claimed
-    assert isinstance(beside, Commit)
+    state, sibling = claimed
+    assert isinstance(sibling, Commit)
     assert state is not None
-    assert ("found" in commit.values, "found" in beside.values, len(asked)) == (False, False, 16)
+    assert ("found" in commit.values, "found" in sibling.values, len(requested)) == (False, False, 16)
     assert evaluated(store, "tiny@initial").result.adopted == f"tiny/000000/eval.{INITIAL}"
 
 
@@ -275,6 +265,6 @@ def test_where_samples_failed_no_result_is_left_and_what_was_sampled_is_taken_ov
     assert (found.computed, found.result.adopted) == (True, f"tiny/{commit.name}@{commit.digest}")
     taken = read_samples(store, found.result)
     for column in {"response_ids", "log_probs", "reward", "seed", "finish_reason", "response_text"} - MEASURED:
-        ours, theirs = taken[column].to_pylist(), rows[column].to_pylist()
-        assert ours == theirs, column
+        own_result, run_result = taken[column].to_pylist(), rows[column].to_pylist()
+        assert own_result == run_result, column
     assert not evaluated(store, "tiny@initial").computed

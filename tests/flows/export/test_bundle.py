@@ -7,19 +7,14 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from cairn.flows.cli import app
 from cairn.flows.export.bundle import CONTENTS
 from cairn.flows.iteration import iteration
 from cairn.storage.store import canonical
+from tests.commands import cairn
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ROLLOUT = "/rollout/"
-
-
-def cairn(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +77,8 @@ def contents_with(**changes: Any) -> Callable[[str, bytes], bytes]:
         if name != CONTENTS:
             return data
         fields = canonical.unseal(data)
-        given = {**fields["given"], **changes.get("given", {})}
-        return canonical.seal({**fields, **changes, "given": given})
+        grader_input = {**fields["given"], **changes.get("given", {})}
+        return canonical.seal({**fields, **changes, "given": grader_input})
 
     return tampering
 

@@ -56,13 +56,13 @@ def opened(made: str, monkeypatch: pytest.MonkeyPatch) -> Opened:
     names: Opened = []
 
     @contextmanager
-    def beside(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> Iterator[RunContext]:
+    def context(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> Iterator[RunContext]:
         names.append(f"{ledger.run}, trainer" if trains_only else ledger.run)
         config = RunConfig.model_validate(ledger.manifest.config)
         with tiny_context(made, config, ledger.run) as (run, _):
             yield run
 
-    monkeypatch.setattr(module, "read_only_context", beside)
+    monkeypatch.setattr(module, "read_only_context", context)
     return names
 
 
@@ -80,11 +80,11 @@ def test_every_commit_is_done_again_once_and_engines_start_once(
 ) -> None:
     ledger = Ledger.open(open_store(made), name)
     before = open_store(made).find("runs")
-    told: list[str] = []
-    found = replay_all(ledger, tell=lambda again: told.append(again.name))
-    assert sorted(again.name for again in found) == commits_of(ledger)
-    assert [again.differences for again in found] == [()] * len(found)
-    assert told == [again.name for again in found]
+    replayed: list[str] = []
+    found = replay_all(ledger, on_replayed=lambda one: replayed.append(one.name))
+    assert sorted(replayed_step.name for replayed_step in found) == commits_of(ledger)
+    assert [replayed_step.differences for replayed_step in found] == [()] * len(found)
+    assert replayed == [replayed_step.name for replayed_step in found]
     assert opened == engines
     assert {path for path in open_store(made).find("runs") if "/leases/" not in path} == {
         path for path in before if "/leases/" not in path
@@ -144,8 +144,8 @@ def test_the_weights_come_out_the_same_from_the_committed_batches_with_a_trainer
 def test_the_first_update_that_gives_other_weights_is_named(
     made: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(*given: Any) -> TrainBatch:
-        batch = train_batch(*given)
+    def other(*recorded: Any) -> TrainBatch:
+        batch = train_batch(*recorded)
         assert batch.advantages is not None
         return dataclasses.replace(batch, advantages=[2 * advantages for advantages in batch.advantages])
 
@@ -175,9 +175,9 @@ def test_what_was_redacted_is_no_difference_and_not_done_again(made: str, opened
     with tiny_context(made, RunConfig.model_validate(ledger.manifest.config), "tiny") as (run, _):
         prompt = run.read(commit, ["prompt_index"]).column(0)[0].as_py()
     redact(ledger, prompt)
-    found = {again.name: again for again in replay_all(ledger)}
-    assert [again.differences for again in found.values()] == [()] * len(found)
-    done = {name for name, again in found.items() if again.skipped is None}
+    found = {replayed_step.name: replayed_step for replayed_step in replay_all(ledger)}
+    assert [replayed_step.differences for replayed_step in found.values()] == [()] * len(found)
+    done = {name for name, replayed_step in found.items() if replayed_step.skipped is None}
     assert {name for name in found if name.startswith("000000/")} | {"000001/checkpoint", "000001/sync"} <= done
     for name in ("000001/rollout.00-000", "000001/train"):
         assert (found[name].skipped or "").startswith("decision 1 has redacted samples of 000001/")

@@ -24,6 +24,7 @@ from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.retention import retire
 from examples.quickstart.model import build_tokenizer
 from tests.flows import written_runs
+from tests.flows.written_runs import bytes_of
 
 GRADERS = """
 def right(response, label, metadata):
@@ -99,10 +100,6 @@ def figures(samples: int, changed: int, means: tuple[float, float], failed: tupl
     }
 
 
-def bytes_of(store: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
-
-
 def test_the_same_grader_changes_nothing_and_nothing_of_the_store_is_changed(folder: Path) -> None:
     before = bytes_of(folder / "store")
     found = answer("toy")
@@ -174,9 +171,9 @@ def test_a_grader_of_texts_needs_no_tokenizer_unless_thoughts_end_with_a_special
     ids = tokenizer.encode(r"\boxed{5}</think>It is 4.")
 
     def thought(*place: Any) -> pa.Table:
-        told = {"response_text": r"\boxed{5}It is 4.", "response_ids": ids}
+        messages = {"response_text": r"\boxed{5}It is 4.", "response_ids": ids}
         per_token = {"log_probs": [-0.5] * len(ids), "loss_mask": [1] * len(ids), "weight_versions": [0] * len(ids)}
-        return rows_with(rollout_table(*place), ROLLOUT, {}, **told, **per_token)
+        return rows_with(rollout_table(*place), ROLLOUT, {}, **messages, **per_token)
 
     monkeypatch.setattr(written_runs, "rollout_table", thought)
     monkeypatch.chdir(tmp_path)

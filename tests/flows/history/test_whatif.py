@@ -22,7 +22,7 @@ from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.retention import retire
 from cairn.tasks.batch.batch import arrays
 from tests.flows import written_runs
-from tests.flows.written_runs import config_of
+from tests.flows.written_runs import bytes_of, config_of
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ESTIMATORS = """
@@ -60,10 +60,6 @@ def refusal(*arguments: str | Path, store: str = "store") -> str:
     result = cairn(*arguments, store=store)
     assert result.exit_code == 2, result.output
     return " ".join(result.stderr.split())
-
-
-def bytes_of(store: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
 
 
 def test_advantages_that_would_have_been_the_same_are_said_to_be_and_the_store_stays_as_it_is(folder: Path) -> None:
@@ -194,7 +190,7 @@ def test_it_tells_bit_for_bit_what_a_run_of_that_algorithm_has(tiny_assets: Path
             assert committed is not None
             table = read_table(other.store, "tiny", committed.outputs[0])
             for column in ("advantages", "returns"):
-                ours, theirs = arrays(rows, f"{column}_after"), arrays(table, column)
-                assert [values.tobytes() for values in ours] == [values.tobytes() for values in theirs]
+                left, right = arrays(rows, f"{column}_after"), arrays(table, column)
+                assert [values.tobytes() for values in left] == [values.tobytes() for values in right]
             before, after = (np.concatenate(arrays(rows, f"advantages_{when}")) for when in ("before", "after"))
             assert (before == after).all() == (other is ledger)

@@ -209,7 +209,7 @@ def test_a_step_is_tried_again_only_after_errors_that_a_new_try_can_mend(
     url: str, error: Exception, calls: int
 ) -> None:
     times: list[float] = []
-    told: list[Message] = []
+    messages: list[Message] = []
 
     def fail(*inputs: Any) -> None:
         times.append(time.monotonic())
@@ -218,13 +218,13 @@ def test_a_step_is_tried_again_only_after_errors_that_a_new_try_can_mend(
     @prefect.flow
     def train() -> None:
         rules = [{"errors": ["disk"], "retries": 1, "retry_delay_seconds": 0.2}]
-        steps = prefect_steps(told.append, retries=2, retry_delay_seconds=0.2, rules=rules)
+        steps = prefect_steps(messages.append, retries=2, retry_delay_seconds=0.2, rules=rules)
         steps.call(NamedStep(Step.TRAIN, fail), 7, None)
 
     with pytest.raises(type(error), match=re.escape(str(error))):
         train()
     assert len(times) == calls
-    assert told == [Message(f"Iteration 7: train is tried again: {error}", "warning")] * (calls - 1)
+    assert messages == [Message(f"Iteration 7: train is tried again: {error}", "warning")] * (calls - 1)
     waited = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(waited[attempt] >= 0.2 * 2**attempt for attempt in range(calls - 1))
 
@@ -232,26 +232,26 @@ def test_a_step_is_tried_again_only_after_errors_that_a_new_try_can_mend(
 def test_an_iteration_is_made_in_two_requests(
     url: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
     send = httpx.Client.send
 
     def noted(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
         if request.method == "POST" and not request.url.path.endswith("/logs/"):
-            asked.append(request.url.path.removeprefix("/api"))
+            requests.append(request.url.path.removeprefix("/api"))
         return send(client, request, **options)
 
     @prefect.flow(persist_result=False)
     def train() -> None:
         with driving("two", ".") as tags:
-            flow = subflow(lambda index: asked.append("body"), name="iteration", run_name="two {index}", tags=tags)
+            flow = subflow(lambda index: requests.append("body"), name="iteration", run_name="two {index}", tags=tags)
             flow(0)
-            asked.clear()
+            requests.clear()
             monkeypatch.setattr(httpx.Client, "send", noted)
             flow(1)
             monkeypatch.undo()
 
     train()
-    assert asked[:3] == ["/task_runs/", "/flow_runs/", "body"]
+    assert requests[:3] == ["/task_runs/", "/flow_runs/", "body"]
     second = next(flow_run for flow_run in flow_runs(client, run_tags("two", ".")) if flow_run.name == "two 1")
     assert (second.state_name, second.run_count, second.parameters) == ("Completed", 1, {"index": 1})
     assert second.start_time is not None

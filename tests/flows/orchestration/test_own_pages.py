@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cairn.flows.orchestration.server import Server, ServerFailed, require_answer
+from cairn.flows.orchestration.server import Server, ServerFailed, require_response
 from cairn.flows.orchestration.server_process import HOSTS, SameOriginOnly, refusal
 from tests.browser import REBOUND, visit
 
@@ -58,28 +58,28 @@ TAKEN: list[tuple[str, str, tuple[tuple[str, str], ...]]] = [
 
 
 def answer(method: str, host: str, headers: tuple[tuple[str, str], ...]) -> str | None:
-    given = [("host", host), *headers] if host else [*headers]
-    return refusal(method, [(name.encode(), value.encode()) for name, value in given], {"localhost", "ours"})
+    sent = [("host", host), *headers] if host else [*headers]
+    return refusal(method, [(name.encode(), value.encode()) for name, value in sent], {"localhost", "ours"})
 
 
 def test_what_a_page_of_another_origin_can_send_is_refused_and_what_programs_and_own_pages_send_is_taken() -> None:
     assert [request for request in REFUSED if answer(*request) is None] == []
-    assert [(request, told) for request in TAKEN if (told := answer(*request)) is not None] == []
+    assert [(request, reply) for request in TAKEN if (reply := answer(*request)) is not None] == []
 
 
 def test_further_names_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOSTS, "prefect, cairn.example")
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        asked.append(dict(scope["headers"])[b"host"].decode())
+        requests.append(dict(scope["headers"])[b"host"].decode())
 
     async def unheard(*_: Any) -> None:
         pass
 
     for host in ("prefect:4200", "cairn.example", "evil.example"):
         asyncio.run(SameOriginOnly(app)({"type": "http", "headers": [(b"host", host.encode())]}, unheard, unheard))
-    assert asked == ["prefect:4200", "cairn.example"]
+    assert requests == ["prefect:4200", "cairn.example"]
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +144,9 @@ def test_a_page_whose_name_was_pointed_here_is_told_nothing(browser: "Browser", 
         visited.page.goto(f"{rebound}/api/health")  # whatever is shown there is of this origin
         assert visited.page.evaluate("location.origin") == rebound
         assert ask(visited.page, f"{rebound}/api/automations/", "same-origin") == 403
-        asked = 'async () => (await fetch("/api/deployments/filter", {method: "POST", body: "{}", headers: '
-        asked += '{"content-type": "application/json"}})).status'
-        assert visited.page.evaluate(asked) == 403
+        script = 'async () => (await fetch("/api/deployments/filter", {method: "POST", body: "{}", headers: '
+        script += '{"content-type": "application/json"}})).status'
+        assert visited.page.evaluate(script) == 403
     assert automations(server) == []
 
 
@@ -156,9 +156,9 @@ def test_prefects_own_page_works(browser: "Browser", server: Server) -> None:
     refused: list[str] = []
     with visit(browser, "about:blank") as visited:
         visited.page.on("response", lambda got: refused.append(got.url) if got.status >= 400 else None)
-        with visited.page.expect_response("**/api/**/filter") as asked:
+        with visited.page.expect_response("**/api/**/filter") as response:
             visited.page.goto(server.ui_url)
-        assert asked.value.status == 200
+        assert response.value.status == 200
         visited.page.wait_for_load_state("networkidle")
     assert refused == []
 
@@ -167,5 +167,5 @@ def test_a_configured_server_that_does_not_answer_is_named_without_its_password(
     api = "http://user:SECRETKEY123@127.0.0.1:9/api"
     named = pytest.raises(ServerFailed, match="Prefect's server at an address with credentials")
     with temporary_settings({PREFECT_API_URL: api}), named as failed:
-        require_answer(api)
+        require_response(api)
     assert "SECRETKEY123" not in str(failed.value)

@@ -28,8 +28,8 @@ from cairn.flows.orchestration.server import (
     Server,
     ServerFailed,
     ensure_server,
-    environment_of_our_own,
     prefect_api,
+    private_environment,
 )
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
@@ -103,8 +103,8 @@ def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> Non
 def test_passwords_of_a_teams_server_reach_no_server_of_our_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY"):
         monkeypatch.setenv(name, "admin:pass")
-    given = environment_of_our_own(home, "http://127.0.0.1:1/api")
-    assert "admin:pass" not in given.values()
+    private = private_environment(home, "http://127.0.0.1:1/api")
+    assert "admin:pass" not in private.values()
     with (
         temporary_settings({PREFECT_API_AUTH_STRING: "admin:pass"}),
         prefect_api(home),
@@ -122,8 +122,8 @@ def test_the_interface_is_served_and_finds_its_api(server: Server) -> None:
 
 def test_pages_of_other_servers_get_no_answer_from_its_api(server: Server) -> None:
     def allowed(origin: str) -> str | None:
-        asked = {"origin": origin, "access-control-request-method": "POST"}
-        headers = httpx.options(f"{server.api_url}/flow_runs/filter", headers=asked, timeout=60).headers
+        requests = {"origin": origin, "access-control-request-method": "POST"}
+        headers = httpx.options(f"{server.api_url}/flow_runs/filter", headers=requests, timeout=60).headers
         return headers.get("access-control-allow-origin")
 
     assert allowed(server.ui_url) == server.ui_url
@@ -238,8 +238,8 @@ def test_a_server_that_nobody_tells_to_serve_makes_no_database(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
         command = [sys.executable, "-m", CHILD, str(descriptor), str(os.getpid()), "127.0.0.1"]
-        nobody = subprocess.DEVNULL
-        ended = subprocess.run(command, env=environment, pass_fds=[descriptor], stdin=nobody, timeout=120)
+        parentless = subprocess.DEVNULL
+        ended = subprocess.run(command, env=environment, pass_fds=[descriptor], stdin=parentless, timeout=120)
     assert ended.returncode == 1
     assert not list(tmp_path.glob("*.db"))
 

@@ -13,8 +13,7 @@ from cairn.flows.watching.alarms import MetricHistory
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.store.local import LocalStore
-from tests.flows.written_runs import config_of, new_run, write_iteration
+from tests.flows.written_runs import config_of, new_run, recorded_reads, write_iteration
 
 ITERATIONS = 6
 LAGGED: dict[str, Any] = {"rollout": {"pipeline": "lagged"}, "algorithm": {"use_tis": True}}
@@ -130,14 +129,7 @@ def test_too_few_iterations_say_nothing_and_the_first_does_not_count(tmp_path: P
 
 def test_measuring_reads_no_more_of_a_longer_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = run_of(tmp_path, 100, IN_TURN, iterations=WINDOW + 2)
-    read, reads = LocalStore.read, []
-
-    def counting(self: LocalStore, path: str) -> bytes:
-        if "/leases/" not in path:  # renewed by the clock
-            reads.append(path)
-        return read(self, path)
-
-    monkeypatch.setattr(LocalStore, "read", counting)
+    reads = recorded_reads(monkeypatch)
 
     def cost(complete: int) -> int:
         reads.clear()

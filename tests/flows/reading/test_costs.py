@@ -109,8 +109,8 @@ def test_devices_are_those_that_the_configuration_reserves(
             "fleet": config.fleet.model_copy(update={"colocate": colocate}),
         }
     )
-    held = devices(changed)
-    assert (held.kind, held.rollout, held.training, held.reserved) == expected
+    used = devices(changed)
+    assert (used.kind, used.rollout, used.training, used.reserved) == expected
 
 
 def test_an_evaluation_is_priced_by_itself(commits: list[Commit], config: RunConfig) -> None:

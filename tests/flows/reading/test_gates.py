@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import parse
-from cairn.flows.cli import app
 from cairn.flows.driver import approval
-from cairn.flows.driver.approval import AwaitingApproval, Rejected, admit
+from cairn.flows.driver.approval import AwaitingApproval, Rejected, wait_for_approval
 from cairn.flows.events import Stopping
 from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.orchestration.flow_runs import run_tags
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.reading.gates import ask, blocking_gate, decide, due
+from cairn.flows.reading.gates import blocking_gate, decide, due, request_gate
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import Gate, GateState
 from cairn.storage.ledger.ledger import Ledger
@@ -30,6 +28,7 @@ from cairn.storage.opening import open_store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from tests.background import in_background
+from tests.commands import cairn
 from tests.flows.written_runs import RECIPE, config_of, new_run, write_iteration, write_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.waiting import wait_for
@@ -40,10 +39,6 @@ CAIRN = Path(sys.executable).with_name("cairn")
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(approval, "POLL_INTERVAL", 0.02)
-
-
-def cairn(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
 
 
 def test_gates_are_due_before_the_iterations_that_the_recipe_names(tmp_path: Path) -> None:
@@ -58,10 +53,10 @@ def test_gates_are_due_before_the_iterations_that_the_recipe_names(tmp_path: Pat
 
 def evaluated(ledger: Ledger, scores: list[float]) -> list[int]:
     """Iterations that an evaluation's fall holds, if a person approves each as it comes."""
-    held, config = [], config_of(ledger)
+    blocking, config = [], config_of(ledger)
     for index, score in enumerate(scores):
         if due(ledger, config, index):
-            held.append(index)
+            blocking.append(index)
             ledger.decisions.record(lambda so_far, index=index: Gate(iteration=index, cause="eval_drop"))
             decide(ledger, config, index, approved=True, why=None, by=None)
         for commit in write_iteration(ledger, index, Step.EVAL):
@@ -74,7 +69,7 @@ def evaluated(ledger: Ledger, scores: list[float]) -> list[int]:
             inputs={trained.name: trained.digest}, config_digest="0" * 64, environment=trained.environment,
             started_at=0.0, values={"benchmark": "heldout"}, metrics={"heldout": score},
         )  # fmt: skip
-    return held
+    return blocking
 
 
 def test_a_fall_below_the_best_score_since_the_last_approval_holds_the_next_iteration(tmp_path: Path) -> None:
@@ -106,7 +101,7 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
     write_run(ledger, 1)
     store = ("--store", str(tmp_path))
     assert "is not waiting" in cairn("approve", "toy", *store).stderr
-    ask(ledger, "an evaluation elsewhere fell", "watcher")
+    request_gate(ledger, "an evaluation elsewhere fell", "watcher")
     status = json.loads(cairn("status", "toy", "--json", *store).stdout)
     assert (status["state"], status["gate"]["state"], status["gate"]["iteration"]) == ("waiting", "open", 1)
     assert "waiting" in cairn("runs", *store).stdout
@@ -135,23 +130,23 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
 def test_a_reason_opens_one_gate_and_the_run_can_go_on_even_if_its_iteration_began_meanwhile(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path))
     write_run(ledger, 1)
-    asked = ask(ledger, "it fell")
-    assert asked is not None
-    assert asked.what == Gate(iteration=1, cause="asked")
-    assert ask(ledger, "it fell") is None
-    both = ask(ledger, "it grew slow")
+    requested = request_gate(ledger, "it fell")
+    assert requested is not None
+    assert requested.what == Gate(iteration=1, cause="asked")
+    assert request_gate(ledger, "it fell") is None
+    both = request_gate(ledger, "it grew slow")
     assert both is not None
-    assert (both.what, both.why) == (asked.what, "it fell; it grew slow")
+    assert (both.what, both.why) == (requested.what, "it fell; it grew slow")
     write_iteration(ledger, 1)  # its driver had looked just before
     assert blocking_gate(ledger, 2) is not None
     decide(ledger, config_of(ledger), None, approved=False, why=None, by=None)
-    assert ask(ledger, "another") is None, "a rejected run stays rejected"
+    assert request_gate(ledger, "another") is None, "a rejected run stays rejected"
     decide(ledger, config_of(ledger), None, approved=True, why=None, by=None)
     assert blocking_gate(ledger, 2) is None
-    assert ask(ledger, "it grew slow") is None, "what was approved is not asked again"
+    assert request_gate(ledger, "it grew slow") is None, "what was approved is not asked again"
     write_iteration(ledger, 2)
     with pytest.raises(ValueError, match="has begun all its 3 iterations"):
-        ask(ledger, "too late")
+        request_gate(ledger, "too late")
 
 
 def test_a_fork_does_not_ask_again_about_what_it_shares_but_about_its_own_iterations(
@@ -161,10 +156,10 @@ def test_a_fork_does_not_ask_again_about_what_it_shares_but_about_its_own_iterat
     with tiny_context(str(tmp_path), config) as (run, _):
         decide(run.ledger, config, 1, approved=True, why=None, by=None)
         for index in range(2):
-            admit(run, index)
+            wait_for_approval(run, index)
             iteration(run, DirectSteps(run), index)
         with pytest.raises(AwaitingApproval, match="cairn approve tiny 2"):
-            admit(run, 2)
+            wait_for_approval(run, 2)
         child = fork(run.ledger, 1, "child", ["training.lr=0.002"])
     assert blocking_gate(child, 1) is None
     assert due(child, config, 2) == ("before", "approval.before names iteration 2")
@@ -183,7 +178,7 @@ def at_gate(run: RunContext) -> tuple[threading.Thread, list[Exception]]:
 
     def drive() -> None:
         try:
-            admit(run, 0)
+            wait_for_approval(run, 0)
         except Exception as error:
             raised.append(error)
 
@@ -209,11 +204,13 @@ def test_a_driver_waits_at_its_gate_until_somebody_decides_or_it_is_to_end(
     assert not thread.is_alive()
     expected = {"approve": [], "reject": [Rejected], "stop": [Stopping], "takeover": ["LeaseLost"]}[verdict]
     assert [type(error) if isinstance(expected[0], type) else type(error).__name__ for error in raised] == expected
-    told = [event.text for event in events if isinstance(event, Message)]
-    assert told[0].startswith("Run tiny waits before iteration 0 (approval.before names iteration 0): cairn approve")
+    messages = [event.text for event in events if isinstance(event, Message)]
+    assert messages[0].startswith(
+        "Run tiny waits before iteration 0 (approval.before names iteration 0): cairn approve"
+    )
     if verdict == "approve":
-        assert told[-1] == "Iteration 0 may begin, approved by ada (seen)"
-        admit(run, 0)  # not asked again
+        assert messages[-1] == "Iteration 0 may begin, approved by ada (seen)"
+        wait_for_approval(run, 0)  # not asked again
 
 
 def test_with_a_lag_the_iterations_before_a_gate_are_finished_while_it_is_shut(
@@ -226,7 +223,12 @@ def test_with_a_lag_the_iterations_before_a_gate_are_finished_while_it_is_shut(
     )
     with tiny_context(str(tmp_path), config) as (run, _):
         pipeline = Pipeline(
-            run, DirectSteps(run), 0, learned=lambda index: None, stop=lambda: None, admit=lambda i: admit(run, i)
+            run,
+            DirectSteps(run),
+            0,
+            learned=lambda index: None,
+            stop=lambda: None,
+            approved=lambda i: wait_for_approval(run, i),
         )
         with pytest.raises(AwaitingApproval):
             list(pipeline.run(pipeline.iterate, 4))

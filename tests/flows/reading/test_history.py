@@ -221,7 +221,7 @@ def test_every_step_makes_the_same_again(store: str, config: RunConfig, tmp_path
             runner = Replaying(run, {step}, None, open_store(str(tmp_path / step)))
             iteration(run, runner, 1)
         assert runner.replayed, step
-        assert [again.differences for again in runner.replayed] == [()] * len(runner.replayed), step
+        assert [repeated.differences for repeated in runner.replayed] == [()] * len(runner.replayed), step
     assert {path: size for path, size in open_store(store).find("runs/a").items() if "/leases/" not in path} == before
 
 
@@ -232,9 +232,9 @@ def test_a_step_that_makes_something_else_is_told_with_its_columns(
         run.config = config.model_copy(update={"seed": 1})
         runner = Replaying(run, {Step.ROLLOUT}, None, open_store(str(tmp_path)))
         iteration(run, runner, 1)
-    (again,) = runner.replayed
-    assert any("response_ids" in sentence and "rows" in sentence for sentence in again.differences)
-    assert not any("seconds" in sentence for sentence in again.differences)
+    (repeated,) = runner.replayed
+    assert any("response_ids" in sentence and "rows" in sentence for sentence in repeated.differences)
+    assert not any("seconds" in sentence for sentence in repeated.differences)
 
 
 def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
@@ -254,6 +254,6 @@ def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
         runner = Replaying(run, {Step.REWARD}, None, open_store(str(tmp_path / "scratch")))
         iteration(run, runner, 0)
     assert [version.package for version in run_status(run.ledger.store, "tiny").written_by][-1] == "9"
-    (again,) = runner.replayed
-    assert any("grader_version differ" in sentence for sentence in again.differences)
-    assert any(sentence.startswith("cairn-rl was") and sentence.endswith("is 9") for sentence in again.environment)
+    (repeated,) = runner.replayed
+    assert any("grader_version differ" in sentence for sentence in repeated.differences)
+    assert any(sentence.startswith("cairn-rl was") and sentence.endswith("is 9") for sentence in repeated.environment)

@@ -148,8 +148,8 @@ def test_what_is_not_there_is_bad_input(toy: Ledger, arguments: list[str], messa
 
 def test_the_command_prints_the_same_for_people_and_machines(toy: Ledger) -> None:
     arguments = ["lineage", "toy", "1", "4", "1", "0", "--store", toy.store.url]
-    told = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert told == lineage(toy, 1, 4, 1, token=0).model_dump(mode="json")
+    output = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert output == lineage(toy, 1, 4, 1, token=0).model_dump(mode="json")
     text = CliRunner().invoke(app, arguments).stdout
     for fact in (
         "row 4 of train.jsonl",

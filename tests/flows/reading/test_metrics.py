@@ -42,8 +42,8 @@ def test_the_most_that_an_engine_had_to_do_is_that_of_all_its_shards() -> None:
 
 def test_of_several_filter_rounds_the_last_counts_whatever_the_order() -> None:
     rounds = [commit(Step.FILTER, i, i + 1, shard=f"0{i}", metrics={"groups": 3 + i, "rounds": i + 1}) for i in (0, 1)]
-    for given in (rounds, rounds[::-1]):
-        metrics = iteration_metrics(given, CONFIG)
+    for commits_ in (rounds, rounds[::-1]):
+        metrics = iteration_metrics(commits_, CONFIG)
         assert (metrics["rollout/groups"], metrics["rollout/rounds"]) == (4, 2)
 
 
@@ -176,7 +176,7 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
         "rollout/source/<source>/samples",
         "eval/<benchmark>/metric/<name>",
     }
-    asked_for = {"alarm/<name>", "perf/mfu"}
+    requested = {"alarm/<name>", "perf/mfu"}
     servers = {"perf/cache_hit_rate"}
     experts = {"train/routing_mismatch"}
     workers = {"rollout/<engine>/tokens_in_flight_max", "rollout/<engine>/episode_worker_restarts"}
@@ -189,9 +189,9 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
     streams = {f"rollout/{name}" for name in ("engines", "open_groups", "interrupted_samples", "recomputed_tokens")}
     streams |= {"perf/update_stall_time", "age/stale_tokens", "age/down_weighted_tokens"}
-    asked_for |= {metric.name for metric in METRICS if metric.source == "waits"}  # tests.flows.reading.test_balance
+    requested |= {metric.name for metric in METRICS if metric.source == "waits"}  # tests.flows.reading.test_balance
     others = families | servers | experts | workers | demonstrations | episodes | failures | streams
-    assert {metric.name for metric in METRICS} - written - asked_for - others == set()
+    assert {metric.name for metric in METRICS} - written - requested - others == set()
 
 
 def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Pa
     on_cpu = iteration_metrics(commits, config)
     assert on_cpu["perf/actor_train_tflops"] == 150  # 3e15 in 10 s by 2 ranks
     assert "perf/mfu" not in on_cpu
-    told = config.model_copy(update={"tracking": config.tracking.model_copy(update={"peak_tflops": 300.0})})
-    assert iteration_metrics(commits, told)["perf/mfu"] == 0.5
+    configured = config.model_copy(update={"tracking": config.tracking.model_copy(update={"peak_tflops": 300.0})})
+    assert iteration_metrics(commits, configured)["perf/mfu"] == 0.5
     h100 = ENVIRONMENT.model_copy(update={"device": "NVIDIA H100 80GB HBM3"})
     on_gpu = [commit.model_copy(update={"environment": h100}) for commit in commits]
     assert iteration_metrics(on_gpu, config)["perf/mfu"] == pytest.approx(150 / 989.4)

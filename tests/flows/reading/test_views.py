@@ -13,9 +13,8 @@ from cairn.flows.report.curve import reward_curve
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.opening import open_store
-from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import Store
-from tests.flows.written_runs import new_run, write_iteration, write_run
+from tests.flows.written_runs import new_run, recorded_reads, write_iteration, write_run
 
 
 def spelled(status: RunStatus) -> tuple[float | None, float | None]:
@@ -126,16 +125,8 @@ def test_an_unfinished_run_shows_its_newest_evaluation(store: Store) -> None:
 
 
 def test_a_status_costs_the_same_after_many_iterations(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-    read = LocalStore.read
-
-    def counting(self: LocalStore, path: str) -> bytes:
-        if "/leases/" not in path:  # renewed by the clock
-            reads.append(path)
-        return read(self, path)
-
     ledger = new_run(store, rollout={"num_rollout": 30})
-    monkeypatch.setattr(LocalStore, "read", counting)
+    reads = recorded_reads(monkeypatch)
 
     def cost() -> int:
         reads.clear()

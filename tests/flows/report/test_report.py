@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from typer.testing import CliRunner, Result
 
-from cairn.flows.cli import app
 from cairn.flows.reading.episodes import Texts
 from cairn.flows.report.blocks import token_blocks
 from cairn.flows.report.data import read_history, read_samples, read_tokens
@@ -19,12 +17,9 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.tasks.steps import rules
 from examples.quickstart.model import build_tokenizer
+from tests.commands import cairn
 from tests.flows.report.test_blocks import unpacked
 from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
-
-
-def cairn(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
 
 
 def silent(what: str, done: int, of: int) -> None:

@@ -68,11 +68,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, object]]]:
         found.append((f"{run}.{name}", payload["iteration"]))
         raise ConnectionError("no server")
 
-    monkeypatch.setattr(module, "emit", emit)
+    monkeypatch.setattr(module, "emit_alarm", emit)
     return found
 
 
-def told_by(ledger: Ledger, iterations: range) -> list[str]:
+def messages_of(ledger: Ledger, iterations: range) -> list[str]:
     said: list[Message] = []
     watcher = Alarms(ledger, config_of(ledger), said.append)
     for iteration in iterations:
@@ -83,9 +83,9 @@ def told_by(ledger: Ledger, iterations: range) -> list[str]:
 def test_an_alarm_is_told_when_it_is_raised_and_not_again_after_a_restart(
     ledger: Ledger, sent: list[tuple[str, object]]
 ) -> None:
-    assert told_by(ledger, range(3)) == ["Alarm in iteration 0: reward 0.6667 is below 0.7"]
+    assert messages_of(ledger, range(3)) == ["Alarm in iteration 0: reward 0.6667 is below 0.7"]
     assert sent == [("toy.reward", 0)]
-    assert told_by(ledger, range(1, 3)) == []
+    assert messages_of(ledger, range(1, 3)) == []
 
 
 def test_metrics_say_which_alarms_are_raised(ledger: Ledger) -> None:
@@ -121,7 +121,7 @@ def test_prefect_gets_an_event_that_names_the_run(monkeypatch: pytest.MonkeyPatc
     EventsWorker.set_client_override(AssertingEventsClient)
     try:
         with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-            module.emit("toy", "reward", {"iteration": 3, "why": "0 is below 1"})
+            module.emit_alarm("toy", "reward", {"iteration": 3, "why": "0 is below 1"})
             (event,) = wait_for(lambda: emitted, 30)
     finally:
         EventsWorker.set_client_override(None)

@@ -14,27 +14,27 @@ from tests.flows.written_runs import config_of, new_run, write_iteration
 
 
 def events(ledger: Ledger, iterations: int) -> list[Event]:
-    told: list[Event] = [RunStarted("toy", 1, 0, 3)]
+    shown: list[Event] = [RunStarted("toy", 1, 0, 3)]
     for iteration in range(iterations):
         commits = write_iteration(ledger, iteration)
         for commit in commits:
-            told += [StepStarted(iteration, commit.step, commit.shard), StepCommitted(commit)]
-        told.append(IterationDone(iteration, tuple(commits)))
-    return told
+            shown += [StepStarted(iteration, commit.step, commit.shard), StepCommitted(commit)]
+        shown.append(IterationDone(iteration, tuple(commits)))
+    return shown
 
 
-def printed(ledger: Ledger, told: list[Event], terminal: bool = False) -> str:
+def printed(ledger: Ledger, shown: list[Event], terminal: bool = False) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     with Progress(config_of(ledger), console) as progress:
-        for event in told:
+        for event in shown:
             progress(event)
     return console.file.getvalue()
 
 
 def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path))
-    told = [*events(ledger, 2), Message("an engine restarted [x]", "warning"), RunDone("toy", 2, "abc")]
-    lines = printed(ledger, told).splitlines()
+    shown = [*events(ledger, 2), Message("an engine restarted [x]", "warning"), RunDone("toy", 2, "abc")]
+    lines = printed(ledger, shown).splitlines()
     assert lines.pop(0) == "starting the engines"
     assert lines[0] == "run toy: starting at iteration 0 of 3"
     assert lines[1].startswith("[1/3] iteration 0  reward 0.667  ")
@@ -49,8 +49,8 @@ def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) ->
 
 
 def test_what_a_store_says_steers_no_terminal(tmp_path: Path) -> None:
-    told = Message("device was \x1b[31mA\x9b31m, is B", "warning")
-    assert "device was \\x1b[31mA\\x9b31m, is B" in printed(new_run(str(tmp_path)), [told])
+    shown = Message("device was \x1b[31mA\x9b31m, is B", "warning")
+    assert "device was \\x1b[31mA\\x9b31m, is B" in printed(new_run(str(tmp_path)), [shown])
 
 
 def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:

@@ -44,37 +44,37 @@ def broken() -> None:
 
 
 @pytest.fixture
-def told() -> list[Event]:
+def terminal() -> list[Event]:
     """What the person at the terminal is told."""
     return []
 
 
-def test_all_are_told_all_in_order_and_then_closed(told: list[Event]) -> None:
+def test_all_are_told_all_in_order_and_then_closed(terminal: list[Event]) -> None:
     one, other = Recorder(), Recorder()
-    tell = Watchers(told.append)
-    with tell.joined_by({"one": one, "other": other}):
+    emit = Watchers(terminal.append)
+    with emit.attached({"one": one, "other": other}):
         events = [STARTED, *map(started, range(100))]
         for event in events:
-            tell(event)
+            emit(event)
     assert one.seen == other.seen == [*events, "closed"]
-    assert told == events
+    assert terminal == events
 
 
-def test_a_run_that_fails_stops_them_without_the_rest(told: list[Event]) -> None:
-    entered, go_on = threading.Event(), threading.Event()
+def test_a_run_that_fails_stops_them_without_the_rest(terminal: list[Event]) -> None:
+    entered, proceed = threading.Event(), threading.Event()
 
     def hold() -> None:
         entered.set()
-        assert go_on.wait(BLOCKED)
+        assert proceed.wait(BLOCKED)
 
-    slow, tell = Recorder(hold), Watchers(told.append)
+    slow, emit = Recorder(hold), Watchers(terminal.append)
 
     def failing() -> None:
-        with tell.joined_by({"slow": slow}):
-            tell(STARTED)
+        with emit.attached({"slow": slow}):
+            emit(STARTED)
             assert entered.wait(BLOCKED)
-            tell(started(0))
-            threading.Timer(0.05, go_on.set).start()
+            emit(started(0))
+            threading.Timer(0.05, proceed.set).start()
             raise ValueError("of the run")
 
     with pytest.raises(ValueError, match="of the run"):
@@ -82,14 +82,14 @@ def test_a_run_that_fails_stops_them_without_the_rest(told: list[Event]) -> None
     assert slow.seen == [STARTED, "stopped"]
 
 
-def test_one_that_fails_is_told_once_and_hears_nothing_more(told: list[Event]) -> None:
+def test_one_that_fails_is_told_once_and_hears_nothing_more(terminal: list[Event]) -> None:
     bad, good = Recorder(broken), Recorder()
-    tell = Watchers(told.append)
-    with tell.joined_by({"The board": bad, "good": good}):
-        tell(STARTED)
-        tell.settle()
-        tell(started(0))
-    (warning,) = [event for event in told if isinstance(event, Message)]
+    emit = Watchers(terminal.append)
+    with emit.attached({"The board": bad, "good": good}):
+        emit(STARTED)
+        emit.settle()
+        emit(started(0))
+    (warning,) = [event for event in terminal if isinstance(event, Message)]
     assert warning.level == "warning"
     assert warning.text == "The board is off for the rest of this driver: no route to host. The run continues"
     assert bad.seen == ["stopped"]
@@ -97,44 +97,44 @@ def test_one_that_fails_is_told_once_and_hears_nothing_more(told: list[Event]) -
 
 
 def test_one_that_hangs_holds_up_neither_events_nor_the_end_for_long(
-    told: list[Event], monkeypatch: pytest.MonkeyPatch
+    terminal: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchers, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(watchers, "QUEUE", 10)
-    go_on = threading.Event()
-    hanging, tell = Recorder(lambda: bool(go_on.wait(BLOCKED)) or None), Watchers(told.append)
-    with tell.joined_by({"The board": hanging}):
+    proceed = threading.Event()
+    hanging, emit = Recorder(lambda: bool(proceed.wait(BLOCKED)) or None), Watchers(terminal.append)
+    with emit.attached({"The board": hanging}):
         for iteration in range(50):
-            tell(started(iteration))
-    go_on.set()
-    assert isinstance(told[-1], Message)
-    assert "The board did not finish" in told[-1].text
+            emit(started(iteration))
+    proceed.set()
+    assert isinstance(terminal[-1], Message)
+    assert "The board did not finish" in terminal[-1].text
 
 
-def test_of_more_events_than_are_kept_the_newest_stay(told: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_more_events_than_are_kept_the_newest_stay(terminal: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchers, "QUEUE", 10)
-    entered, go_on = threading.Event(), threading.Event()
+    entered, proceed = threading.Event(), threading.Event()
 
     def hold() -> None:
         entered.set()
-        assert go_on.wait(BLOCKED)
+        assert proceed.wait(BLOCKED)
 
-    slow, tell = Recorder(hold), Watchers(told.append)
-    with tell.joined_by({"slow": slow}):
-        tell(STARTED)
+    slow, emit = Recorder(hold), Watchers(terminal.append)
+    with emit.attached({"slow": slow}):
+        emit(STARTED)
         assert entered.wait(BLOCKED)
         for iteration in range(50):
-            tell(started(iteration))
-        go_on.set()
+            emit(started(iteration))
+        proceed.set()
     assert slow.seen == [STARTED, *map(started, range(40, 50)), "closed"]
 
 
-def test_an_event_is_handled_in_the_context_of_who_told_it(told: list[Event]) -> None:
+def test_an_event_is_handled_in_the_context_of_who_told_it(terminal: list[Event]) -> None:
     flow: ContextVar[str] = ContextVar("flow")
     seen = []
-    tell = Watchers(told.append)
-    with tell.joined_by({"one": Recorder(lambda: seen.append(flow.get()))}):
+    emit = Watchers(terminal.append)
+    with emit.attached({"one": Recorder(lambda: seen.append(flow.get()))}):
         for name in ("train", "iteration"):
             flow.set(name)
-            tell(STARTED)
+            emit(STARTED)
     assert seen == ["train", "iteration"]

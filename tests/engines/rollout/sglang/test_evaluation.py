@@ -10,7 +10,7 @@ from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.weights.checksum import folder_checksum
 from cairn.flows.driver.sources import environment
-from cairn.flows.evaluation.asking import benchmarks_of
+from cairn.flows.evaluation.benchmarks import benchmarks_of
 from cairn.flows.evaluation.evaluating import questions_of
 from cairn.storage.evals import Claim, find_or_claim, read_samples
 from cairn.storage.opening import open_store

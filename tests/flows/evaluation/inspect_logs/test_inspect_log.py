@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from cairn.flows.cli import app
 from cairn.flows.evaluation.inspect_log import export_inspect
 from cairn.storage.evals import Evaluation, read_samples, results
 from cairn.storage.opening import open_store
+from tests.commands import cairn
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[3] / ".venv-inspect" / "bin" / "python"
@@ -24,10 +23,6 @@ columns: {label: label}
 sampling: {n: 2, temperature: 1.0, max_tokens: 8}
 grader: {name: exact_match}
 """
-
-
-def cairn(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +125,11 @@ def test_inspect_reads_what_was_evaluated(evaluated: tuple[Path, Path, Path]) ->
     assert (read["status"], read["task"], read["epochs"]) == ("success", "digits", 2)
     assert read["metrics"] == result.metrics
     assert read["metadata"]["weights"] == result.key.weights
-    given = rows.to_pylist()
+    options = rows.to_pylist()
     assert [(one["id"], one["epoch"]) for one in read["samples"]] == [
-        (row["prompt_index"], row["sample_index"] + 1) for row in given
+        (row["prompt_index"], row["sample_index"] + 1) for row in options
     ]
-    for one, row in zip(read["samples"], given, strict=True):
+    for one, row in zip(read["samples"], options, strict=True):
         assert one["input"] == row["prompt_text"]
         assert one["target"] == row["label"]
         assert one["response"] == row["response_text"]
@@ -142,5 +137,5 @@ def test_inspect_reads_what_was_evaluated(evaluated: tuple[Path, Path, Path]) ->
         assert one["stop"] == ("max_tokens" if row["finish_reason"] == "length" else "stop")
         assert one["scores"] == {"exact_match": row["reward"]}
         assert one["events"] == ["model", "score"]
-    assert read["apart"] == given[0]["response_text"]
+    assert read["apart"] == options[0]["response_text"]
     assert len(read["summaries"]) == 8

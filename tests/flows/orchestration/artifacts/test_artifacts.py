@@ -137,7 +137,7 @@ def test_no_two_runs_share_a_key_and_prefect_takes_every_one(tmp_path: Path) -> 
     assert all(re.fullmatch(r"run-a-b-c-[0-9a-f]{12}", key) for key in keys)
 
 
-class Kept:
+class Stored:
     """A board in memory: what Prefect would hold, whoever drives."""
 
     def __init__(self) -> None:
@@ -179,8 +179,8 @@ class Driven:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
-    board = Kept()
+def stored(monkeypatch: pytest.MonkeyPatch) -> Stored:
+    board = Stored()
     monkeypatch.setattr(publishing, "Board", lambda key: board)
     return board
 
@@ -201,35 +201,35 @@ def drive(ledger: Ledger, first: int, until: int, *, done: bool = False) -> Driv
     return run
 
 
-def test_after_a_kill_nothing_is_doubled_and_nothing_is_lost(ledger: Ledger, kept: Kept) -> None:
+def test_after_a_kill_nothing_is_doubled_and_nothing_is_lost(ledger: Ledger, stored: Stored) -> None:
     drive(ledger, 0, 1)
     # Iteration 1 was finished by a driver that came to no page; iteration 0 is told again by the next.
     drive(ledger, 2, 2)
     drive(ledger, 0, 2, done=True)
-    assert kept.of("-iteration") == ["Iteration 0", "Iteration 1"]
-    assert len(kept.of("")) == 3
-    assert kept.of("")[-1] == "2 of 3 iterations"
-    assert kept.of("-progress")[-1] == "Done: 2 iterations"
+    assert stored.of("-iteration") == ["Iteration 0", "Iteration 1"]
+    assert len(stored.of("")) == 3
+    assert stored.of("")[-1] == "2 of 3 iterations"
+    assert stored.of("-progress")[-1] == "Done: 2 iterations"
 
 
-def test_a_silent_prefect_is_told_once_and_gets_what_is_owed_later(ledger: Ledger, kept: Kept) -> None:
+def test_a_silent_prefect_is_told_once_and_gets_what_is_owed_later(ledger: Ledger, stored: Stored) -> None:
     run: Any = Driven(ledger)
     pages = Pages(run)
-    kept.fails = True
+    stored.fails = True
     pages(RunStarted(ledger.run, 1, 0, 3))
     pages(IterationDone(0, tuple(ledger.commits(0))))
-    assert kept.artifacts == {}
+    assert stored.artifacts == {}
     assert len(run.emitted) == 1
     assert "connection refused" in run.emitted[0].text
-    kept.fails = False
+    stored.fails = False
     pages(IterationDone(1, tuple(ledger.commits(1))))
     pages(RunDone(ledger.run, 2, "d" * 64))
-    assert kept.of("-iteration") == ["Iteration 0", "Iteration 1"]
+    assert stored.of("-iteration") == ["Iteration 0", "Iteration 1"]
     assert len(run.emitted) == 1
 
 
 def test_progress_names_step_and_groups_and_is_sent_at_most_every_interval(
-    ledger: Ledger, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "INTERVAL", 60.0)
     sent: list[tuple[float, str]] = []
@@ -237,16 +237,16 @@ def test_progress_names_step_and_groups_and_is_sent_at_most_every_interval(
     pages = Pages(run)
 
     def replace_progress(artifact: UUID, data: float, description: str) -> None:
-        if kept.artifacts[artifact]["suffix"] == "-progress":
+        if stored.artifacts[artifact]["suffix"] == "-progress":
             sent.append((data, description))
 
-    monkeypatch.setattr(kept, "replace", replace_progress)
+    monkeypatch.setattr(stored, "replace", replace_progress)
     pages(RunStarted(ledger.run, 1, 0, 3))
     rollouts = [commit for commit in ledger.commits(0) if commit.step is Step.ROLLOUT]
     for shard, (groups, total) in {"00-000": (1, 2), "00-001": (0, 1)}.items():
         pages(StepStarted(0, Step.ROLLOUT, shard))
         pages(GroupsGenerated(0, shard, groups, total))
-    wait_for(lambda: len(kept.of("-progress")) == 1)
+    wait_for(lambda: len(stored.of("-progress")) == 1)
     assert str(pages._now) == "Iteration 0: rollout; 1 of 3 groups generated"
     pages(StepCommitted(rollouts[0]))
     pages(StepStarted(0, Step.FILTER, "00"))
@@ -259,8 +259,8 @@ def test_progress_names_step_and_groups_and_is_sent_at_most_every_interval(
 
 def artifacts_of(api_url: str, key: str) -> list[dict[str, Any]]:
     """In the order in which they were made."""
-    asked = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC"}
-    found = httpx.post(f"{api_url}/artifacts/filter", json=asked, timeout=60).json()
+    requested = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC"}
+    found = httpx.post(f"{api_url}/artifacts/filter", json=requested, timeout=60).json()
     return list(reversed(found))
 
 

@@ -94,9 +94,9 @@ def test_every_query_of_the_dashboard_names_a_metric_that_is_exported(watcher: P
     text = httpx.get(f"http://127.0.0.1:{watcher.port}/metrics", trust_env=False).text
     declared = set(re.findall(r"^# TYPE (cairn_\w+)", text, re.MULTILINE)) - {"cairn_commits_created"}
     assert {name for name in declared if not name.endswith("_created")} == FAMILIES
-    asked = {name for query in QUERIES for name in re.findall(r"cairn_\w+", query)}
-    assert asked
-    assert asked <= FAMILIES
+    responses = {name for query in QUERIES for name in re.findall(r"cairn_\w+", query)}
+    assert responses
+    assert responses <= FAMILIES
     assert {*re.findall(r"cairn_\w+", json.dumps(DASHBOARD["templating"]))} <= FAMILIES
 
 

@@ -23,17 +23,17 @@ from tests.small_disk import fill, small_disk, why_not
 def tracked(ledger: Ledger) -> Iterator[tuple[Watchers, list[str]]]:
     """Whom a driver tells, and the warnings that its person is shown."""
     said: list[str] = []
-    tell = Watchers(lambda event: said.append(event.text) if isinstance(event, Message) else None)
-    with tell.joined_by(trackers(ledger, config_of(ledger))):
-        yield tell, said
+    watchers = Watchers(lambda event: said.append(event.text) if isinstance(event, Message) else None)
+    with watchers.attached(trackers(ledger, config_of(ledger))):
+        yield watchers, said
 
 
 def drive(ledger: Ledger, first: int, last: int) -> list[str]:
     """What a driver of the iterations [first, last) tells the trackers. Returns the warnings."""
-    with tracked(ledger) as (tell, said):
-        tell(RunStarted(ledger.run, 1, first, config_of(ledger).rollout.num_rollout))
+    with tracked(ledger) as (watchers, said):
+        watchers(RunStarted(ledger.run, 1, first, config_of(ledger).rollout.num_rollout))
         for iteration in range(first, last):
-            tell(IterationDone(iteration, tuple(ledger.commits(iteration))))
+            watchers(IterationDone(iteration, tuple(ledger.commits(iteration))))
     return said
 
 
@@ -108,9 +108,9 @@ def test_a_driver_that_has_lost_the_run_writes_no_more(ledger: Ledger, board: Pa
 
 
 def test_what_an_event_that_was_missed_told_is_written_all_the_same(ledger: Ledger, board: Path) -> None:
-    with tracked(ledger) as (tell, _):
-        tell(IterationDone(1, tuple(ledger.commits(1))))
-        tell(RunDone(ledger.run, 3, "0" * 64))
+    with tracked(ledger) as (watchers, _):
+        watchers(IterationDone(1, tuple(ledger.commits(1))))
+        watchers(RunDone(ledger.run, 3, "0" * 64))
     assert shown(board)["train/loss"] == [0, 1, 2]
 
 
@@ -164,8 +164,8 @@ def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path) -
 
 def test_a_run_that_fails_leaves_the_rest_to_the_next_driver(ledger: Ledger, board: Path) -> None:
     def interrupted() -> None:
-        with tracked(ledger) as (tell, _):
-            tell(RunStarted(ledger.run, 1, 2, 3))
+        with tracked(ledger) as (watchers, _):
+            watchers(RunStarted(ledger.run, 1, 2, 3))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -178,10 +178,10 @@ def test_a_run_that_fails_leaves_the_rest_to_the_next_driver(ledger: Ledger, boa
 
 def drive_until_full(ledger: Ledger, disk: Path, error: Exception | None = None) -> list[str]:
     """Tell of iterations of which none fits on the disk, and then fail if there is an error to fail with."""
-    with tracked(ledger) as (tell, said):
+    with tracked(ledger) as (watchers, said):
         fill(disk)
         for iteration in range(3):
-            tell(IterationDone(iteration, tuple(ledger.commits(iteration))))
+            watchers(IterationDone(iteration, tuple(ledger.commits(iteration))))
         if error is not None:
             raise error
     return said

@@ -39,9 +39,9 @@ def written_run(folder: Path, **tracking: Any) -> Ledger:
 
 def interrupted(ledger: Ledger) -> None:
     """A driver that begins at the second iteration, catches up on the first and is stopped."""
-    with suppress(KeyboardInterrupt), tracked(ledger) as (tell, _):
-        tell(RunStarted(ledger.run, 1, 1, 3))
-        tell.settle()
+    with suppress(KeyboardInterrupt), tracked(ledger) as (report, _):
+        report(RunStarted(ledger.run, 1, 1, 3))
+        report.settle()
         raise KeyboardInterrupt
 
 
@@ -93,8 +93,8 @@ def test_a_wandb_file_with_a_torn_end_is_read_up_to_the_tear(tmp_path: Path) -> 
     torn = rows_in_wandb(tmp_path / "w", torn=1)
     assert len(torn) < len(whole)
     assert drive(ledger, 3, 3) == []
-    told = Counter((row.get("iteration"), row.get("trained")) for row in rows_in_wandb(tmp_path / "w", torn=1))
-    assert told == Counter((row.get("iteration"), row.get("trained")) for row in whole)
+    output = Counter((row.get("iteration"), row.get("trained")) for row in rows_in_wandb(tmp_path / "w", torn=1))
+    assert output == Counter((row.get("iteration"), row.get("trained")) for row in whole)
 
 
 def test_a_wandb_file_without_records_which_it_could_not_upload_is_removed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Benchmarks of a request: by name or file, or a run's own."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ def sampled_by_the_run(
     (output,) = commit.outputs
     rows = read_table(ledger.store, commit.run, output).to_pylist()
     texts = {row.index: row.prompt_text for row in questions.rows}
-    asked = [(one.group_id, one.index, one.seed, texts[one.group_id]) for one in questions.requests()]
-    if asked != [(row["prompt_index"], row["sample_index"], row["seed"], row["prompt_text"]) for row in rows]:
+    requested = [(one.group_id, one.index, one.seed, texts[one.group_id]) for one in questions.requests()]
+    if requested != [(row["prompt_index"], row["sample_index"], row["seed"], row["prompt_text"]) for row in rows]:
         return None
     if any(row["segments"] is not None for row in rows):
         return None
@@ -117,25 +118,26 @@ def benchmarks_of(
     benchmark.
     """
     files: dict[str | None, str] = {}
-    for given in data:
-        name, equals, file = given.partition("=")
-        files[name if equals and name in names else None] = file if equals and name in names else given
+    for argument in data:
+        name, equals, file = argument.partition("=")
+        is_for_one = equals and name in names
+        files[name if is_for_one else None] = file if is_for_one else argument
     fixed = set(own or ()) & set(names)
-    unheard = fixed & files.keys()
+    unchangeable = fixed & files.keys()
     if fixed >= set(names) and (n is not None or data or changes or seed is not None):
-        unheard = fixed
-    if unheard:
+        unchangeable = fixed
+    if unchangeable:
         raise ConfigError(
             [
                 f"{name!r} is a benchmark of the run and is evaluated as in the run, so its rows, options, number of "
                 "responses and seed cannot be changed; write a YAML file of your own for another benchmark"
-                for name in sorted(filter(None, unheard))
+                for name in sorted(filter(None, unchangeable))
             ]
         )
-    found: list[Benchmark | OwnBenchmark] = []
+    benchmarks: list[Benchmark | OwnBenchmark] = []
     for name in names:
         if own is not None and name in own:
-            found.append(own[name])
+            benchmarks.append(own[name])
             continue
         sections = {section: dict(values) for section, values in (changes or {}).items()}
         if n is not None:
@@ -143,8 +145,8 @@ def benchmarks_of(
         file_of = files.get(name, files.get(None))
         if file_of is not None:
             sections.setdefault("source", {})["data"] = file_of
-        found.append(load_benchmark(name, sections))
-    twice = {one.name for one in found if [other.name for other in found].count(one.name) > 1}
+        benchmarks.append(load_benchmark(name, sections))
+    twice = [name for name, count in Counter(one.name for one in benchmarks).items() if count > 1]
     if twice:
         raise ConfigError([f"the benchmark {min(twice)!r} is named twice: name each once"])
-    return found
+    return benchmarks
