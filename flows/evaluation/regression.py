@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from cairn.flows.evaluation.comparing import Comparison, compare, find_baseline, name_of, questions_digest
 from cairn.flows.evaluation.evaluating import EvaluationResult
 from cairn.flows.evaluation.models import BadPlace
-from cairn.flows.reading.gates import request_gate
+from cairn.flows.reading.gates import ask
 from cairn.storage.evals import Evaluation, results
 from cairn.storage.ledger.decisions import Gate
 from cairn.storage.ledger.ledger import Ledger
@@ -55,7 +55,7 @@ def regressions(
 def open_gate(store: Store, run: str, why: str, says: Says) -> None:
     """Let a run wait for approval before its next iteration, once for each reason, and report it through `says`."""
     try:
-        decision = request_gate(Ledger.open(store, run), why)
+        decision = ask(Ledger.open(store, run), why)
     except ValueError as error:
         says(str(error))
         return

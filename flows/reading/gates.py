@@ -64,7 +64,7 @@ def decide(
     return ledger.decisions.record(verdict, by=by, why=why)
 
 
-def request_gate(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
+def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
     """Let a run wait before the next iteration that has not begun, for a reason that a program has found, such as a
     regression in an external evaluation. Its driver finds the gate before it begins that iteration, or the one after.
 

@@ -138,7 +138,7 @@ def train_batch(
 
 
 def support_column(supports: Sequence[SamplingSupport]) -> pa.Array:
-    """Return the sampling support of each sample's tokens as a column of type `cairn.storage.ledger.schemas.SUPPORT`."""
+    """Return the sampling support of each sample's tokens as a column (`cairn.storage.ledger.schemas.SUPPORT`)."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in supports)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in supports)])
     return _nested(ids, counts, list(map(len, supports)), SUPPORT.type)

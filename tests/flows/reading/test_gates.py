@@ -20,7 +20,7 @@ from cairn.flows.history.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.orchestration.flow_runs import run_tags
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.reading.gates import blocking_gate, decide, due, request_gate
+from cairn.flows.reading.gates import ask, blocking_gate, decide, due
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.decisions import Gate, GateState
 from cairn.storage.ledger.ledger import Ledger
@@ -101,7 +101,7 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
     write_run(ledger, 1)
     store = ("--store", str(tmp_path))
     assert "is not waiting" in cairn("approve", "toy", *store).stderr
-    request_gate(ledger, "an evaluation elsewhere fell", "watcher")
+    ask(ledger, "an evaluation elsewhere fell", "watcher")
     status = json.loads(cairn("status", "toy", "--json", *store).stdout)
     assert (status["state"], status["gate"]["state"], status["gate"]["iteration"]) == ("waiting", "open", 1)
     assert "waiting" in cairn("runs", *store).stdout
@@ -130,23 +130,23 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
 def test_a_reason_opens_one_gate_and_the_run_can_go_on_even_if_its_iteration_began_meanwhile(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path))
     write_run(ledger, 1)
-    requested = request_gate(ledger, "it fell")
+    requested = ask(ledger, "it fell")
     assert requested is not None
     assert requested.what == Gate(iteration=1, cause="asked")
-    assert request_gate(ledger, "it fell") is None
-    both = request_gate(ledger, "it grew slow")
+    assert ask(ledger, "it fell") is None
+    both = ask(ledger, "it grew slow")
     assert both is not None
     assert (both.what, both.why) == (requested.what, "it fell; it grew slow")
     write_iteration(ledger, 1)  # its driver had looked just before
     assert blocking_gate(ledger, 2) is not None
     decide(ledger, config_of(ledger), None, approved=False, why=None, by=None)
-    assert request_gate(ledger, "another") is None, "a rejected run stays rejected"
+    assert ask(ledger, "another") is None, "a rejected run stays rejected"
     decide(ledger, config_of(ledger), None, approved=True, why=None, by=None)
     assert blocking_gate(ledger, 2) is None
-    assert request_gate(ledger, "it grew slow") is None, "what was approved is not asked again"
+    assert ask(ledger, "it grew slow") is None, "what was approved is not asked again"
     write_iteration(ledger, 2)
     with pytest.raises(ValueError, match="has begun all its 3 iterations"):
-        request_gate(ledger, "too late")
+        ask(ledger, "too late")
 
 
 def test_a_fork_does_not_ask_again_about_what_it_shares_but_about_its_own_iterations(
