@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from cairn.configs.schema.base import Code, DataPath, Location, Section, Text, rule
 from cairn.configs.schema.data import RowFormat, one_group
-from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.rollout import RolloutConfig, RolloutEngine
 
 # Options of an evaluation's engine.
 
@@ -17,7 +17,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 class EngineOptions(Section):
     """Rollout engine of an evaluation. Names and defaults as in `rollout`."""
 
-    engine: Literal["transformers", "sglang"] = "transformers"
+    engine: RolloutEngine = "transformers"
     """Kind of the rollout engine."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -36,7 +36,7 @@ class EngineOptions(Section):
     def of_run(cls, rollout: RolloutConfig, changes: Mapping[str, Any]) -> "EngineOptions":
         """Return the options of a run's engine, with those in `changes` in their place.
 
-        The run's SGLang options are used only where both engines are SGLang.
+        The options of the run's server are used only where both engines are of one kind.
         """
         own: dict[str, Any] = {
             "engine": rollout.engine,
@@ -44,7 +44,7 @@ class EngineOptions(Section):
             "num_gpus": rollout.num_gpus_per_engine,
             "num_threads": rollout.num_threads,
         }
-        if rollout.engine == "sglang" == changes.get("engine", rollout.engine):
+        if rollout.engine == changes.get("engine", rollout.engine):
             own["sglang"] = rollout.sglang
         return cls.model_validate({**own, **changes})
 

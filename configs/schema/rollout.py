@@ -177,10 +177,14 @@ def lag_of(pipeline: str, lag: int | None, max_age: int | None) -> int:
     return (lag or 1) if pipeline == "lagged" else 0
 
 
+RolloutEngine = Literal["transformers", "sglang"]
+"""Rollout engines, each a folder of `cairn.engines.rollout`."""
+
+
 class RolloutConfig(Section):
     """Generation of samples: amounts, sampling and engines."""
 
-    engine: Literal["transformers", "sglang"] = "transformers"
+    engine: RolloutEngine = "transformers"
     """The rollout engine: `transformers` samples in the actor's own process, `sglang` in a separate server."""
 
     sglang: EngineOptions = Field(default_factory=dict)

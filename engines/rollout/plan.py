@@ -65,6 +65,8 @@ class EngineKind:
     """Options of `rollout` that only this kind reads."""
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()
     """Function that returns sentences on what the kind cannot do, before anything starts."""
+    layout_problems: Callable[[RolloutConfig], Iterable[str]] = lambda config: ()
+    """Function that returns sentences on engines that cannot be laid out as configured. It needs no installation."""
     router: str | None = None
     """`module:name` of the function that makes a router in front of engines of this kind. Its arguments are its
     options, RolloutConfig, the address to listen on, the log file, and seconds until the router must serve."""
@@ -78,6 +80,8 @@ class EngineKind:
     """Whether an engine's processes join a group in which the trainer broadcasts weights."""
     maps_gpu_memory: bool = False
     """Whether an engine maps weights from the memory of GPUs that it shares with training."""
+    reserves_cache: bool = False
+    """Whether an engine on GPUs takes a fixed part of their memory for keys and values when it starts."""
     caches_prefixes: bool = False
     """Whether an engine counts the tokens that it need not compute again, because it has seen the beginning of a prompt
     before."""

@@ -21,7 +21,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
 from cairn.engines.models.folders import check_model_folder, context_length, end_tokens, sees_images
 from cairn.engines.models.tokenizers import load_tokenizer
-from cairn.engines.rollout.plan import kind_of
+from cairn.engines.rollout.plan import NAMES, kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.types.errors import BadModel
@@ -267,7 +267,7 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
 
 def _server_problems(config: RunConfig) -> Iterator[str]:
     rollout, kind = config.rollout, kind_of(config.rollout.engine)
-    for option in ("sglang", "router", "server_groups", "external_urls"):
+    for option in dict.fromkeys(option for name in NAMES for option in kind_of(name).options):
         if option not in kind.options and getattr(rollout, option):
             yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
     yield from kind.problems(config)

@@ -46,7 +46,7 @@ def gpus_of_engine(subject: Subject) -> float:
 
 def serving_of(subject: Subject) -> Serving:
     """Return how an engine's ranks share its model."""
-    if subject.config.rollout.engine != "sglang":
+    if not subject.engine_kind.spans_gpus:
         return Serving(1)
     return Serving.of(engine_options(subject), gpus_of_engine(subject))
 
@@ -56,7 +56,7 @@ def weight_bytes(subject: Subject) -> float:
     routers, in one byte a weight."""
     size, model = bytes_of(subject.config.rollout.dtype), subject.model
     published = getattr(model.config, "quantization_config", None) or {}
-    if subject.config.rollout.engine != "sglang" or published.get("quant_method") != "fp8":
+    if not subject.engine_kind.holds_as_stored or published.get("quant_method") != "fp8":
         return size
     small = sum(tensor.size for tensor in model.tensors if is_in_fp8(tensor))
     return (small + size * (model.parameters - small)) / model.parameters
@@ -80,9 +80,8 @@ def most_at_once(subject: Subject) -> int:
     has."""
     rollout = subject.config.rollout
     bounds = [rollout.max_running_requests, samples_of_engine(subject)]
-    if rollout.engine == "sglang":
-        bounds += [int(engine_options(subject).get("max_running_requests") or rollout.max_running_requests)]
-        bounds += [rollout.sglang_server_concurrency]
+    bounds += [int(engine_options(subject).get("max_running_requests") or rollout.max_running_requests)]
+    bounds += [getattr(rollout, subject.engine_kind.bounded_by.removeprefix("rollout."))]
     return max(1, int(min(bounds)))
 
 
@@ -100,13 +99,9 @@ def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
     need = cache_need(subject.model, size, serving.attention)
     hardware = subject.hardware_of(subject.rolls_out_on_gpu)
     reserved = Row(what="process of the engine", bytes=hardware.reserved_gb * 1e9)
-    if rollout.engine != "sglang":
-        pool = most_at_once(subject) * need.of(subject.lengths.longest)
-        rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
-        return EngineMemory(rows, need, pool, serving)
     longest, most = subject.lengths.longest, options.get("max_total_tokens")
     limit = float("inf") if most is None else int(most) / longest * need.of(longest)
-    if not subject.rolls_out_on_gpu:
+    if not (subject.rolls_out_on_gpu and subject.engine_kind.reserves_cache):
         pool = min(limit, most_at_once(subject) * serving.data * need.of(longest))
         rows = (Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool), reserved)
         return EngineMemory(scaled(rows, serving.tensor), need, pool, serving)

@@ -209,11 +209,10 @@ def layout_problems(subject: Subject) -> Iterator[str]:
             f"the longest sample has {lengths.longest:,} tokens, but the model's context has {context:,}: lower "
             "rollout.rollout_max_prompt_len or rollout.rollout_max_response_len"
         )
-    if config.rollout.engine == "sglang" and config.needs_rollout_engines and not config.rollout.external_urls:
-        from cairn.engines.rollout.sglang.launch_plan import plan_problems
-
-        yield from plan_problems(config.rollout)
-        yield from serving_problems(model, serving_of(subject), engine_options(subject))
+    if config.needs_rollout_engines and not config.rollout.external_urls:
+        yield from subject.engine_kind.layout_problems(config.rollout)
+        if subject.engine_kind.spans_gpus:
+            yield from serving_problems(model, serving_of(subject), engine_options(subject))
 
 
 def _taken(subject: Subject, rank: RankMemory) -> float:

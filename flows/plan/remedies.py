@@ -6,6 +6,7 @@ from typing import Any
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.plan import kind_of
 from cairn.flows.plan.subject import Plan, Remedy
 
 MOST = 4
@@ -70,7 +71,7 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     for times in (2, 4, 8, 16):
         yield more_ranks(config, times)
     gpus = int(rollout.num_gpus_per_engine)
-    if rollout.engine == "sglang" and gpus and not rollout.server_groups:
+    if kind_of(rollout.engine).spans_gpus and gpus and not rollout.server_groups:
         for size in (gpus * 2, gpus * 4, gpus * 8):
             yield {
                 "rollout.num_gpus_per_engine": size,

@@ -12,6 +12,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.folders import context_length
 from cairn.engines.plan.peaks import peak_tflops
 from cairn.engines.plan.tensors import Model, config_of, model_of
+from cairn.engines.rollout.plan import EngineKind, kind_of
 from cairn.engines.types.errors import BadModel
 from cairn.storage.records import Record
 from cairn.storage.store.canonical import from_json
@@ -200,6 +201,11 @@ class Subject:
     @property
     def rolls_out_on_gpu(self) -> bool:
         return self.config.rollout.num_gpus_per_engine > 0
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What the planner knows of the rollout engine."""
+        return kind_of(self.config.rollout.engine)
 
     def hardware_of(self, on_gpu: bool) -> Hardware:
         return self.gpu_hardware if on_gpu else self.cpu_hardware

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.plan import EngineKind
-from cairn.engines.rollout.sglang.launch_plan import launch_plan
+from cairn.engines.rollout.sglang.launch_plan import launch_plan, plan_problems
 
 # Options of servers and routers that a store may set: numbers, switches and words that place, bound, schedule or check
 # the work, or choose a kernel.
@@ -86,11 +86,13 @@ KIND = EngineKind(
     plan=launch_plan,
     options=("sglang", "router", "server_groups", "external_urls"),
     problems=_problems,
+    layout_problems=plan_problems,
     router="cairn.engines.rollout.sglang.router:make",
     spans_gpus=True,
     holds_as_stored=True,
     takes_broadcasts=True,
     maps_gpu_memory=True,
+    reserves_cache=True,
     caches_prefixes=True,
     bounded_by="rollout.sglang_server_concurrency",
     permitted={
