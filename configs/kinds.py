@@ -70,7 +70,7 @@ def plugin(
 ) -> Callable[[Function], Function]:
     """Declare properties of a function: see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
-        if isinstance(names, str):  # whose letters would be taken for names
+        if isinstance(names, str):  # its letters would count as names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
     if picks is not None and not {"advantages", "old_log_probs"} <= {*needs}:
         raise TypeError("plugin(picks=…) needs advantages and old_log_probs: write both into needs={…}")

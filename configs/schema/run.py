@@ -309,7 +309,7 @@ class RunConfig(Section):
         algorithm, training = self.algorithm, self.training
         if training.num_steps_per_rollout > 1:
             return
-        if algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour:  # of another policy
+        if algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour:  # the ratio is to another policy
             return
         if algorithm.loss_type == "kl_cov":
             raise ValueError(

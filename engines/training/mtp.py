@@ -25,7 +25,7 @@ def copy_mtp_layers(source: Path, folder: Path, dtype: torch.dtype) -> None:
     if not layers_to_copy:
         return
     files = weight_files(folder)
-    if files == [folder / WEIGHTS]:  # which alone would be read, whatever else there is
+    if files == [folder / WEIGHTS]:  # this file alone would be read
         files = [files[0].rename(folder / "model-00001.safetensors")]
 
     values = (

@@ -103,5 +103,5 @@ def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, M
     )
     needs = advantage_needs(algorithm).keys() | of_loss
     if algorithm.use_rollout_logprobs:
-        needs -= {"old_log_probs"}  # those of the rollout engine
+        needs -= {"old_log_probs"}  # the rollout engine's are used
     return {column: role for column, role in SCORES.items() if column in needs}

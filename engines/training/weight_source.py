@@ -75,7 +75,7 @@ class WeightSource:
         for _ in self._export:
             pass
         self._export = iter(())
-        torch.cuda.empty_cache()  # nothing where CUDA was never used
+        torch.cuda.empty_cache()  # no effect if CUDA was never used
 
     def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
         """On rank 0: open the address at which an engine, the target, meets this rank. Return its host and port."""

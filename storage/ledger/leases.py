@@ -348,7 +348,7 @@ class Lease:
             sign = canonical.seal({"renewals": renewals, "renewed_at": time.time(), "holder_id": self.holder.id})
             try:
                 if not self._is_owner():
-                    return  # what is there is another run's; `check` says so
+                    return  # the epoch belongs to another run; `check` reports it
                 self._store.write(self._owned.path(self.epoch, ".renewed"), sign)
                 self._renewed, self._failure = time.monotonic(), None
             except Exception as error:  # `check` raises it when it lasts; until then the next renewal may succeed

@@ -78,10 +78,7 @@ ROLLOUT = _schema(
     ("segments", _SEGMENTS),
     ("log_probs", _FLOATS),  # of the response tokens under the rollout engine; 0 for tokens from the environment
     ("loss_mask", pa.list_(pa.uint8())),  # 1: trained on, unless the group's max_age in `filter` says otherwise
-    (
-        "weight_versions",
-        _IDS,
-    ),  # that sampled, or else read, each response token
+    ("weight_versions", _IDS),  # that sampled, or else read, each token
     ("finish_reason", pa.string()),  # cairn.engines.types.types.FinishReason
     ("status", pa.string()),  # Status
     ("error", pa.string()),

@@ -123,7 +123,7 @@ def lacks_space(error: BaseException | None) -> bool:
 
 def named(error: Exception, place: Path | str) -> Exception:
     """Return NoSpace with the name of the place if an error says that the place is full; otherwise return the error."""
-    if isinstance(error, NoSpace) or not lacks_space(error):  # it names its own
+    if isinstance(error, NoSpace) or not lacks_space(error):  # it already names its place
         return error
     return NoSpace(f"cannot write to {place}: no space is left there; free some")
 

@@ -146,7 +146,7 @@ class LocalStore:
                 continue
             try:
                 mode = os.lstat(part).st_mode
-            except OSError:  # nothing is there, nor below it
+            except OSError:  # it does not exist, and nothing below it
                 return False
             if stat.S_ISLNK(mode):
                 return True
@@ -294,7 +294,7 @@ class LocalStore:
         self._durable.clear()
         self._folders.clear()
         for path, _, _ in os.walk(self._path(folder), topdown=False):
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it is not empty
                 os.rmdir(path)
 
     def sha256(self, path: str) -> tuple[int, str]:

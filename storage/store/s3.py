@@ -329,7 +329,7 @@ class S3Store:
             connection.connect()
         except BotoCoreError as error:
             raise StoreRefused(f"store {self.url} cannot be opened: {error}") from None
-        except ValueError:  # whose text quotes the URL, and that may hold keys
+        except ValueError:  # its text quotes the URL, which may contain keys
             raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is not a valid URL") from None
         for event in ("after-call.s3", "after-call-error.s3"):
             connection.s3.meta.events.register(event, self._retries.add_requests)

@@ -303,7 +303,7 @@ def _results_of_others(ledger: Ledger, commit: Commit, seen: _Seen) -> set[str]:
     """Return the SHA-256 of the long results in a rollout that calls of other prompts' samples received."""
     output = commit.side_file(layout.CALLS_FILE)
     data = None if output is None else _read(ledger, commit, output)
-    assert data is not None  # as above, and long results are of calls
+    assert data is not None  # a commit's files retire together, and long results belong to calls
     calls = tables.from_parquet(data)
     others = calls.filter(pc.invert(pc.is_in(calls.column("group_id"), pa.array(sorted(seen.groups), pa.int64()))))
     return set(others.column("result_digest").drop_null().to_pylist())

@@ -60,11 +60,9 @@ def mismatch(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     """
     rollout = require_field(tokens.rollout_log_probs)
     log_ratios = log_probs - rollout
-
-    def of_responses(values: torch.Tensor) -> torch.Tensor:
-        return tokens.of_tokens(tokens.means(values))
-
-    training_ppl, rollout_ppl, apart = map(of_responses, (-log_probs, -rollout, -log_ratios))
+    training_ppl, rollout_ppl, apart = (
+        tokens.of_tokens(tokens.means(values)) for values in (-log_probs, -rollout, -log_ratios)
+    )
     whole = tokens.of_tokens(tokens.sums(log_ratios))
     ratios = torch.exp(bounded(log_ratios))
     outside = (ratios < algorithm.tis_clip_low) | (ratios > algorithm.tis_clip)

@@ -91,7 +91,7 @@ def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
     For a block that is narrower than the tensor these are whole rows, zero where other ranks hold them: zeros add
     nothing to a fingerprint.
     """
-    width = block.height if block.transposed else block.width  # of the local parameter
+    width = block.height if block.transposed else block.width  # width of the local parameter
     first = block.local_row * width
     start = max(piece.start, first)
     end = max(start, min(piece.start + len(piece.values), first + block.height * block.width))

@@ -179,7 +179,7 @@ def load_weights(
                         f"{block.whole_shape}"
                     )
                 rows = slice(block.row, block.row + block.height)
-                if len(block.whole_shape) == 3 and block.rows != block.whole_shape[0]:  # of one expert
+                if len(block.whole_shape) == 3 and block.rows != block.whole_shape[0]:  # a block of one expert
                     expert, row = divmod(block.row, block.whole_shape[1])
                     part = tensor[expert : expert + 1, row : row + block.height].flatten(0, 1)
                 else:

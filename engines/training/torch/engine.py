@@ -223,7 +223,7 @@ class TorchEngine(ExactlyOnceEngine):
     ) -> torch.Tensor:
         scores = score_responses(model, batch, micro_batches, reading, replay, shape)
         if self._world_size > 1:
-            dist.all_reduce(scores)  # of one value and zeros: exact
+            dist.all_reduce(scores)  # one value and zeros: exact
         return scores
 
     def _log_probs_without_adapters(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

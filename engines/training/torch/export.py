@@ -53,7 +53,7 @@ def weights_checksum(
             for dtype in (*dtypes, torch.float32):
                 local = local.to(dtype)
             yield from _pieces(parts[name], local.reshape(-1), offset)
-        for name, buffer in saved_buffers(model):  # which every rank has
+        for name, buffer in saved_buffers(model):  # every rank has them
             local = buffer.float().reshape(-1)
             yield from _pieces(parts[name], local if world_size == 1 or dist.get_rank() == 0 else local[:0], 0)
 
@@ -126,7 +126,7 @@ def export_checkpoint(
     trained = [(name, parameter.detach()) for name, parameter in actor.named_parameters() if parameter.requires_grad]
     state = read_description(store, checkpoint)
     saved = {name for file in state.files for name in file.tensors}
-    trained += [(name, bias) for name, bias in biases_of(actor) if name in saved]  # which steps have moved
+    trained += [(name, bias) for name, bias in biases_of(actor) if name in saved]  # biases that steps have moved
     read_state(store, checkpoint, state, {"parameters": trained}, actors_parameters)
     if adapter:
         save_adapters(actor, dict(trained), target)

@@ -51,7 +51,7 @@ def _move(
 
     with torch.no_grad():
         for model in models:
-            model._apply(moved)  # what `to` does, with memory of our choice; parameters stay the same objects
+            model._apply(moved)  # like `to`, with pinned memory; parameters stay the same objects
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 for name in MOMENTS:
