@@ -30,7 +30,7 @@ from cairn.engines.types.types import (
 from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
 from cairn.storage.store.store import StoredFile
-from tests.spare_engines import engine_of, give_back
+from tests.spare_engines import engine_of, release
 
 Generate = Callable[[Sequence[GenerateRequest]], Iterator[list[Completion]]]
 
@@ -242,7 +242,7 @@ class LocalFleet:
     def close(self) -> None:
         """Return its rollout engines to the spare ones."""
         for handle in self.rollout:
-            give_back(handle.engine)
+            release(handle.engine)
 
     def seconds_until_drained(self) -> float | None:
         return None

@@ -33,7 +33,7 @@ def pytest_runtest_call() -> Iterator[None]:
     _at_work.clear()
     yield
     while _at_work:
-        give_back(_at_work[-1])
+        release(_at_work[-1])
 
 
 def engine_of(model_path: str, config: "RolloutConfig") -> "TransformersEngine":
@@ -58,7 +58,7 @@ def forget() -> None:
     _invariant.clear()
 
 
-def give_back(engine: "TransformersEngine") -> None:
+def release(engine: "TransformersEngine") -> None:
     """Make the decoder of an engine that is no longer used available to the next one."""
     if engine in _at_work:
         _at_work.remove(engine)

@@ -25,7 +25,7 @@ from examples.quickstart.task import is_held_out, label
 
 FOLDER = Path("build/counting")
 MEDIAN, SIGMA = 4, 1.2
-"""Of how many numbers an answer counts: log-normal, …"""
+"""Distribution of the numbers that an answer counts: log-normal, …"""
 
 MOST = 99
 """… and no more."""

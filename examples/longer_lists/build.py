@@ -26,7 +26,7 @@ STEPS = 400
 """Optimizer steps of the warm start."""
 
 PROMPTS = 32
-"""Of an iteration."""
+"""Prompts of an iteration."""
 
 CURRICULUM = {5: 40, 6: 50, 7: 60, 8: 450}
 """Iterations in which lists of so many digits are the longest usual ones."""

@@ -6,7 +6,7 @@ import cairn
 
 
 def grade(sample: cairn.Sample) -> dict[str, float]:
-    """Of a response that is the box alone; `exact` is what evaluations count."""
+    """Return the reward of a response that is the box alone. Evaluations count `exact`."""
     found = re.fullmatch(r"\\boxed\{([\d ]*)\}", sample.response.strip())
     answer, wanted = found[1].split() if found else [], str(sample.label).split()
     right = sum(a == b for a, b in zip(answer, wanted, strict=False)) / max(len(wanted), len(answer))

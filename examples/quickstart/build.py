@@ -39,7 +39,7 @@ STEPS = 300
 
 STAMP = "built.json"
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "quickstart-warm-start.yaml"
-"""Of the warm start."""
+"""Recipe of the warm start."""
 
 Train = Callable[[Path, int], None]
 """Trains the model of a folder for so many steps."""
@@ -117,7 +117,7 @@ def _unlike(source: Iterable[tuple[str, list[int]]], count: int) -> list[dict[st
 
 
 def _pairs(train: Path, rng: random.Random) -> Iterator[dict[str, str]]:
-    """Of every prompt whose digits differ, the right response and a wrong one."""
+    """Yield the right response and a wrong one to every prompt whose digits differ."""
     for row in map(json.loads, train.read_text().splitlines()):
         digits = [int(digit) for digit in row["label"].split()]
         right, wrong = (demonstration(digits, rng, share) for share in (0.0, 1.0))

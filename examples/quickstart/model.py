@@ -29,10 +29,11 @@ like him into time has look two more write go see number no way could people tha
 down day did get come made may part after before much left total altogether cost costs buy buys sell sold price money
 dollars cents week weeks hour hours minutes year years month twice half three times every per same remaining average
 """
-"""What is left of the vocabulary is merged from them, so that other data takes fewer tokens too."""
+"""The rest of the vocabulary is merged from them, so that other data takes fewer tokens too."""
 
 INITIAL_STD = 0.08
-"""Of the matrices: at this width training gets going several times faster than from the usual 0.02."""
+"""Initial standard deviation of the matrices. At this width training starts several times faster than from the
+usual 0.02."""
 
 
 def build_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:

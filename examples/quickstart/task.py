@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 
 HELD_OUT_SHARE = 1 / 8
-"""Of all prompts; which ones is fixed by a hash, so that no seed mixes the two sets."""
+"""Share of all prompts. A hash selects them, so that no seed mixes the two sets."""
 
 
 def problems(seed: int, *, held_out: bool) -> Iterator[tuple[str, list[int]]]:

@@ -23,7 +23,7 @@ STEPS_PER_ITERATION = 10
 
 
 def overrides(folder: Path, steps: int) -> list[str]:
-    """What differs from the recipe for a build of `steps` optimizer steps in `folder`."""
+    """Return the changes to the recipe for a build of `steps` optimizer steps in `folder`."""
     return [
         f"model.path={folder / 'untrained'}",
         f"data.path={folder / 'demonstrations.jsonl'}",
@@ -32,13 +32,13 @@ def overrides(folder: Path, steps: int) -> list[str]:
 
 
 def config(folder: Path, steps: int) -> RunConfig:
-    """Of the run."""
+    """Return the configuration of the run."""
     return load(RECIPE, overrides(folder, steps))
 
 
 def warm_start(folder: Path, steps: int, options: Sequence[str] = ()) -> None:
     """Train the model in `folder/untrained` on the demonstrations of the folder, in order and each once, in the store
-    `folder`; go on with the run if it is there. `steps` is a multiple of `STEPS_PER_ITERATION`; `options` are beyond
+    `folder`; resume the run if it exists. `steps` is a multiple of `STEPS_PER_ITERATION`; `options` are beyond
     the recipe's. Raises subprocess.CalledProcessError."""
     command = ["train", str(RECIPE), "--run", RUN, "--store", str(folder)]
     for override in [*overrides(folder, steps), *options]:

@@ -12,7 +12,7 @@ from cairn.tasks.rewards.reasoning_gym import grade
 TURNS = 3
 """Answers at most."""
 DISCOUNT = 0.5
-"""What a right answer is worth, of what it would have been worth a turn earlier."""
+"""Factor on the reward of a right answer for each turn before it."""
 WRONG = "That is wrong. Try again."
 
 

@@ -36,7 +36,7 @@ def build(folder: Path, seed: int) -> None:
 
 
 def prepare(folder: Path, seed: int, shown: int) -> None:
-    """What is there before the warm start, with so many demonstrations."""
+    """Write the data and the untrained model, with so many demonstrations."""
     draw = random.Random(seed)
     prompts = (PROMPT, *HINTS)
     begin(folder, [{"prompt": draw.choice(prompts), "response": str(draw.randint(0, 9))} for _ in range(shown)], seed)
