@@ -1,8 +1,17 @@
-"""Fixtures of evaluations."""
+"""Common parts of the tests of evaluations."""
 
 import pytest
 
 from cairn.engines.rollout.transformers.engine import TransformersEngine
+
+BENCHMARK = """
+name: digits
+title: Digits
+prompt: {style: chat, column: prompt}
+columns: {label: label}
+sampling: {n: 2, temperature: 1.0, max_tokens: 8}
+grader: {name: exact_match}
+"""
 
 
 @pytest.fixture

@@ -22,16 +22,8 @@ from cairn.storage.ledger.schemas import EVALUATED
 from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
 from tests.commands import cairn
+from tests.flows.evaluation.conftest import BENCHMARK
 from tests.waiting import wait_for
-
-BENCHMARK = """
-name: digits
-title: Digits
-prompt: {style: chat, column: prompt}
-columns: {label: label}
-sampling: {n: 2, temperature: 1.0, max_tokens: 8}
-grader: {name: exact_match}
-"""
 
 
 @pytest.fixture(scope="module")

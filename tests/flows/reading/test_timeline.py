@@ -5,25 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from cairn.flows.cli import app
 from cairn.flows.reading.timeline import trace
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.ledger import Ledger
-from tests.flows.reading.test_costs import timed
-from tests.flows.written_runs import config_of, new_run, write_iteration
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return new_run(str(tmp_path))
-
-
-@pytest.fixture
-def commits(ledger: Ledger) -> list[Commit]:
-    return [timed(commit) for commit in write_iteration(ledger, 0)]
+from tests.flows.written_runs import config_of, write_iteration
 
 
 def slices(made: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:

@@ -39,6 +39,17 @@ def started(iteration: int) -> StepStarted:
     return StepStarted(iteration, Step.ROLLOUT)
 
 
+def holding() -> tuple[threading.Event, threading.Event, Callable[[], None]]:
+    """Return two events and a function that sets the first and waits for the second."""
+    entered, proceed = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert proceed.wait(BLOCKED)
+
+    return entered, proceed, hold
+
+
 def broken() -> None:
     raise ConnectionError("no route to host")
 
@@ -61,12 +72,7 @@ def test_all_are_told_all_in_order_and_then_closed(terminal: list[Event]) -> Non
 
 
 def test_a_run_that_fails_stops_them_without_the_rest(terminal: list[Event]) -> None:
-    entered, proceed = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        entered.set()
-        assert proceed.wait(BLOCKED)
-
+    entered, proceed, hold = holding()
     slow, emit = Recorder(hold), Watchers(terminal.append)
 
     def failing() -> None:
@@ -113,12 +119,7 @@ def test_one_that_hangs_holds_up_neither_events_nor_the_end_for_long(
 
 def test_of_more_events_than_are_kept_the_newest_stay(terminal: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchers, "QUEUE", 10)
-    entered, proceed = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        entered.set()
-        assert proceed.wait(BLOCKED)
-
+    entered, proceed, hold = holding()
     slow, emit = Recorder(hold), Watchers(terminal.append)
     with emit.attached({"slow": slow}):
         emit(STARTED)

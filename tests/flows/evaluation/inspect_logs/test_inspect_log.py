@@ -12,17 +12,10 @@ from cairn.flows.evaluation.inspect_log import export_inspect
 from cairn.storage.evals import Evaluation, read_samples, results
 from cairn.storage.opening import open_store
 from tests.commands import cairn
+from tests.flows.evaluation.conftest import BENCHMARK
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[3] / ".venv-inspect" / "bin" / "python"
-BENCHMARK = """
-name: digits
-title: Digits
-prompt: {style: chat, column: prompt}
-columns: {label: label}
-sampling: {n: 2, temperature: 1.0, max_tokens: 8}
-grader: {name: exact_match}
-"""
 
 
 @pytest.fixture(scope="module")
