@@ -75,7 +75,7 @@ def test_programs_are_found_in_linear_time(pairs: bool) -> None:
     assert too_slow(program_of, shapes(["```", "`", "```python\n", "a", "\n", " "], pairs)) == []
 
 
-GIVEN = {
+INPUTS = {
     "keywords": ["ab"],
     "keyword": "ab",
     "forbidden_words": ["ab"],
@@ -106,4 +106,4 @@ FOREIGN = ("language:", "change_case:english", "length_constraints:number_senten
 def test_instructions_are_checked_in_linear_time(instruction: str, pairs: bool) -> None:
     pieces = ["a", "A-", "*", "* ", "******", "-", "[", "]", "<<", ">>", "```", "```json", '"', "\n", " ", "p."]
     pieces.append("Section 1")
-    assert too_slow(lambda text: CHECKS[instruction](text, GIVEN), shapes(pieces, pairs)) == []
+    assert too_slow(lambda text: CHECKS[instruction](text, INPUTS), shapes(pieces, pairs)) == []

@@ -99,10 +99,10 @@ def test_several_calls_of_deepseek_are_read_in_order() -> None:
 
 def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
     text = f"<tool_call>{AS_JSON}</tool_call><tool_call>{{broken</tool_call><tool_call>{AS_JSON}</tool_call>"
-    found = read(text, HERMES, TOOLS)
-    assert found.content == "<tool_call>{broken</tool_call>"
-    assert found.tool_calls == (SEARCH, SEARCH)
-    assert [call.unreadable is None for call in found.calls] == [True, False, True]
+    result = read(text, HERMES, TOOLS)
+    assert result.content == "<tool_call>{broken</tool_call>"
+    assert result.tool_calls == (SEARCH, SEARCH)
+    assert [call.unreadable is None for call in result.calls] == [True, False, True]
     assert read("[1, 2", "[TOOL_CALLS]", TOOLS) == Reply("[1, 2")
 
 
@@ -142,9 +142,9 @@ def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:
     ],
 )
 def test_what_cannot_be_read_has_a_reason_and_is_told(template: str, text: str, name: str, why: str) -> None:
-    found = read(text, template, TOOLS)
-    assert (found.content, found.tool_calls) == (text, ())
-    (call,) = found.calls
+    result = read(text, template, TOOLS)
+    assert (result.content, result.tool_calls) == (text, ())
+    (call,) = result.calls
     assert call.name == name
     assert call.unreadable is not None
     assert call.unreadable.startswith(why)

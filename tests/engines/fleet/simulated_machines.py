@@ -79,8 +79,8 @@ def slots(**sections: dict[str, Any]) -> dict[str, list[Slot]]:
 
 def address() -> str:
     """Of their cluster."""
-    found: str = _cluster.address
-    return found
+    actual: str = _cluster.address
+    return actual
 
 
 def way_in() -> dict[str, str]:

@@ -83,9 +83,9 @@ def test_rays_token_is_kept_in_memory_where_the_home_cannot_be_written(
     monkeypatch.setenv("HOME", home or str(tmp_path))
     cluster.require_token()
     assert ("RAY_AUTH_TOKEN" in os.environ) is token
-    given = os.environ.get("RAY_AUTH_TOKEN")
+    inputs = os.environ.get("RAY_AUTH_TOKEN")
     cluster.require_token()
-    assert os.environ.get("RAY_AUTH_TOKEN") == given
+    assert os.environ.get("RAY_AUTH_TOKEN") == inputs
 
 
 def test_a_cluster_that_cannot_be_joined_without_a_token_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,21 +161,21 @@ def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
         assert trained["last_input_digest"] == "trained"
 
         with driver(model, address, "bfloat16") as second:
-            found = second.read()
-            assert {name: found[name] for name in TRAINER} == {name: trained[name] for name in TRAINER}
-            assert found["rollout"] != started["rollout"]  # it was made from another configuration
-            assert found["versions"] == [0]
+            result = second.read()
+            assert {name: result[name] for name in TRAINER} == {name: trained[name] for name in TRAINER}
+            assert result["rollout"] != started["rollout"]  # it was made from another configuration
+            assert result["versions"] == [0]
             wait_for(lambda: not psutil.pid_exists(started["rollout"]))
             with driver(model, address, "bfloat16") as third:
                 adopted = third.read()
-                assert all(adopted[name] == found[name] for name in ("rollout", *TRAINER))
+                assert all(adopted[name] == result[name] for name in ("rollout", *TRAINER))
                 second.tell("close")
                 assert second.process.wait(180) == 0
                 third.tell("train")
-                assert third.read()["rollout"] == found["rollout"], "a superseded driver closes nothing"
+                assert third.read()["rollout"] == result["rollout"], "a superseded driver closes nothing"
                 third.tell("close")
                 assert third.process.wait(180) == 0
-        engines = (found["rollout"], found["training"])
+        engines = (result["rollout"], result["training"])
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in engines))
         assert resources_in_use(address) == {}
 
@@ -206,7 +206,7 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
         "Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=60)\n"
     )
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", script],
             cwd=ROOT,
             env=os.environ | {"TMPDIR": folder},
@@ -215,7 +215,7 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
             timeout=240,
         )
         assert re.search(
-            r"ClusterError: Ray did not start, twice \(.*object store.*\): .*ray start --head", found.stderr
+            r"ClusterError: Ray did not start, twice \(.*object store.*\): .*ray start --head", result.stderr
         )
         wait_for(lambda: not list(Path(folder).glob("cairn-*")))
 
@@ -236,8 +236,8 @@ cluster.close()
 def test_the_end_of_a_head_that_was_given_up_is_not_taken_for_the_end_of_the_cluster(tmp_path: Path) -> None:
     stand_in = shutil.copy("/bin/sleep", tmp_path / "gcs_server")
     command = [sys.executable, "-c", AFTER_ANOTHER, str(stand_in)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=True)
-    assert found.stdout == "None\n"
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=True)
+    assert result.stdout == "None\n"
 
 
 def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
@@ -256,9 +256,9 @@ def test_a_ray_client_address_is_refused_with_the_way_out() -> None:
 def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cluster) -> None:
     with pytest.raises(ClusterError, match="close its fleet before"):
         Cluster.open("auto", num_cpus=1, object_store_memory=1, timeout=30)
-    again = Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=30)
-    assert again is ray_cluster
-    again.close()
+    repeated = Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=30)
+    assert repeated is ray_cluster
+    repeated.close()
     assert ray_cluster.folder is not None
     assert processes_writing_in(str(ray_cluster.folder))
 
@@ -275,8 +275,8 @@ def resources_in_use(address: str) -> dict[str, float]:
         "    time.sleep(0.2)\n"
         "print(json.dumps(used))\n"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    return json.loads(found.stdout)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("head", ["gcs_server", "raylet"])
@@ -320,17 +320,17 @@ def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_remove
         logs.mkdir(parents=True)
         for worker in (ended.pid, other.pid):  # the other process was given the number of a worker
             (logs / f"worker-{worker:056x}-01000000-{worker}.out").touch()
-        left, kept = (Path("/dev/shm", f"torch_{process.pid}_{uuid.uuid4().int}_0") for process in (ended, other))
+        left, retained = (Path("/dev/shm", f"torch_{process.pid}_{uuid.uuid4().int}_0") for process in (ended, other))
         left.touch()
-        kept.touch()
+        retained.touch()
         try:
             end_processes_writing_in(str(tmp_path))
             assert not left.exists()
-            assert kept.exists()
+            assert retained.exists()
             assert other.poll() is None
         finally:
             left.unlink(missing_ok=True)
-            kept.unlink()
+            retained.unlink()
             other.kill()
 
 

@@ -84,8 +84,8 @@ def workers_of(engine: RolloutHandle) -> Sequence[EpisodeWorkerHandle]:
     return engine.episodes.workers
 
 
-def all_bits(found: dict[SampleKey, GeneratedSample]) -> dict[SampleKey, Any]:
-    return {key: bits(sample) for key, sample in found.items()}
+def all_bits(result: dict[SampleKey, GeneratedSample]) -> dict[SampleKey, Any]:
+    return {key: bits(sample) for key, sample in result.items()}
 
 
 def begun(file: Path) -> Counter[tuple[int, int]]:
@@ -154,8 +154,8 @@ def test_a_worker_that_does_not_answer_is_replaced_while_the_other_goes_on(
     first = next(stream)
     monkeypatch.setattr(engine.episodes, "_fleet", hasty)
     process.suspend()
-    found = all_of(chain([first], stream))
-    assert [sample.error for sample in found.values()] == [None] * 8
+    result = all_of(chain([first], stream))
+    assert [sample.error for sample in result.values()] == [None] * 8
     assert not process.is_running()
 
 
@@ -222,15 +222,15 @@ def kill_user_code(worker: int, before: set[int]) -> int:
 
 
 def test_an_abort_gives_every_sample_as_far_as_it_came(engine: RolloutHandle) -> None:
-    found: dict[SampleKey, GeneratedSample] = {}
+    result: dict[SampleKey, GeneratedSample] = {}
     for part in engine.generate_samples(asked(40, [60, 60]), PARAMS, users("turns")):
         if isinstance(part, Recorded):
             continue
-        found |= {sample.key: sample for sample in part}
+        result |= {sample.key: sample for sample in part}
         if part and not any(sample.finish_reason == FinishReason.ABORT for sample in part):
             engine.abort()
-    assert len(found) == 40
-    assert FinishReason.ABORT in {sample.finish_reason for sample in found.values()}
+    assert len(result) == 40
+    assert FinishReason.ABORT in {sample.finish_reason for sample in result.values()}
     assert len(all_of(engine.generate_samples(asked(8), PARAMS, users("turns")))) == 8, "it ends that call alone"
 
 
@@ -245,11 +245,11 @@ def test_an_engine_is_free_after_episodes_that_were_given_up(engine: RolloutHand
 
 
 def test_deadlines_end_the_episodes_that_miss_them_and_no_other(engine: RolloutHandle) -> None:
-    found = all_of(engine.generate_samples(asked(8), PARAMS, users("waits", timeout=600, episode_timeout=2)))
-    late = {key: sample.error for key, sample in found.items() if sample.error is not None}
+    result = all_of(engine.generate_samples(asked(8), PARAMS, users("waits", timeout=600, episode_timeout=2)))
+    late = {key: sample.error for key, sample in result.items() if sample.error is not None}
     told = "generate: EpisodeTimeout: it took longer than 2 s in all"
     assert late == {(0, 0): told, (1, 0): told}
-    assert len(found) == 8
+    assert len(result) == 8
 
 
 def test_an_episode_that_asks_for_much_at_once_keeps_no_other_waiting(engine: RolloutHandle) -> None:

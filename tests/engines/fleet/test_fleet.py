@@ -116,10 +116,10 @@ def test_samples_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Pat
     sync(fleet)
     bare = generate(TransformersEngine(str(model), fleet_config(model).rollout), requests())
     for engine in fleet.rollout:
-        for found, expected in zip(generate(engine, requests()), bare, strict=True):
-            np.testing.assert_array_equal(found.response_ids, expected.response_ids)
-            np.testing.assert_array_equal(found.log_probs, expected.log_probs)
-            assert (found.finish_reason, set(found.weight_versions)) == (expected.finish_reason, {0})
+        for actual, expected in zip(generate(engine, requests()), bare, strict=True):
+            np.testing.assert_array_equal(actual.response_ids, expected.response_ids)
+            np.testing.assert_array_equal(actual.log_probs, expected.log_probs)
+            assert (actual.finish_reason, set(actual.weight_versions)) == (expected.finish_reason, {0})
 
 
 def test_training_and_scores_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:
@@ -127,8 +127,8 @@ def test_training_and_scores_are_those_of_an_engine_without_a_fleet(fleet: Fleet
     fleet.training.load(initial, "initial")
     engine = TorchEngine(config.model, config.training, config.algorithm, temperature=1.0, total_steps=TOTAL_STEPS)
     batch = make_batch()
-    for found, expected in zip(fleet.training.score(batch, "actor"), engine.score(batch, "actor"), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip(fleet.training.score(batch, "actor"), engine.score(batch, "actor"), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     arguments = {"num_steps": 1, "expected_version": 0, "input_digest": "an input"}
     expected_result = engine.train(batch, **arguments)
     result = fleet.training.train(batch, **arguments)
@@ -225,10 +225,10 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
     with pytest.raises(EngineDied, match="cairn:fleet:rollout:0"):
         list(stream)
     assert isinstance(fleet.health()["rollout:0"], EngineDied)
-    told: list[str] = []
-    engine.report = told.append
+    reported: list[str] = []
+    engine.report = reported.append
     engine.ensure_alive()
-    (sentence,) = told
+    (sentence,) = reported
     assert sentence.startswith("Engine rollout:0 is restarted: cairn:fleet:rollout:0.health(): ")
     assert versions(fleet) == [0, version]
     assert sync(fleet) == [version, version]
@@ -274,7 +274,7 @@ def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and
 
     def generate_all() -> list[GeneratedSample]:
         streamed = engine.generate_samples(some(), SamplingParams(200), GenerateFunction(SINGLE_TURN))
-        return [sample for told in streamed if isinstance(told, list) for sample in told]
+        return [sample for reported in streamed if isinstance(reported, list) for sample in reported]
 
     with ThreadPoolExecutor(1) as pool:
         generated = pool.submit(generate_all)
@@ -307,14 +307,14 @@ def test_an_engine_is_free_after_a_generation_that_was_given_up(fleet: Fleet) ->
 @pytest.mark.proof
 def test_an_abort_ends_the_stream_with_every_sample_as_far_as_it_came(fleet: Fleet) -> None:
     engine = fleet.rollout[0]
-    asked = requests(64, max_new_tokens=200)
+    requested = requests(64, max_new_tokens=200)
     for _ in range(20):  # who hears late of the first ones may abort when all have ended
         done: list[Completion] = []
-        for completions in engine.generate(asked):
+        for completions in engine.generate(requested):
             done += completions
             if not any(c.finish_reason == FinishReason.ABORT for c in done):
                 engine.abort()
-        assert {c.request_id for c in done} == {request.request_id for request in asked}
+        assert {c.request_id for c in done} == {request.request_id for request in requested}
         if aborted := any(c.finish_reason == FinishReason.ABORT for c in done):
             break
     assert aborted
@@ -404,8 +404,8 @@ def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster
     with Fleet.start(config, name="ranks", total_steps=TOTAL_STEPS) as fleet:
         training, batch = fleet.training, make_batch()
         assert training.position() == single.position()
-        for found, expected in zip(training.score(batch, "actor"), single.score(batch, "actor"), strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+        for actual, expected in zip(training.score(batch, "actor"), single.score(batch, "actor"), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
         result = training.train(batch, num_steps=1, expected_version=0, input_digest="x")
         expected_result = single.train(batch, num_steps=1, expected_version=0, input_digest="x")
         assert result.metrics["loss"] == pytest.approx(expected_result.metrics["loss"], abs=1e-5)

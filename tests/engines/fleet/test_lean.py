@@ -64,7 +64,7 @@ def test_ray_has_what_is_changed_of_it(owner: Any, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def reported() -> dict[str, Any]:
     ran = subprocess.run(
         [sys.executable, "-c", WORKERS], capture_output=True, text=True, env={**os.environ, "TOLD": "yes"}
     )
@@ -73,24 +73,24 @@ def told() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_workers_are_forks_of_a_process_that_has_made_the_imports(told: dict[str, Any]) -> None:
-    first, second, third, _ = told["found"]
+def test_workers_are_forks_of_a_process_that_has_made_the_imports(reported: dict[str, Any]) -> None:
+    first, second, third, _ = reported["found"]
     for worker in (first, second, third):
         assert worker["forked"]
         assert worker["threads"] == 1
         assert worker["variable"] == "yes"
         assert worker["folder"] == os.getcwd()
-    assert len({worker["random"] for worker in told["found"]}) == 4
+    assert len({worker["random"] for worker in reported["found"]}) == 4
 
 
 @pytest.mark.slow
-def test_workers_of_another_number_of_threads_start_by_themselves(told: dict[str, Any]) -> None:
-    assert not told["found"][-1]["forked"]
+def test_workers_of_another_number_of_threads_start_by_themselves(reported: dict[str, Any]) -> None:
+    assert not reported["found"][-1]["forked"]
 
 
 @pytest.mark.slow
-def test_a_cluster_of_one_driver_has_no_dashboard_and_no_autoscaler(told: dict[str, Any]) -> None:
-    processes = "\n".join(told["processes"])
+def test_a_cluster_of_one_driver_has_no_dashboard_and_no_autoscaler(reported: dict[str, Any]) -> None:
+    processes = "\n".join(reported["processes"])
     assert "raylet" in processes
     for unwanted in ("dashboard.py", "monitor.py"):
         assert unwanted not in processes

@@ -128,18 +128,18 @@ class Members(RuleBasedStateMachine):
 
     @invariant()
     def whoever_can_serve_serves(self) -> None:
-        found: list[Any] = self.membership.members
-        assert found == [engine for engine in self.engines if engine in self.members]
-        assert self.membership.enough() == (len(found) >= 2)
+        result: list[Any] = self.membership.members
+        assert result == [engine for engine in self.engines if engine in self.members]
+        assert self.membership.enough() == (len(result) >= 2)
 
     @invariant()
     def every_change_is_told_once(self) -> None:
-        told = [sentence for sentence in self.said if "cannot join" not in sentence]
-        assert len(told) == self.changes
-        joined = sum(" joins. " in sentence for sentence in told)
+        reported = [sentence for sentence in self.said if "cannot join" not in sentence]
+        assert len(reported) == self.changes
+        joined = sum(" joins. " in sentence for sentence in reported)
         assert joined == sum(engine.made for engine in self.engines)
         count = f"{len(self.members)} of 3 rollout engines serve"
-        assert not told or any(sentence.endswith(count) for sentence in told[-3:]), "three may join at once"
+        assert not reported or any(sentence.endswith(count) for sentence in reported[-3:]), "three may join at once"
 
 
 TestMembers = Members.TestCase

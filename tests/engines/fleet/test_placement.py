@@ -57,9 +57,9 @@ def machines() -> Iterator[Machines]:
 @pytest.mark.slow
 def test_ranks_engines_and_guests_are_where_they_must_be_on_three_machines_of_eight(machines: Machines) -> None:
     machines.have([8, 8, 8])
-    found = machines.do(slots, training=TP8, rollout=sglang(6, 4), fleet=COLOCATED)
-    require_in_order(found["training"], [8, 8, 8])
-    require_guests(found, 4)
+    actual = machines.do(slots, training=TP8, rollout=sglang(6, 4), fleet=COLOCATED)
+    require_in_order(actual["training"], [8, 8, 8])
+    require_guests(actual, 4)
     single = machines.do(slots, training=megatron(24), rollout=sglang(1, 0))
     require_in_order(single["training"], [8, 8, 8])  # above 16 bundles Ray's own order is none
     apart = machines.do(
@@ -73,9 +73,9 @@ def test_ranks_engines_and_guests_are_where_they_must_be_on_three_machines_of_ei
 @pytest.mark.slow
 def test_equal_bundles_keep_colocated_engines_beside_their_ranks_on_two_machines_of_twelve(machines: Machines) -> None:
     machines.have([12, 12])
-    found = machines.do(slots, training=TP4, rollout=sglang(6, 4), fleet=COLOCATED)
-    require_in_order(found["training"], [12, 12])
-    require_guests(found, 4)
+    actual = machines.do(slots, training=TP4, rollout=sglang(6, 4), fleet=COLOCATED)
+    require_in_order(actual["training"], [12, 12])
+    require_guests(actual, 4)
     apart = machines.do(
         slots,
         training=megatron(12, tensor_model_parallel_size=4),
@@ -93,9 +93,9 @@ def test_groups_of_ranks_stay_whole_on_eight_machines_of_eight(machines: Machine
     experts = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "sequence_parallel": True}
     for options in ({"tensor_model_parallel_size": 8}, {"tensor_model_parallel_size": 4}, experts, {}):
         batches = {"rollout_batch_size": 64}
-        found = machines.do(slots, training=megatron(64, **options), rollout=sglang(8, 8, **batches), fleet=COLOCATED)
-        require_in_order(found["training"], [8] * 8)
-        require_guests(found, 8)
+        actual = machines.do(slots, training=megatron(64, **options), rollout=sglang(8, 8, **batches), fleet=COLOCATED)
+        require_in_order(actual["training"], [8] * 8)
+        require_guests(actual, 8)
         half = machines.do(slots, training=megatron(32, **options), rollout=sglang(2, 16, **batches))
         require_in_order(half["training"], [8] * 4)
         require_whole_machines(half["rollout"], 8)
@@ -114,10 +114,10 @@ def require_in_order(ranks: Sequence[Slot], machines: Sequence[int]) -> None:
     assert len({(slot.node, slot.gpu_ids) for slot in ranks}) == len(ranks)
 
 
-def require_guests(found: dict[str, list[Slot]], each: int) -> None:
+def require_guests(actual: dict[str, list[Slot]], each: int) -> None:
     """Every engine has the devices of its ranks, in their order."""
-    for index, engine in enumerate(found["rollout"]):
-        ranks = found["training"][index * each : (index + 1) * each]
+    for index, engine in enumerate(actual["rollout"]):
+        ranks = actual["training"][index * each : (index + 1) * each]
         assert engine.gpu_ids == tuple(gpu for rank in ranks for gpu in rank.gpu_ids)
         assert {engine.node} == {rank.node for rank in ranks}
         assert engine.bundle in {rank.bundle for rank in ranks}
@@ -130,8 +130,8 @@ def require_whole_machines(parts: Sequence[Slot], gpus: int) -> None:
     assert all(one.node < other.node for one, other in pairwise(parts))  # the address is the same here
 
 
-def require_nothing_shared(found: dict[str, list[Slot]]) -> None:
-    devices = Counter((slot.node, gpu) for role in found.values() for slot in role for gpu in slot.gpu_ids)
+def require_nothing_shared(actual: dict[str, list[Slot]]) -> None:
+    devices = Counter((slot.node, gpu) for role in actual.values() for slot in role for gpu in slot.gpu_ids)
     assert set(devices.values()) == {1}
 
 

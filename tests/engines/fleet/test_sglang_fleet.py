@@ -78,8 +78,8 @@ def generated_by(engine: RolloutHandle) -> int:
 
 
 def scheduler(server: psutil.Process) -> psutil.Process:
-    (found,) = [child for child in server.children() if "scheduler" in child.cmdline()[0]]
-    return found
+    (actual,) = [child for child in server.children() if "scheduler" in child.cmdline()[0]]
+    return actual
 
 
 def test_one_engine_generates_on_every_server_and_each_group_on_one(fleet: Fleet) -> None:

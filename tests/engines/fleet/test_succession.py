@@ -31,7 +31,7 @@ from tests.requests import group
 
 pytestmark = pytest.mark.proof
 
-ASKED = [one for index in range(3) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
+REQUESTED = [one for index in range(3) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
 
 
 class Run:
@@ -90,7 +90,7 @@ def works(fleet: Fleet) -> list[int]:
     version = fleet.training.position().weight_version
     fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
     assert sync(fleet) == [version + 1]
-    completions: list[Completion] = [one for part in fleet.rollout[0].generate(ASKED) for one in part]
+    completions: list[Completion] = [one for part in fleet.rollout[0].generate(REQUESTED) for one in part]
     assert len(completions) == 6
     assert len(all_of(fleet.rollout[0].generate_samples(asked(8), PARAMS, users("turns")))) == 8
     return [engine.health()["pid"] for engine in fleet.engines]
@@ -105,7 +105,7 @@ def test_a_superseded_driver_is_refused_by_every_engine_and_leaves_the_fleet_to_
     with pytest.raises(Superseded, match="this driver's epoch is 1, and the engine belongs to the driver of epoch 2"):
         old.training.train(make_batch(), num_steps=1, expected_version=2, input_digest="late")
     with pytest.raises(Superseded):
-        list(old.rollout[0].generate(ASKED))
+        list(old.rollout[0].generate(REQUESTED))
     for engine in old.engines:
         with pytest.raises(Superseded):
             engine.ensure_alive()
@@ -164,8 +164,8 @@ def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
         engine.ensure_alive()
     assert not set(works(fleet)) & set(pids)
     assert groups() == ["episodes", "rollout", "training"]
-    again = works(fleet)
-    assert works(run.take_over()) == again, "the next driver takes the new groups over"
+    repeated = works(fleet)
+    assert works(run.take_over()) == repeated, "the next driver takes the new groups over"
 
 
 def test_a_driver_of_a_run_that_was_deleted_is_refused_by_the_engines_of_the_next_run_of_that_name(run: Run) -> None:

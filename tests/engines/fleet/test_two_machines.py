@@ -24,7 +24,7 @@ from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for
 
-ASKED = [one for index in range(4) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
+REQUESTED = [one for index in range(4) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,8 +57,8 @@ def test_every_rank_takes_new_weights_by_what_leaves_a_machine(fleet: Fleet, tra
     options = fleet_config("model", fleet={"update_weight_transport": transport, "call_timeout": 60, **folder}).fleet
     send(fleet, version + 1, options)
     verify(fleet)
-    done = [completion for part in engine.generate(ASKED) for completion in part]
-    assert len(done) == len(ASKED)
+    done = [completion for part in engine.generate(REQUESTED) for completion in part]
+    assert len(done) == len(REQUESTED)
     assert {version for completion in done for version in completion.weight_versions.tolist()} == {version + 1}
 
 

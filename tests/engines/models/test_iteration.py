@@ -42,14 +42,14 @@ def requests(**params: Any) -> list[GenerateRequest]:
     ]
 
 
-def batch_of(asked: Sequence[GenerateRequest], samples: Completions) -> TrainBatch:
+def batch_of(requested: Sequence[GenerateRequest], samples: Completions) -> TrainBatch:
     """With the first sample of each group better than the others."""
-    done = [samples[request.request_id] for request in asked]
-    signs = [1 if request.request_id[1] == 0 else -1 for request in asked]
+    done = [samples[request.request_id] for request in requested]
+    signs = [1 if request.request_id[1] == 0 else -1 for request in requested]
     return TrainBatch(
         input_ids=[
             np.array([*request.input_ids, *sample.response_ids], np.int32)
-            for request, sample in zip(asked, done, strict=True)
+            for request, sample in zip(requested, done, strict=True)
         ],
         response_lengths=[len(sample.response_ids) for sample in done],
         loss_mask=[np.ones(len(sample.response_ids), np.uint8) for sample in done],
@@ -85,9 +85,9 @@ def test_an_iteration_trains_what_was_sampled_and_samples_from_what_was_trained(
     folder = of.save(tmp_path / "model")
     rollout = TransformersEngine(str(folder), rollout_config(max_running_requests=5))  # so that slots are used again
     training = make_engine(folder, max_tokens_per_gpu=150)
-    asked = requests()
-    initial = by_id(rollout.generate(asked))
-    batch = batch_of(asked, initial)
+    requested = requests()
+    initial = by_id(rollout.generate(requested))
+    batch = batch_of(requested, initial)
     before = largest_difference(training.score(batch, "actor"), batch)
     training.train(batch, num_steps=1, expected_version=0, input_digest="d")
 
@@ -96,10 +96,10 @@ def test_an_iteration_trains_what_was_sampled_and_samples_from_what_was_trained(
     send(weights, rollout, 1)
     assert rollout.weights_checksum() == training.weights_checksum() != folder_checksum(folder, "float32")
 
-    samples = by_id(rollout.generate(asked))
+    samples = by_id(rollout.generate(requested))
     assert not any(same(initial[id], samples[id]) for id in initial)
     assert {int(v) for sample in samples.values() for v in sample.weight_versions} == {1}
-    batch = batch_of(asked, samples)
+    batch = batch_of(requested, samples)
     after = largest_difference(training.score(batch, "actor"), batch)
     assert max(before, after) <= 1e-4
     record(of.name, Check.ITERATION, max(before, after))
@@ -129,10 +129,10 @@ def test_rounded_weights_are_those_that_the_trainer_says_and_biases_of_routers_s
 def test_a_sample_that_was_aborted_goes_on_as_if_it_had_not_been(of: Architecture, tmp_path: Path) -> None:
     """But for rounding: what came before is then prefilled."""
     engine = TransformersEngine(str(of.save(tmp_path)), rollout_config())
-    asked = requests(max_new_tokens=24)
-    whole = by_id(engine.generate(asked))
+    requested = requests(max_new_tokens=24)
+    whole = by_id(engine.generate(requested))
     stream, begun = engine.open(), {}
-    stream.submit([*asked, *group(99, [5], [0], SamplingParams(max_new_tokens=9))])
+    stream.submit([*requested, *group(99, [5], [0], SamplingParams(max_new_tokens=9))])
     for part in stream:
         begun |= by_id([part])
         stream.abort()
@@ -141,7 +141,7 @@ def test_a_sample_that_was_aborted_goes_on_as_if_it_had_not_been(of: Architectur
     assert {len(sample.response_ids) for sample in begun.values()} == {9}
     continued = [
         replace(one, input_ids=[*one.input_ids, *begun[one.request_id].response_ids.tolist()], position=9)
-        for one in asked
+        for one in requested
     ]
     for id, rest in by_id(engine.generate(continued)).items():
         log_probs = np.concatenate([begun[id].log_probs, rest.log_probs])
@@ -158,8 +158,8 @@ def test_models_that_the_library_has_no_class_for_are_trained_as_what_they_are(
     config |= {"model_type": model_type, "architectures": ["OfItsOwn"], "auto_map": {"AutoConfig": "its.Own"}}
     (folder / "config.json").write_text(json.dumps(config))
     rollout, training = TransformersEngine(str(folder), rollout_config()), make_engine(folder)
-    asked = requests()
-    batch = batch_of(asked, by_id(rollout.generate(asked)))
+    requested = requests()
+    batch = batch_of(requested, by_id(rollout.generate(requested)))
     assert largest_difference(training.score(batch, "actor"), batch) <= 1e-4
     training.train(batch, num_steps=1, expected_version=0, input_digest="d")
     send(list(training.export_weights(1 << 20)), rollout, 1)

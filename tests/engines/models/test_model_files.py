@@ -28,11 +28,11 @@ def test_all_that_transformers_counts_as_special_is_among_them(tmp_path: Path) -
     }  # its name makes it one all the same
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"cls_token": "<class>"}))
-    found, counted = special_tokens(tmp_path), set(load_tokenizer(str(tmp_path)).all_special_tokens)
-    assert found is not None
-    assert found >= counted >= {"</think>", "<begin>", "<unknown>", "<|im_end|>"}
-    assert found >= {"<old>", "<class>"}
-    assert "<tool>" not in found
+    result, counted = special_tokens(tmp_path), set(load_tokenizer(str(tmp_path)).all_special_tokens)
+    assert result is not None
+    assert result >= counted >= {"</think>", "<begin>", "<unknown>", "<|im_end|>"}
+    assert result >= {"<old>", "<class>"}
+    assert "<tool>" not in result
 
 
 LOADED = ("config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/tool_use.jinja")

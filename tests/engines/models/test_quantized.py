@@ -33,11 +33,11 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def test_every_weight_is_what_its_parts_stand_for_and_has_its_published_name(quantized: tuple[Path, Tensors]) -> None:
     folder, weights = quantized
-    found = open_weights(folder)
-    assert found.keys() == weights.keys() == parameter_names(folder)
+    result = open_weights(folder)
+    assert result.keys() == weights.keys() == parameter_names(folder)
     for name, weight in weights.items():
-        assert found[name].get_shape() == list(weight.shape)
-        assert torch.equal(found[name][...], weight), name
+        assert result[name].get_shape() == list(weight.shape)
+        assert torch.equal(result[name][...], weight), name
 
 
 def test_a_part_of_a_weight_is_scaled_by_the_right_scales(quantized: tuple[Path, Tensors]) -> None:

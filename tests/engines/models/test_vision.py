@@ -34,10 +34,10 @@ def test_patches_are_those_of_the_librarys_processor(folder: Path, model, size: 
     processor = image_processor(str(folder))
     expected = processor(images=[Pictures.open(io.BytesIO(data))], return_tensors="np")
     image = seen(folder, data)
-    found = image_inputs(model, [np.array(prompt(folder, [image]))], [[image]])
-    assert found is not None
-    assert found.image_grid_thw.tolist() == expected["image_grid_thw"].tolist()
-    assert np.array_equal(found.pixel_values.numpy(), expected["pixel_values"])
+    result = image_inputs(model, [np.array(prompt(folder, [image]))], [[image]])
+    assert result is not None
+    assert result.image_grid_thw.tolist() == expected["image_grid_thw"].tolist()
+    assert np.array_equal(result.pixel_values.numpy(), expected["pixel_values"])
     own = SimpleNamespace(image_processor=processor, image_token=".")
     assert Qwen2_5_VLProcessor.replace_image_token(own, expected, 0) == "." * places_of(processor, image)
 
@@ -46,23 +46,23 @@ def test_text_after_an_image_goes_on_after_the_largest_of_its_rows_and_columns(f
     """Wang et al. 2024, section 2.1: an image of 2 rows and 3 columns at position p takes (p, p + row, p + column)."""
     image = Image(noise(16, 24), 16, 24)
     ids = np.array(prompt(folder, [image], text=(40, 41)))
-    found = image_inputs(model, [ids], [[image]])
-    assert found is not None
-    assert found.position_ids[:, 0].tolist() == [
+    result = image_inputs(model, [ids], [[image]])
+    assert result is not None
+    assert result.position_ids[:, 0].tolist() == [
         [0, 1, 2, *[3] * 6, 6, 7, 8],
         [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8],
         [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8],
     ]
-    assert found.next_positions.tolist() == [9]
+    assert result.next_positions.tolist() == [9]
 
 
 def test_a_placeholder_that_was_sampled_is_a_token_and_no_place(folder: Path, model) -> None:
     image = seen(folder, noise(16, 16))
     before = np.array(prompt(folder, [image]))
-    found = image_inputs(model, [np.append(before, marks(str(folder))[2])], [[image]])
-    assert found is not None
-    assert not found.placeholders[0, -1]
-    assert found.placeholders.sum() == 4
+    result = image_inputs(model, [np.append(before, marks(str(folder))[2])], [[image]])
+    assert result is not None
+    assert not result.placeholders[0, -1]
+    assert result.placeholders.sum() == 4
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])

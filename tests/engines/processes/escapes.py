@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 
-GIVEN = json.loads(sys.stdin.read() or "{}")
+INPUTS = json.loads(sys.stdin.read() or "{}")
 libc = ctypes.CDLL(None, use_errno=True)
 TRIES = {}
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000
@@ -88,7 +88,7 @@ def write_outside_of_its_folders():
 
 @tries
 def see_files_of_the_machine():
-    return [path for path in ("/etc/passwd", "/root", "/home", "/tmp", "/var", "/run", *GIVEN["files"])
+    return [path for path in ("/etc/passwd", "/root", "/home", "/tmp", "/var", "/run", *INPUTS["files"])
             if os.path.exists(path)]  # fmt: skip
 
 
@@ -104,25 +104,25 @@ def see_other_processes():
 
 @tries
 def signal_other_processes():
-    os.kill(GIVEN["pid"], 0)
+    os.kill(INPUTS["pid"], 0)
     return True
 
 
 @tries
 def trace_other_processes():
-    return [pid for pid in (1, os.getppid(), GIVEN["pid"]) if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) == 0]
+    return [pid for pid in (1, os.getppid(), INPUTS["pid"]) if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) == 0]
 
 
 @tries
 def write_into_other_processes():
-    return [pid for pid in (1, GIVEN["pid"]) if opens(f"/proc/{pid}/mem", os.O_RDWR) and pid != os.getpid()]
+    return [pid for pid in (1, INPUTS["pid"]) if opens(f"/proc/{pid}/mem", os.O_RDWR) and pid != os.getpid()]
 
 
 @tries
 def read_keys():
-    found = [libc.syscall(KEYCTL, 0, ring, 0) for ring in (-3, -4, -5)]
-    found.append(libc.syscall(REQUEST_KEY, b"user", GIVEN["key"].encode(), None, 0))
-    return [one for one in found if one != -1] + ["/proc/keys"] * (GIVEN["key"] in open("/proc/keys").read())
+    result = [libc.syscall(KEYCTL, 0, ring, 0) for ring in (-3, -4, -5)]
+    result.append(libc.syscall(REQUEST_KEY, b"user", INPUTS["key"].encode(), None, 0))
+    return [one for one in result if one != -1] + ["/proc/keys"] * (INPUTS["key"] in open("/proc/keys").read())
 
 
 @tries
@@ -132,7 +132,7 @@ def write_keys():
 
 @tries
 def reach_a_port():
-    return socket.create_connection(("127.0.0.1", GIVEN["port"]), 1) is not None
+    return socket.create_connection(("127.0.0.1", INPUTS["port"]), 1) is not None
 
 
 @tries
@@ -142,20 +142,20 @@ def reach_the_world():
 
 @tries
 def reach_an_abstract_socket():
-    socket.socket(socket.AF_UNIX).connect("\0" + GIVEN["abstract"])
+    socket.socket(socket.AF_UNIX).connect("\0" + INPUTS["abstract"])
     return True
 
 
 @tries
 def make_sockets_of_other_kinds():
-    found = []
+    result = []
     for family in (socket.AF_VSOCK, socket.AF_PACKET, socket.AF_ALG, socket.AF_CAN, 15, 16 + 64):
         try:
             socket.socket(family, socket.SOCK_DGRAM if family != socket.AF_ALG else socket.SOCK_SEQPACKET).close()
         except OSError:
             continue
-        found.append(family)
-    return found
+        result.append(family)
+    return result
 
 
 @tries
@@ -188,21 +188,21 @@ def enter_namespaces():
 @tries
 def mount():
     kinds = (b"tmpfs", b"proc", b"sysfs", b"cgroup", b"cgroup2", b"devtmpfs")
-    found = [kind for kind in kinds if libc.mount(b"x", b"/scratch", kind, 0, None) == 0]
-    return found or libc.mount(None, b"/", None, 32 | 4096, None) == 0 or libc.umount2(b"/proc/sys", 2) == 0
+    result = [kind for kind in kinds if libc.mount(b"x", b"/scratch", kind, 0, None) == 0]
+    return result or libc.mount(None, b"/", None, 32 | 4096, None) == 0 or libc.umount2(b"/proc/sys", 2) == 0
 
 
 @tries
 def gain_rights():
-    found = [name for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb") if int(status(name), 16)]
-    found += [name for name, wanted in (("NoNewPrivs", "1"), ("Seccomp", "2")) if status(name) != wanted]
+    result = [name for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb") if int(status(name), 16)]
+    result += [name for name, wanted in (("NoNewPrivs", "1"), ("Seccomp", "2")) if status(name) != wanted]
     for function in (os.setuid, os.setgid, os.seteuid, os.setegid):
         try:
             function(0)
         except OSError:
             continue
-        found.append(function.__name__)
-    return found
+        result.append(function.__name__)
+    return result
 
 
 @tries
@@ -223,7 +223,7 @@ def change_the_machine():
     def have_more():
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    found = []
+    result = []
     for function in (
         rename,
         set_the_clock,
@@ -237,14 +237,14 @@ def change_the_machine():
             function()
         except (OSError, ValueError):
             continue
-        found.append(function.__name__)
-    return found
+        result.append(function.__name__)
+    return result
 
 
 @tries
 def keep_memory_in_the_kernel():
-    found = ["memfd"] if libc.memfd_create(b"x", 0) != -1 else []
-    return found + (["shm"] if libc.syscall(SHMGET, 0, 2**20, 0o1600) != -1 else [])
+    result = ["memfd"] if libc.memfd_create(b"x", 0) != -1 else []
+    return result + (["shm"] if libc.syscall(SHMGET, 0, 2**20, 0o1600) != -1 else [])
 
 
 @tries
@@ -261,7 +261,7 @@ def fill_disks():
     for folder in ("/scratch", "/dev/shm"):
         for name in os.listdir(folder):
             os.unlink(f"{folder}/{name}")
-    return written if written > 2 * GIVEN["file_size"] or not written else False
+    return written if written > 2 * INPUTS["file_size"] or not written else False
 
 
 @tries
@@ -291,7 +291,7 @@ def fork_without_end():
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return len(children) > GIVEN["processes"]
+    return len(children) > INPUTS["processes"]
 
 
 @tries
@@ -309,5 +309,5 @@ def outcome(function):
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: found for name, function in TRIES.items() if (found := outcome(function)) is not None}))
+    print(json.dumps({name: result for name, function in TRIES.items() if (result := outcome(function)) is not None}))
     print(len(TRIES), "tries")

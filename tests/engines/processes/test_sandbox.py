@@ -24,9 +24,9 @@ FILE_SIZE = 2**20
 
 
 def confined(bwrap: str, **options: Any) -> Confined:
-    given = {"seconds": 20.0, "cpu_time": 20, "memory": 2**28, "processes": 24, "file_size": FILE_SIZE}
+    inputs = {"seconds": 20.0, "cpu_time": 20, "memory": 2**28, "processes": 24, "file_size": FILE_SIZE}
     python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else None  # a plain user sees none of root's
-    return Confined("the test", "test.bwrap", bwrap, python, **{**given, **options})
+    return Confined("the test", "test.bwrap", bwrap, python, **{**inputs, **options})
 
 
 @pytest.fixture(params=["root", "plain"])
@@ -82,7 +82,7 @@ def hold_a_key(name: str) -> None:
 
 def users_inside() -> set[int]:
     """Users of the processes below this one that are in a namespace of processes of their own."""
-    found = set[int]()
+    result = set[int]()
     for process in psutil.Process().children(recursive=True):
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
@@ -90,13 +90,13 @@ def users_inside() -> set[int]:
             continue
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         if len(fields["NSpid"].split()) > 1:
-            found |= {int(uid) for uid in fields["Uid"].split()}
-    return found
+            result |= {int(uid) for uid in fields["Uid"].split()}
+    return result
 
 
 def test_no_program_gets_out(bwrap, as_user, abstract, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        given = {
+        inputs = {
             "pid": os.getpid(),
             "port": server.getsockname()[1],
             "abstract": abstract,
@@ -117,15 +117,15 @@ def test_no_program_gets_out(bwrap, as_user, abstract, tmp_path):
 
             looking = threading.Thread(target=look)
             looking.start()
-            ran = asyncio.run(sandbox.run(ESCAPES.read_bytes(), json.dumps(given).encode()))
+            ran = asyncio.run(sandbox.run(ESCAPES.read_bytes(), json.dumps(inputs).encode()))
             over.set()
             looking.join()
             return ran.code, ran.output.decode(), ran.errors.decode(), sorted(users)
 
         code, output, errors, users = as_user(escape)
     assert code == 0, errors
-    found, tried = output.splitlines()
-    assert json.loads(found) == {}
+    result, tried = output.splitlines()
+    assert json.loads(result) == {}
     assert tried == "30 tries"
     assert users
     assert 0 not in users

@@ -125,9 +125,9 @@ def full_log_probs(model: torch.nn.Module, request: GenerateRequest, sample: Com
     with torch.no_grad():
         logits = model(input_ids=input_ids, use_cache=False).logits[0, len(request.input_ids) - 1 : -1].double()
     logits /= request.sampling_params.temperature or 1.0
-    if (kept := sample.kept) is not None:
-        for row, (end, count) in enumerate(zip(np.cumsum(kept.counts), kept.counts, strict=True)):
+    if (retained := sample.kept) is not None:
+        for row, (end, count) in enumerate(zip(np.cumsum(retained.counts), retained.counts, strict=True)):
             impossible = torch.ones(logits.shape[1], dtype=torch.bool)
-            impossible[kept.ids[end - count : end]] = False
+            impossible[retained.ids[end - count : end]] = False
             logits[row, impossible] = -torch.inf
     return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()

@@ -27,8 +27,8 @@ def requests(sample: int, count: int, ids: Sequence[int] = (20, 21, 22), tokens:
 class Noted:
     """A stream, and what it is given in which order."""
 
-    def __init__(self, stream: Stream, given: list[RequestId]) -> None:
-        self._stream, self._given = stream, given
+    def __init__(self, stream: Stream, inputs: list[RequestId]) -> None:
+        self._stream, self._given = stream, inputs
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._given += [request.request_id for request in requests]
@@ -47,46 +47,46 @@ def bits(streamed: Iterable[Any]) -> dict[RequestId, Any]:
 
 def test_no_more_tokens_are_with_the_engine_than_may_be_and_samples_are_the_same(qwen3: TransformersEngine) -> None:
     admission = Admission(5 * TOKENS)
-    asked = [one for sample in range(12) for one in requests(sample, 2)]
+    requested = [one for sample in range(12) for one in requests(sample, 2)]
     stream = admission.open(qwen3.open())
-    stream.submit(asked)
-    assert bits(stream) == bits(qwen3.generate(asked))
+    stream.submit(requested)
+    assert bits(stream) == bits(qwen3.generate(requested))
     assert admission.usage() == {"tokens_in_flight_max": 5 * TOKENS}
     assert qwen3.usage()["running_requests_max"] == 24, "without it all are decoded together"
 
 
 def test_samples_take_turns_whatever_one_of_them_asks_for(qwen3: TransformersEngine) -> None:
-    given: list[RequestId] = []
-    stream = Admission(2 * TOKENS).open(Noted(qwen3.open(), given))
+    inputs: list[RequestId] = []
+    stream = Admission(2 * TOKENS).open(Noted(qwen3.open(), inputs))
     stream.submit([*requests(0, 5), *requests(1, 2)])
     stream.submit(requests(2, 1))
     by_id(stream)
-    assert given == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (0, 2, 0), (0, 0, 2), (0, 0, 3), (0, 0, 4)]
+    assert inputs == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (0, 2, 0), (0, 0, 2), (0, 0, 3), (0, 0, 4)]
 
 
 def test_a_request_above_the_bound_is_served_alone_and_nothing_small_is_let_past_it(qwen3: TransformersEngine) -> None:
-    given: list[RequestId] = []
+    inputs: list[RequestId] = []
     admission = Admission(TOKENS)
-    stream = admission.open(Noted(qwen3.open(), given))
+    stream = admission.open(Noted(qwen3.open(), inputs))
     stream.submit([*requests(0, 1, tokens=5), *requests(1, 1, tokens=60), *requests(2, 1, tokens=5)])
-    found = by_id(stream)
-    assert given == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
-    assert len(found[0, 1, 0].response_ids) > 20
+    result = by_id(stream)
+    assert inputs == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
+    assert len(result[0, 1, 0].response_ids) > 20
     assert admission.usage() == {"tokens_in_flight_max": 3 + 60}
 
 
 def test_what_cannot_be_served_is_told_in_its_turn_and_leaves_room_for_the_others(qwen3: TransformersEngine) -> None:
     stream = Admission(TOKENS).open(qwen3.open())
     stream.submit([*requests(0, 1), *requests(1, 1, ids=[10**6]), *requests(2, 1)])
-    found, refused = set[RequestId](), dict[RequestId, str]()
+    result, refused = set[RequestId](), dict[RequestId, str]()
     while True:
         try:
-            found |= {one.request_id for one in next(stream)}
+            result |= {one.request_id for one in next(stream)}
         except RequestRefused as some:
             refused |= some.refused
         except StopIteration:
             break
-    assert found == {(0, 0, 0), (0, 2, 0)}
+    assert result == {(0, 0, 0), (0, 2, 0)}
     assert "vocabulary" in refused[0, 1, 0]
 
 
@@ -95,14 +95,14 @@ def test_two_streams_share_the_room_and_what_is_closed_gives_it_back(qwen3: Tran
     first, second = admission.open(qwen3.open()), admission.open(qwen3.open())
     first.submit(requests(0, 3))
     second.submit(requests(1, 2))
-    found: list[dict[RequestId, Any]] = []
-    reading = threading.Thread(target=lambda: found.append(by_id(second)))
+    result: list[dict[RequestId, Any]] = []
+    reading = threading.Thread(target=lambda: result.append(by_id(second)))
     reading.start()  # it has nothing with the engine, and waits
     next(first)
     first.close()
     reading.join(60)
     assert not reading.is_alive()
-    assert found[0].keys() == {(0, 1, 0), (0, 1, 1)}
+    assert result[0].keys() == {(0, 1, 0), (0, 1, 1)}
     assert admission.usage() == {"tokens_in_flight_max": TOKENS}
 
 
@@ -110,8 +110,8 @@ def test_an_abort_ends_what_waits_too(qwen3: TransformersEngine) -> None:
     stream = Admission(TOKENS).open(qwen3.open())
     stream.submit(requests(0, 50))
     stream.abort()
-    found = by_id(stream)
-    assert [one.finish_reason for one in found.values()] == [FinishReason.ABORT] * 50
+    result = by_id(stream)
+    assert [one.finish_reason for one in result.values()] == [FinishReason.ABORT] * 50
 
 
 def test_an_engine_that_does_not_serve_is_the_error_of_the_stream(qwen3: TransformersEngine) -> None:

@@ -29,7 +29,7 @@ BATCH = TrainBatch([np.array(IDS, np.int32)], [2], [np.ones(2, np.uint8)])
 
 @contextmanager
 def server(answer: Answer, keys: list[str | None] | None = None) -> Iterator[str]:
-    asked = 0
+    requested = 0
 
     async def models(request: web.Request) -> web.Response:
         if keys is not None:
@@ -37,12 +37,12 @@ def server(answer: Answer, keys: list[str | None] | None = None) -> Iterator[str
         return web.json_response({"data": [{"id": "teacher"}]})
 
     async def scores(request: web.Request) -> web.Response:
-        nonlocal asked
-        found = answer(asked, await request.json())
-        asked += 1
-        if found is None:
+        nonlocal requested
+        actual = answer(requested, await request.json())
+        requested += 1
+        if actual is None:
             await asyncio.sleep(30)
-        return web.Response(status=found, text="busy") if isinstance(found, int) else web.json_response(found)
+        return web.Response(status=actual, text="busy") if isinstance(actual, int) else web.json_response(actual)
 
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", scores), web.post("/generate", scores)])
@@ -73,8 +73,8 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(url: str, api: str = "openai", timeout: float = 10) -> list[float]:
     model = ServedModel(url, api, "teacher", timeout=timeout, concurrency=2, spell=TEXTS.__getitem__)
-    (found,) = model.log_probs(BATCH)
-    return [float(value) for value in found]
+    (actual,) = model.log_probs(BATCH)
+    return [float(value) for value in actual]
 
 
 def completion(tokens: list[str], log_probs: list[Any]) -> Any:
@@ -85,7 +85,7 @@ GOOD = completion([f"token_id:{token}" for token in (*IDS, 9)], [None, -4.0, -2.
 
 
 def test_a_server_that_says_token_ids_or_texts_is_understood_and_the_generated_token_passed_over() -> None:
-    def as_vllm(asked: int, body: dict[str, Any]) -> Any:
+    def as_vllm(requested: int, body: dict[str, Any]) -> Any:
         assert (body["prompt"], body["echo"], body["model"]) == (IDS, True, "teacher")
         return GOOD
 
@@ -109,7 +109,7 @@ def test_the_key_of_the_environment_is_given(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_passes_is_asked_again_and_what_does_not_pass_is_an_error_that_a_step_is_tried_again_for(
     status: int,
 ) -> None:
-    with server(lambda asked, _: status if asked < ATTEMPTS - 1 else GOOD) as url:
+    with server(lambda requested, _: status if requested < ATTEMPTS - 1 else GOOD) as url:
         assert ask(url) == [-2.0, -1.0]
     with (
         server(lambda *_: status) as url,
@@ -126,15 +126,15 @@ def test_nobody_there_and_silence_have_names_of_their_own() -> None:
 
 
 def test_a_teacher_that_is_silent_is_not_waited_for_once_it_is_not_needed() -> None:
-    asked = threading.Event()
+    requested = threading.Event()
 
     def silent(before: int, body: dict[str, Any]) -> None:
-        asked.set()
+        requested.set()
 
     with server(silent) as url, ThreadPoolExecutor(1) as pool:
         model = ServedModel(url, "openai", "teacher", timeout=600, concurrency=2, spell=TEXTS.__getitem__)
         answer = pool.submit(model.log_probs, BATCH)
-        assert asked.wait(30)
+        assert requested.wait(30)
         model.abort()
         with pytest.raises(asyncio.CancelledError):
             answer.result(30)
@@ -155,21 +155,23 @@ def test_a_teacher_that_is_silent_is_not_waited_for_once_it_is_not_needed() -> N
     ],
 )
 def test_an_answer_to_something_else_is_refused_at_once(answer: Any, says: str) -> None:
-    asked = []
+    requested = []
 
     def once(before: int, body: dict[str, Any]) -> Any:
-        asked.append(before)
+        requested.append(before)
         return answer
 
     with server(once) as url, pytest.raises(TeacherUnusable, match=says):
         ask(url)
-    assert asked == [0]
+    assert requested == [0]
 
 
 def test_sglang_is_held_to_its_ids_too() -> None:
     def answer(*ids: int) -> Answer:
         entries = [[None, 6, None], *([-1.0, token, None] for token in ids)]
-        return lambda asked, body: {"meta_info": {"input_token_logprobs": entries[-(4 - body["logprob_start_len"]) :]}}
+        return lambda requested, body: {
+            "meta_info": {"input_token_logprobs": entries[-(4 - body["logprob_start_len"]) :]}
+        }
 
     with server(answer(7, 8)) as url:
         assert ask(url, "sglang") == [-1.0, -1.0]
@@ -180,14 +182,14 @@ def test_sglang_is_held_to_its_ids_too() -> None:
 def test_the_most_probable_tokens_are_as_many_as_were_asked_for() -> None:
     def answer(*top: list[list[Any]]) -> Answer:
         tokens = [[None, 6, None], [-1.0, 7, None], [-2.0, 8, None]]
-        told = {"input_token_logprobs": tokens, "input_top_logprobs": [None, *top]}
-        return lambda asked, body: {"meta_info": told} if body["top_logprobs_num"] == 2 else 404
+        reported = {"input_token_logprobs": tokens, "input_top_logprobs": [None, *top]}
+        return lambda requested, body: {"meta_info": reported} if body["top_logprobs_num"] == 2 else 404
 
     def rows(url: str) -> list[list[float]]:
         model = ServedModel(url, "sglang", "teacher", timeout=10, concurrency=2, spell=TEXTS.__getitem__, top_k=2)
-        (found,) = model.log_probs(BATCH)
-        assert found.dtype == np.float32
-        return [[float(value) for value in row] for row in found]
+        (actual,) = model.log_probs(BATCH)
+        assert actual.dtype == np.float32
+        return [[float(value) for value in row] for row in actual]
 
     first, second = [[-0.5, 9, None], [-1.0, 7, None]], [[-0.25, 3, None], [-2.0, 8, None]]
     with server(answer(first, second)) as url:

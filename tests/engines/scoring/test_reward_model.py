@@ -49,8 +49,8 @@ def test_padding_and_company_change_no_score(folder: Path) -> None:
     together = RewardModel(RewardModelConfig(path=str(folder), batch_size=4)).score(ANSWERED)
     assert [one.value for one in together] == pytest.approx([one.value for one in alone], abs=1e-5)
     assert [one.tokens for one in together] == [one.tokens for one in alone]
-    again = RewardModel(RewardModelConfig(path=str(folder))).score(ANSWERED[::-1])
-    assert [one.value for one in again] == [one.value for one in alone][::-1]
+    repeated = RewardModel(RewardModelConfig(path=str(folder))).score(ANSWERED[::-1])
+    assert [one.value for one in repeated] == [one.value for one in alone][::-1]
 
 
 def test_without_a_chat_template_it_reads_the_text_and_the_response(folder: Path, tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ def test_a_batch_travels_as_few_arrays_and_arrives_as_it_was() -> None:
     buffers: list[pickle.PickleBuffer] = []
     pickle.dumps(replace(batch, routed_experts=None), 5, buffer_callback=buffers.append)
     assert len(buffers) == 4, "of what is trained on, its mask, log-probs and a teacher's tokens"
-    found = pickle.loads(pickle.dumps(batch))
-    assert found.old_log_probs is found.rollout_log_probs
+    result = pickle.loads(pickle.dumps(batch))
+    assert result.old_log_probs is result.rollout_log_probs
     for field in fields(batch):
-        before, after = getattr(batch, field.name), getattr(found, field.name)
+        before, after = getattr(batch, field.name), getattr(result, field.name)
         if isinstance(before, list):
             for one, other in zip(before, after, strict=True):
                 assert type(one) is type(other)

@@ -20,11 +20,11 @@ def test_tensors_come_out_of_a_bucket_bit_for_bit() -> None:
         "empty": torch.empty(0, 3),
         "counts": torch.arange(5),
     }
-    found = pickle.loads(pickle.dumps(Bucket(tensors)))
-    assert list(found) == list(tensors)
+    result = pickle.loads(pickle.dumps(Bucket(tensors)))
+    assert list(result) == list(tensors)
     for name, tensor in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert bits(found[name]) == bits(tensor)
+        assert (result[name].dtype, result[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(result[name]) == bits(tensor)
 
 
 def test_every_tensor_of_a_bucket_begins_aligned() -> None:

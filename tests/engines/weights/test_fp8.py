@@ -49,19 +49,19 @@ def test_what_comes_back_differs_by_half_a_step_of_the_format_at_most() -> None:
 
 def test_what_came_back_becomes_the_same_bytes_again() -> None:
     values, scales = quantize(WEIGHT, SCHEME)
-    again, scales_again = quantize(dequantized(values, scales, BLOCK), SCHEME)
-    assert torch.equal(again.view(torch.uint8), values.view(torch.uint8))
+    repeated, scales_again = quantize(dequantized(values, scales, BLOCK), SCHEME)
+    assert torch.equal(repeated.view(torch.uint8), values.view(torch.uint8))
     assert torch.allclose(scales_again, scales, rtol=2e-7)
 
 
 def test_it_is_what_transformers_makes_of_whole_blocks() -> None:
     weight = WEIGHT[:96, :120].contiguous()
     config = SimpleNamespace(weight_block_size=BLOCK, scale_fmt=None)
-    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
+    others = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
     values, scales = quantize(weight, SCHEME)
-    assert torch.allclose(scales, theirs["x.weight_scale_inv"], rtol=2e-7)
+    assert torch.allclose(scales, others["x.weight_scale_inv"], rtol=2e-7)
     # It multiplies where this divides: numbers in the middle between two of the format may go to either.
-    assert (values.view(torch.uint8) == theirs["x.weight"].view(torch.uint8)).float().mean() > 0.999
+    assert (values.view(torch.uint8) == others["x.weight"].view(torch.uint8)).float().mean() > 0.999
 
 
 def test_scales_are_powers_of_two_where_the_folder_says_so() -> None:

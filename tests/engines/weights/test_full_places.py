@@ -43,5 +43,5 @@ share({"weight": torch.ones(2**20)})
 @pytest.mark.proof
 def test_shared_memory_that_is_full_is_named(tmp_path: Path) -> None:
     command = [*on_small_disks({Path("/dev/shm"): 2**20}), sys.executable, "-c", SHARING]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[3])
-    assert "NoSpace: cannot write to /dev/shm: no space is left there; free some" in found.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[3])
+    assert "NoSpace: cannot write to /dev/shm: no space is left there; free some" in result.stderr

@@ -139,10 +139,10 @@ def run(engine: TransformersEngine, tokenizer: Any) -> Run:
     """Runs a function for some samples, with a tokenizer."""
 
     def run(function: Any, samples: int = 1, **params: Any) -> list[GeneratedSample]:
-        asked = [SampleRequest(0, index, [20, 21, 22], 1000 + index) for index in range(samples)]
+        requested = [SampleRequest(0, index, [20, 21, 22], 1000 + index) for index in range(samples)]
         how = SamplingParams(**{"max_new_tokens": 60, "temperature": 0.0, **params})
         with closing(engine.open()) as stream:
-            found = [sample for part in looped(stream, asked, how, function, lambda: tokenizer) for sample in part]
-        return sorted(found, key=lambda sample: sample.key)
+            result = [sample for part in looped(stream, requested, how, function, lambda: tokenizer) for sample in part]
+        return sorted(result, key=lambda sample: sample.key)
 
     return run

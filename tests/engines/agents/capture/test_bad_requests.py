@@ -43,9 +43,9 @@ def test_a_request_of_another_shape_is_told_so_in_words_of_its_api(run: Run) -> 
 
     (sample,) = run(generate)
     assert sample.error is None
-    for (place, body), (status, told) in zip(BAD, answers, strict=True):
-        assert status == 400, (place, body, told)
-        assert (status, bool(told["error"]["message"])) == (400, True), (place, body, told)
+    for (place, body), (status, reported) in zip(BAD, answers, strict=True):
+        assert status == 400, (place, body, reported)
+        assert (status, bool(reported["error"]["message"])) == (400, True), (place, body, reported)
 
 
 def test_half_a_surrogate_pair_is_no_reason_to_fail(run: Run) -> None:
@@ -84,16 +84,16 @@ def test_of_a_request_that_is_made_again_after_its_client_had_gone_one_answer_is
 
 
 def test_a_place_that_is_not_served_is_told_without_the_sessions_key(run: Run) -> None:
-    told: dict[str, tuple[int, bool]] = {}
+    reported: dict[str, tuple[int, bool]] = {}
     places = ("", "/", "/v1/files", "/v1/chat", "/a/b/c/d", "?x=1", "//v1/files")
 
     async def generate(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         async with capture(ctx, sample) as session, aiohttp.ClientSession() as client:
             for place in places:
                 async with client.get(f"{session.url}{place}") as answer:
-                    told[place] = answer.status, session.key in await answer.text()
+                    reported[place] = answer.status, session.key in await answer.text()
             await client.post(f"{session.url}{CHAT}", json={"messages": HELLO})
         return session.trajectories()[-1:]
 
     run(generate)
-    assert told == dict.fromkeys(places, (404, False))
+    assert reported == dict.fromkeys(places, (404, False))

@@ -30,8 +30,8 @@ async def adds(openai: AsyncOpenAI, *, stream: bool = False) -> list[Any]:
             if not message.get("tool_calls"):
                 break
             for call in message["tool_calls"]:
-                given = json.loads(call["function"]["arguments"])
-                result = str(given["a"] + given["b"])
+                inputs = json.loads(call["function"]["arguments"])
+                result = str(inputs["a"] + inputs["b"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     return messages
 
@@ -142,9 +142,9 @@ def test_conversations_side_by_side_share_what_they_have_in_common_and_train_on_
 
     samples = run(generate, samples=3)
     for sample in samples:
-        found = sample.trajectories
-        assert sorted(len(one.segments) for one in found) == [1, 3, 3]
-        first, second = (one for one in found if len(one.segments) == 3)
+        actual = sample.trajectories
+        assert sorted(len(one.segments) for one in actual) == [1, 3, 3]
+        first, second = (one for one in actual if len(one.segments) == 3)
         assert {tokenizer.decode(one.segments[2].ids) for one in (first, second)} >= {"Bye now.<|im_end|>"}
         assert first.segments[0].ids.tolist() == second.segments[0].ids.tolist()
         assert first.segments[0].loss_mask.all()
@@ -195,18 +195,18 @@ def test_a_session_may_look_over_what_an_agent_asks_of_sampling(run: Run) -> Non
 
 
 def test_a_reply_may_be_cut_stopped_and_told_with_its_log_probs(run: Run, tokenizer: Any) -> None:
-    found = list[Any]()
+    actual = list[Any]()
 
     async def generate(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         async with capture(ctx, sample) as session, client(session) as openai:
             for asked in ({"max_tokens": 2}, {"stop": [" to"]}, {"logprobs": True}):
-                found.append(
+                actual.append(
                     (await openai.chat.completions.create(model="m", messages=[user("Hello.")], **asked)).choices[0]  # type: ignore[call-overload]
                 )
         return session.trajectories()
 
     (sample,) = run(generate)
-    cut, stopped, whole = found
+    cut, stopped, whole = actual
     assert (cut.finish_reason, stopped.finish_reason, whole.finish_reason) == ("length", "stop", "stop")
     assert stopped.message.content == "Hello"
     told = [(token.token, token.logprob) for token in whole.logprobs.content]

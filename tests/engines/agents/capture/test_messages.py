@@ -20,10 +20,10 @@ def client(session: Session) -> AsyncAnthropic:
 
 
 async def said(anthropic: AsyncAnthropic, messages: list[Any], *, stream: bool) -> Any:
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 60, "messages": messages, "tools": [TOOL]}
+    requested: dict[str, Any] = {"model": "m", "max_tokens": 60, "messages": messages, "tools": [TOOL]}
     if not stream:
-        return await anthropic.messages.create(**asked)
-    async with anthropic.messages.stream(**asked) as events:
+        return await anthropic.messages.create(**requested)
+    async with anthropic.messages.stream(**requested) as events:
         return await events.get_final_message()
 
 
@@ -55,9 +55,9 @@ def test_a_conversation_with_a_tool_is_one_trajectory_of_what_was_sampled(
     (sample,) = run(generate)
     assert (sample.error, reasons) == (None, ["tool_use", "end_turn"])
     (trajectory,) = sample.trajectories
-    told = [tokenizer.decode(segment.ids) for segment in trajectory.segments]
-    assert [told[0], told[2], told[4]] == [f"{CALL}<|im_end|>", "It is 5.<|im_end|>", "Yes.<|im_end|>"]
-    assert told[1] == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    reported = [tokenizer.decode(segment.ids) for segment in trajectory.segments]
+    assert [reported[0], reported[2], reported[4]] == [f"{CALL}<|im_end|>", "It is 5.<|im_end|>", "Yes.<|im_end|>"]
+    assert reported[1] == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_system_thoughts_limits_and_counts(run: Run, tokenizer: Any) -> None:

@@ -15,23 +15,23 @@ HOW = {"temperature": 0.0, "max_new_tokens": 60, "stop": None, "skip_special_tok
 
 
 def test_tokens_in_and_tokens_out_make_a_trajectory(run: Run, tokenizer: Any) -> None:
-    told = list[dict[str, Any]]()
+    reported = list[dict[str, Any]]()
 
     async def generate(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         async with capture(ctx, sample) as session, httpx.AsyncClient(timeout=60) as http:
             ids = tokenizer(HELLO)["input_ids"]
             for later in (BYE, ""):
                 body = {"input_ids": ids, "sampling_params": HOW, "return_logprob": True}
-                told.append((await http.post(f"{session.url}/generate", json=body)).json())
-                ids = [*ids, *told[-1]["output_ids"], *tokenizer(later)["input_ids"]]
+                reported.append((await http.post(f"{session.url}/generate", json=body)).json())
+                ids = [*ids, *reported[-1]["output_ids"], *tokenizer(later)["input_ids"]]
         return session.trajectories()
 
     (sample,) = run(generate)
     (trajectory,) = sample.trajectories
-    first, given, second = trajectory.segments
-    assert [one["text"] for one in told] == ["Hello to you.<|im_end|>", "Bye now.<|im_end|>"]
-    assert tokenizer.decode(given.ids) == BYE
-    for one, segment in zip(told, (first, second), strict=True):
+    first, inputs, second = trajectory.segments
+    assert [one["text"] for one in reported] == ["Hello to you.<|im_end|>", "Bye now.<|im_end|>"]
+    assert tokenizer.decode(inputs.ids) == BYE
+    for one, segment in zip(reported, (first, second), strict=True):
         pairs = [(token, log_prob) for log_prob, token, _ in one["meta_info"]["output_token_logprobs"]]
         assert pairs == list(zip(segment.ids.tolist(), segment.log_probs.tolist(), strict=True))
         assert one["meta_info"]["finish_reason"]["type"] == "stop"
@@ -62,10 +62,10 @@ def test_what_is_not_to_be_had_is_told(run: Run) -> None:
 
     async def generate(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         async with capture(ctx, sample) as session, httpx.AsyncClient(timeout=60) as http:
-            for body, told in bad:
+            for body, reported in bad:
                 refused = await http.post(f"{session.url}/generate", json=body)
                 assert refused.status_code == 400
-                assert told in refused.json()["error"]["message"]
+                assert reported in refused.json()["error"]["message"]
             assert (await http.post(f"{session.url}/generate", content=b"{")).status_code == 400
             await http.post(f"{session.url}/generate", json={"text": HELLO})
         return session.trajectories()

@@ -69,9 +69,9 @@ def generated(engine: TransformersEngine, talker: Path, tmp_path_factory: pytest
     function = GenerateFunction(f"{file}:generate", search, str(talker), timeout=60.0)
 
     def generated(how: dict[str, Any], recorded: list[CallRecord]) -> tuple[GeneratedSample, list[CallRecord]]:
-        asked = SampleRequest(0, 0, [20, 21, 22], 7, metadata=how, recorded=tuple(recorded))
+        requested = SampleRequest(0, 0, [20, 21, 22], 7, metadata=how, recorded=tuple(recorded))
         ended, records = list[GeneratedSample](), list[CallRecord]()
-        with closing(samples.generate([asked], params, function)) as stream:  # type: ignore[type-var]
+        with closing(samples.generate([requested], params, function)) as stream:  # type: ignore[type-var]
             for part in stream:
                 if isinstance(part, Recorded):
                     records += part.records
@@ -98,8 +98,8 @@ def test_it_runs_again_where_it_may_and_is_given_its_replies(generated: Any) -> 
     assert ids_of(went_on) == ids_of(whole)
     assert [record.call for record in new] == [records[1].call]
 
-    told = "its process was lost during or after a captured session"
-    assert told in generated(ONCE, records[:1])[0].error
+    reported = "its process was lost during or after a captured session"
+    assert reported in generated(ONCE, records[:1])[0].error
     assert ids_of(generated(ONCE, [])[0]) == ids_of(whole)
 
     sample, _ = generated(OTHERWISE, records)

@@ -113,10 +113,10 @@ def generated(engine: TransformersEngine, talker: Path, tmp_path_factory: pytest
     function = GenerateFunction(f"{file}:generate", search, str(talker), timeout=60.0)
 
     def generated(name: str) -> GeneratedSample:
-        asked = SampleRequest(0, 0, [20, 21, 22], 7, metadata={"as": name})
-        with closing(samples.generate([asked], params, function)) as stream:  # type: ignore[type-var]
-            (found,) = [sample for part in stream if isinstance(part, list) for sample in part]
-        return found
+        requested = SampleRequest(0, 0, [20, 21, 22], 7, metadata={"as": name})
+        with closing(samples.generate([requested], params, function)) as stream:  # type: ignore[type-var]
+            (result,) = [sample for part in stream if isinstance(part, list) for sample in part]
+        return result
 
     return generated
 
@@ -146,9 +146,9 @@ def test_samples_keep_the_rewards_that_they_are_returned_with(generated: Any) ->
 def test_text_and_ends_of_turns_are_of_exact_tokens(generated: Any, tokenizer: Any) -> None:
     sample = generated("by_text")
     assert sample.error is None
-    first, given, second = sample.trajectories[0].segments
+    first, inputs, second = sample.trajectories[0].segments
     assert tokenizer.decode(first.ids).startswith("Hello to")
-    assert tokenizer.decode(given.ids) == " and"
+    assert tokenizer.decode(inputs.ids) == " and"
     assert len(second) > 0
 
 

@@ -43,9 +43,9 @@ def test_turns_are_token_exact(run: Run, tokenizer: Any) -> None:
     assert tokenizer.decode(second["token_ids"]) == "Bye now.<|im_end|>"
     assert trajectory.prompt_ids.tolist() == prompt
     assert trajectory.response_ids.tolist() == [*first["token_ids"], *world, *second["token_ids"]]
-    told = [(one["token"], one["logprob"]) for one in first["logprobs"]["content"]]
-    assert [token for token, _ in told] == [f"token_id:{id}" for id in first["token_ids"]]
-    assert np.allclose([log_prob for _, log_prob in told], trajectory.segments[0].log_probs)
+    reported = [(one["token"], one["logprob"]) for one in first["logprobs"]["content"]]
+    assert [token for token, _ in reported] == [f"token_id:{id}" for id in first["token_ids"]]
+    assert np.allclose([log_prob for _, log_prob in reported], trajectory.segments[0].log_probs)
     assert [said["choices"][0]["finish_reason"] for said in seen[:3]] == ["stop", "stop", "length"]
     assert [said["status"] for said in seen] == [200, 200, 200, 400, 400]
     assert "token_ids has to be a list of tokens" in str(seen[3])

@@ -117,12 +117,12 @@ def test_a_server_ends_with_its_episode_or_is_shared_until_the_work_ends() -> No
 
 
 def servers() -> list[psutil.Process]:
-    found = []
+    result = []
     for process in psutil.Process().children():
         with suppress(psutil.Error):
             if SERVER in process.cmdline() and "stdio" in process.cmdline():
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -58,14 +58,14 @@ def played(model: Path, indices: Sequence[int], name: str = "examples.verifiers.
     engine = TransformersEngine(str(model), rollout_config())
     function = GenerateFunction(f"{name}.generate", (str(ROOT), *sys.path), tokenizer=str(model), timeout=120.0)
     samples = SampleEngine(engine.open, engine.abort)
-    asked = [SampleRequest(0, number, [20, 21], number, metadata={"index": i}) for number, i in enumerate(indices)]
-    found = []
-    for told in samples.generate(asked, SamplingParams(max_new_tokens=8, temperature=0.0), function):
-        if isinstance(told, list):
-            found += told
-        elif told.awaited:
-            samples.acknowledge(told.number)
-    return sorted(found, key=lambda sample: sample.key)
+    requested = [SampleRequest(0, number, [20, 21], number, metadata={"index": i}) for number, i in enumerate(indices)]
+    result = []
+    for reported in samples.generate(requested, SamplingParams(max_new_tokens=8, temperature=0.0), function):
+        if isinstance(reported, list):
+            result += reported
+        elif reported.awaited:
+            samples.acknowledge(reported.number)
+    return sorted(result, key=lambda sample: sample.key)
 
 
 def numbers(count: int) -> list[int]:
@@ -80,13 +80,13 @@ def test_episodes_are_token_exact_and_have_the_environments_reward(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples" / "verifiers")
     known = numbers(200)
-    found = played(model, [*(known.index(number) for number in (5, 7, 2)), 5000])
+    result = played(model, [*(known.index(number) for number in (5, 7, 2)), 5000])
     tokenizer = read_tokenizer(model)
-    assert [sample.error for sample in found] == [
+    assert [sample.error for sample in result] == [
         *[None] * 3,
         "generate: EpisodeFailed: higher_or_lower has 1000 tasks, but none with index 5000",
     ]
-    (first,), (longer,), (lost,) = (sample.trajectories for sample in found[:3])
+    (first,), (longer,), (lost,) = (sample.trajectories for sample in result[:3])
     assert [one.reward for one in (first, longer, lost)] == [1.0, 0.5, 0.0]
     assert tokenizer.decode(first.prompt_ids) == BEGIN
     assert [len(one.segments) for one in (first, longer, lost)] == [1, 3, 5]

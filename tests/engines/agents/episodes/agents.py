@@ -138,10 +138,10 @@ async def computes(ctx: Context, sample: SampleRequest) -> Trajectory:
 
 async def ends_its_process(ctx: Context, sample: SampleRequest) -> Trajectory:
     """The first of a group, after a turn."""
-    found = await turns(ctx, sample)
+    result = await turns(ctx, sample)
     if sample.index == 0:
         os._exit(3)
-    return found
+    return result
 
 
 async def is_killed(ctx: Context, sample: SampleRequest) -> Trajectory:

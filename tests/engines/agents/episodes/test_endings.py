@@ -74,8 +74,8 @@ def test_a_grader_that_fails_is_asked_once_too() -> None:
 
     (sample,), records = played(generate, asked())
     assert made == ["grade", "grade: ConnectionError: the service rests"]
-    for (again,) in (played(generate, asked(records))[0], [offline_again(generate, records)]):
-        assert ids(again) == ids(sample)
+    for (repeated,) in (played(generate, asked(records))[0], [offline_again(generate, records)]):
+        assert ids(repeated) == ids(sample)
     assert len(made) == 2
 
 
@@ -116,8 +116,8 @@ def test_an_uncertain_effect_fails_its_sample_by_name_whatever_the_code_makes_of
 def test_an_abort_gives_a_sample_back_whose_code_takes_errors_for_values() -> None:
     async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
         await ctx.call(pay, {"amount": 1, "seconds": 0.05})
-        found = await asyncio.gather(*(ctx.sample(sample.prompt_ids) for _ in range(2)), return_exceptions=True)
-        return Trajectory([next((one for one in found if isinstance(one, cairn.Segment)), cairn.Segment.given([5]))])
+        result = await asyncio.gather(*(ctx.sample(sample.prompt_ids) for _ in range(2)), return_exceptions=True)
+        return Trajectory([next((one for one in result if isinstance(one, cairn.Segment)), cairn.Segment.given([5]))])
 
     whole, _ = played(generate, asked())
     (sample,), records = played(generate, asked(), abort=lambda record: record.name == "pay" and record.order is None)
@@ -171,8 +171,8 @@ def test_what_the_code_leaves_running_makes_no_call_after_its_end() -> None:
     assert sorted(made) == ["last", "pay 1", "pay 1", "pay 2"]
     of_second = [record for record in records if record.index == 1]
     assert [(record.call, record.order) for record in of_second] == [("t0.c0", None), ("0", 0), ("t0.c0", 1)]
-    again, _ = played(generate, asked(records, 2))
-    assert [ids(sample) for sample in again] == [ids(sample) for sample in samples]
+    repeated, _ = played(generate, asked(records, 2))
+    assert [ids(sample) for sample in repeated] == [ids(sample) for sample in samples]
 
 
 def test_what_runs_beside_a_call_has_begun_before_it_is_answered_in_a_replay_too() -> None:
@@ -190,8 +190,8 @@ def test_what_runs_beside_a_call_has_begun_before_it_is_answered_in_a_replay_too
         return await finish(ctx, sample)
 
     (sample,), records = played(generate, asked())
-    (again,), new = played(generate, asked(records))
-    assert (ids(again), new) == (ids(sample), [])
+    (repeated,), new = played(generate, asked(records))
+    assert (ids(repeated), new) == (ids(sample), [])
 
 
 async def in_time(ctx: Context) -> None:
@@ -281,5 +281,5 @@ def test_half_surrogates_in_calls_can_be_stored_and_are_given_again() -> None:
 
     (sample,), records = played(generate, asked())
     assert call_records(call_table(records))[:4] == records[:4]
-    (again,), _ = played(generate, asked(records))
-    assert ids(again) == ids(sample)
+    (repeated,), _ = played(generate, asked(records))
+    assert ids(repeated) == ids(sample)

@@ -27,7 +27,7 @@ def function(name: str, timeout: float = 60.0) -> GenerateFunction:
     return GenerateFunction(f"tests.engines.agents.episodes.episodes.{name}", SEARCH, timeout=timeout)
 
 
-def asked(folder: Path, count: int = 1, **metadata: Any) -> list[SampleRequest]:
+def requested(folder: Path, count: int = 1, **metadata: Any) -> list[SampleRequest]:
     origin = Origin("run-1", 4, attempt="00.000001-ab")
     words = {"folder": str(folder), "turns": TURNS, **metadata}
     return [SampleRequest(7, index, [20, 21, 22], 100 + index, metadata=words, origin=origin) for index in range(count)]
@@ -41,20 +41,20 @@ def generated(
     until: int | None = None,
 ) -> dict[tuple[int, int], GeneratedSample]:
     """What comes of samples; all that is recorded is durable at once. Raises Broken after so many records."""
-    found: dict[tuple[int, int], GeneratedSample] = {}
+    actual: dict[tuple[int, int], GeneratedSample] = {}
     stream: Iterator[list[GeneratedSample] | Recorded] = engine.generate(samples, PARAMS, function(name))
-    for told in stream:
-        if isinstance(told, list):
-            found |= {sample.key: sample for sample in told}
+    for reported in stream:
+        if isinstance(reported, list):
+            actual |= {sample.key: sample for sample in reported}
             continue
-        for record in told.records:
+        for record in reported.records:
             if len(records) == until:
                 stream.close()  # type: ignore[attr-defined]
                 raise Broken
             records.append(record)
-        if told.awaited:
-            engine.acknowledge(told.number)
-    return found
+        if reported.awaited:
+            engine.acknowledge(reported.number)
+    return actual
 
 
 def lines(folder: Path) -> list[str]:
@@ -66,8 +66,8 @@ def count(done: Sequence[str], word: str) -> int:
     return sum(line.startswith(word) for line in done)
 
 
-def only(found: dict[tuple[int, int], GeneratedSample]) -> GeneratedSample:
-    (sample,) = found.values()
+def only(actual: dict[tuple[int, int], GeneratedSample]) -> GeneratedSample:
+    (sample,) = actual.values()
     return sample
 
 
@@ -79,7 +79,7 @@ def engine(qwen3: TransformersEngine) -> SampleEngine:
 def test_an_episode_that_is_lost_anywhere_goes_on_from_what_is_recorded(engine: SampleEngine, tmp_path: Path) -> None:
     whole: list[CallRecord] = []
     folder = tmp_path
-    (sample,) = asked(folder)
+    (sample,) = requested(folder)
     expected = only(generated(engine, [sample], "agent", whole))
     assert expected.error is None
     done = lines(folder)
@@ -119,51 +119,51 @@ def test_an_episode_that_is_lost_anywhere_goes_on_from_what_is_recorded(engine: 
 def test_an_effect_that_may_have_happened_is_not_repeated_blindly(
     engine: SampleEngine, tmp_path: Path, tool: str, amount: int, error: str | None, done: list[str]
 ) -> None:
-    (sample,) = asked(tmp_path, tool=tool, amount=amount)
+    (sample,) = requested(tmp_path, tool=tool, amount=amount)
     records: list[CallRecord] = []
     with pytest.raises(Broken):  # when the intent is durable, and nobody knows whether more has happened
         generated(engine, [sample], "pays", records, until=2)
     assert [(record.call, record.order) for record in records] == [("0", 0), ("c0", None)]
     (tmp_path / "done").unlink(missing_ok=True)
-    found = only(generated(engine, [replace(sample, recorded=tuple(records))], "pays", records))
+    actual = only(generated(engine, [replace(sample, recorded=tuple(records))], "pays", records))
     assert lines(tmp_path) == done
     if error is None:
-        assert found.error is None
+        assert actual.error is None
     else:
-        assert found.error is not None
-        assert 'call c0 (tool pay) with {"amount":3' in found.error
-        assert "may have been done" in found.error
+        assert actual.error is not None
+        assert 'call c0 (tool pay) with {"amount":3' in actual.error
+        assert "may have been done" in actual.error
 
 
 def test_an_intent_is_durable_before_its_effect_and_the_answer_before_the_code_has_it(
     engine: SampleEngine, tmp_path: Path
 ) -> None:
-    (sample,) = asked(tmp_path, tool="pay", amount=1)
+    (sample,) = requested(tmp_path, tool="pay", amount=1)
     stream = engine.generate([sample], PARAMS, function("pays"))
     seen = []
-    for told in stream:
-        if isinstance(told, list):
+    for reported in stream:
+        if isinstance(reported, list):
             seen.append("ended")
             continue
-        seen += [f"{record.call}:{record.order}" for record in told.records] + [f"done {len(lines(tmp_path))}"]
-        if told.awaited:
-            engine.acknowledge(told.number)
+        seen += [f"{record.call}:{record.order}" for record in reported.records] + [f"done {len(lines(tmp_path))}"]
+        if reported.awaited:
+            engine.acknowledge(reported.number)
     assert [one for one in seen if one != "done 0"] == ["0:0", "c0:None", "c0:1", "done 1", "ended"]
     assert seen.index("c0:None") < len(seen) - 1 - seen[::-1].index("done 0") < seen.index("c0:1")
 
 
 def test_code_that_does_something_else_is_told_of_by_the_call(engine: SampleEngine, tmp_path: Path) -> None:
-    (sample,) = asked(tmp_path, tool="pay", amount=1)
+    (sample,) = requested(tmp_path, tool="pay", amount=1)
     records: list[CallRecord] = []
     only(generated(engine, [sample], "pays", records))
-    (other,) = asked(tmp_path, tool="pay", amount=2)
-    found = only(generated(engine, [replace(other, recorded=tuple(records))], "pays", []))
-    assert found.error is not None
-    assert 'makes call c0 (tool pay) with {"amount":2' in found.error
-    assert 'where call c0 (tool pay) with {"amount":1' in found.error
+    (other,) = requested(tmp_path, tool="pay", amount=2)
+    actual = only(generated(engine, [replace(other, recorded=tuple(records))], "pays", []))
+    assert actual.error is not None
+    assert 'makes call c0 (tool pay) with {"amount":2' in actual.error
+    assert 'where call c0 (tool pay) with {"amount":1' in actual.error
     longer: list[CallRecord] = []
-    (more,) = asked(tmp_path, turns=2)
+    (more,) = requested(tmp_path, turns=2)
     only(generated(engine, [more], "agent", longer))
-    (fewer,) = asked(tmp_path, turns=1)
-    found = only(generated(engine, [replace(fewer, recorded=tuple(longer))], "agent", []))
-    assert found.error == "generate: EpisodeDiverged: the code ended without call 1 (sample), which is recorded"
+    (fewer,) = requested(tmp_path, turns=1)
+    actual = only(generated(engine, [replace(fewer, recorded=tuple(longer))], "agent", []))
+    assert actual.error == "generate: EpisodeDiverged: the code ended without call 1 (sample), which is recorded"

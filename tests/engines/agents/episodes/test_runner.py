@@ -45,8 +45,8 @@ def generated(
     engine: TransformersEngine, function: Any, samples: list[SampleRequest], way: Any = looped
 ) -> list[GeneratedSample]:
     with closing(engine.open()) as stream:
-        found = [sample for part in way(stream, samples, PARAMS, function) for sample in part]
-    return sorted(found, key=lambda sample: sample.key)
+        result = [sample for part in way(stream, samples, PARAMS, function) for sample in part]
+    return sorted(result, key=lambda sample: sample.key)
 
 
 both_ways = pytest.mark.parametrize("way", [looped, stepped])
@@ -64,10 +64,10 @@ async def two_turns(ctx: Context, sample: SampleRequest) -> Trajectory:
 def test_one_turn_is_the_response_that_the_engine_gives_a_request_with_the_samples_own_seed(
     engine: TransformersEngine, way: Any
 ) -> None:
-    asked = requests()
-    raw = engine.generate([GenerateRequest(one.key, one.prompt_ids, one.seed, PARAMS) for one in asked])
+    requested = requests()
+    raw = engine.generate([GenerateRequest(one.key, one.prompt_ids, one.seed, PARAMS) for one in requested])
     expected = {done.request_id: done for part in raw for done in part}
-    for sample in generated(engine, single_turn, asked, way):
+    for sample in generated(engine, single_turn, requested, way):
         (segment,) = sample.trajectory.segments
         done = expected[sample.key]
         assert segment.ids.tolist() == done.response_ids.tolist()
@@ -81,13 +81,13 @@ def test_one_turn_is_the_response_that_the_engine_gives_a_request_with_the_sampl
 def test_a_second_turn_is_drawn_from_a_seed_of_its_own_after_all_that_came_before_it(
     engine: TransformersEngine, way: Any
 ) -> None:
-    asked = requests()
-    for request, sample in zip(asked, generated(engine, two_turns, asked, way), strict=True):
+    requested = requests()
+    for request, sample in zip(requested, generated(engine, two_turns, requested, way), strict=True):
         first, told, second = sample.trajectory.segments
         before = [*request.prompt_ids, *first.ids, *told.ids]
         seed = call_seed(request.seed, "1")
-        again = engine.generate([GenerateRequest((0, 0), before, seed, replace(PARAMS, max_new_tokens=3))])
-        ((done,),) = list(again)
+        repeated = engine.generate([GenerateRequest((0, 0), before, seed, replace(PARAMS, max_new_tokens=3))])
+        ((done,),) = list(repeated)
         assert (first.call, second.call, first.seed, second.seed) == ("0", "1", request.seed, seed)
         assert second.ids.tolist() == done.response_ids.tolist()
         trajectory = sample.trajectory
@@ -275,24 +275,24 @@ def test_of_what_was_sampled_user_code_decides_the_mask_alone(engine: Transforme
     async def function(ctx: Context, sample: SampleRequest) -> Trajectory:
         return Trajectory(iter([await changed(await ctx.sample(sample.prompt_ids))]))  # type: ignore[arg-type]
 
-    asked = requests(1, 2)
+    requested = requests(1, 2)
     for sample, untouched in zip(
-        generated(engine, function, asked), generated(engine, single_turn, asked), strict=True
+        generated(engine, function, requested), generated(engine, single_turn, requested), strict=True
     ):
-        (found,), (expected,) = sample.trajectory.segments, untouched.trajectory.segments
+        (result,), (expected,) = sample.trajectory.segments, untouched.trajectory.segments
         for name in ("ids", "log_probs", "weight_versions"):
-            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
-            assert getattr(found, name).dtype == getattr(expected, name).dtype
-        assert found.loss_mask.tolist() == [1, *[0] * (len(found) - 1)]
-        assert (found.seed, found.finish_reason) == (expected.seed, expected.finish_reason)
+            assert getattr(result, name).tolist() == getattr(expected, name).tolist()
+            assert getattr(result, name).dtype == getattr(expected, name).dtype
+        assert result.loss_mask.tolist() == [1, *[0] * (len(result) - 1)]
+        assert (result.seed, result.finish_reason) == (expected.seed, expected.finish_reason)
         assert sample.finish_reason == expected.finish_reason
 
 
 def test_rewards_and_roles_that_user_code_gives_are_kept(engine: TransformersEngine) -> None:
     async def function(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         first, second = [await ctx.sample(sample.prompt_ids) for _ in range(2)]
-        given = Trajectory([replace(first, reward=np.float32(0.25))], reward=1, role="solver")
-        return [given, Trajectory([replace(second, reward=True)])][: 2 - sample.index]
+        inputs = Trajectory([replace(first, reward=np.float32(0.25))], reward=1, role="solver")
+        return [inputs, Trajectory([replace(second, reward=True)])][: 2 - sample.index]
 
     whole, one = generated(engine, function, requests(1, 2))
     assert (whole.rewards, whole.roles) == ((1.0, 1.0), ("solver", None))
@@ -319,9 +319,9 @@ def test_a_reward_that_is_not_finite_fails_its_sample_alone(engine: Transformers
     async def function(ctx: Context, sample: SampleRequest) -> Trajectory:
         return Trajectory([await ctx.sample(sample.prompt_ids)], reward=[float("nan"), 0][sample.index])
 
-    lost, kept = generated(engine, function, requests(1, 2))
+    lost, retained = generated(engine, function, requests(1, 2))
     assert lost.error == "generate: ValueError: gave a trajectory the reward nan, which is not finite"
-    assert kept.rewards == (0.0,)
+    assert retained.rewards == (0.0,)
 
 
 class Unlikely(BaseException):
@@ -393,8 +393,8 @@ def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(
 def test_what_is_aborted_in_its_first_call_goes_on_there_and_ends_as_if_it_had_not_been(
     engine: TransformersEngine, way: Any
 ) -> None:
-    asked = requests(1, 2)
-    whole = generated(engine, two_turns, asked, way)
+    requested = requests(1, 2)
+    whole = generated(engine, two_turns, requested, way)
     cut = [
         replace(
             request,
@@ -407,7 +407,7 @@ def test_what_is_aborted_in_its_first_call_goes_on_there_and_ends_as_if_it_had_n
                 },
             ),
         )
-        for request, sample in zip(asked, whole, strict=True)
+        for request, sample in zip(requested, whole, strict=True)
     ]
     for before, after in zip(whole, generated(engine, two_turns, cut, way), strict=True):
         assert before.trajectory.response_ids.tolist() == after.trajectory.response_ids.tolist()
@@ -436,11 +436,11 @@ def test_a_grader_of_ours_or_yours_is_asked_for_a_response(
     engine: TransformersEngine, grader: Any, response: str, reward: float | None
 ) -> None:
     async def judged(ctx: Context, sample: SampleRequest) -> Trajectory:
-        found = await ctx.judge(grader, response)
-        return Trajectory([replace(await ctx.sample(sample.prompt_ids), reward=found)])
+        result = await ctx.judge(grader, response)
+        return Trajectory([replace(await ctx.sample(sample.prompt_ids), reward=result)])
 
-    asked = [replace(one, label="seven", metadata={"a": 1}) for one in requests(1, 1)]
-    (sample,) = generated(engine, judged, asked)
+    requested = [replace(one, label="seven", metadata={"a": 1}) for one in requests(1, 1)]
+    (sample,) = generated(engine, judged, requested)
     assert sample.error is None
     assert sample.rewards is not None
     assert sample.rewards[0] == (0.0 if reward is None else reward)
@@ -457,8 +457,8 @@ def test_a_grader_of_several_samples_and_a_tool_that_is_not_there_are_the_codes_
             await ctx.judge(lambda args, sample: 1.0, "x")
         return Trajectory([await ctx.sample(sample.prompt_ids)])
 
-    found = [sample.error for sample in generated(engine, judged, requests(1, 2))]
-    assert found == [
+    result = [sample.error for sample in generated(engine, judged, requests(1, 2))]
+    assert result == [
         "generate: BadPlugin: the grader '<lambda>' takes args, sample: ctx.judge passes one response at a time",
         "generate: ToolUnavailable: there is no tool 'look': name it in rollout.tools",
     ]

@@ -106,10 +106,10 @@ def test_a_later_turn_begins_while_another_sample_is_still_decoded(model_folders
     def open() -> Any:
         return Submitted(engine.open(), turns)
 
-    found = all_of(way(SampleEngine(open, engine.abort), open, asked([50], [4, 4, 4])))
-    assert [(key, sample.error) for key, sample in found.items()] == [((0, 1), None), ((0, 0), None)]
+    result = all_of(way(SampleEngine(open, engine.abort), open, asked([50], [4, 4, 4])))
+    assert [(key, sample.error) for key, sample in result.items()] == [((0, 1), None), ((0, 0), None)]
     assert turns == [3, 3, 3 + 4 + 3, 3 + 4 + 3 + 4 + 3]
-    assert steps == len(found[0, 0].trajectory.response_ids) > 20, "no turn took a step of its own"
+    assert steps == len(result[0, 0].trajectory.response_ids) > 20, "no turn took a step of its own"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -123,9 +123,9 @@ def test_turns_that_join_others_are_bit_for_bit_those_of_a_sample_alone(
     for sample in samples:
         expected |= all_of(as_ours(SampleEngine(alone.open, alone.abort), alone.open, [sample]))
     engine = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=draw.choice([5, 7, 40])))
-    found = all_of(way(SampleEngine(engine.open, engine.abort), engine.open, draw.sample(samples, len(samples))))
-    assert found.keys() == expected.keys()
-    assert [key for key, sample in found.items() if bits(sample) != bits(expected[key])] == []
+    result = all_of(way(SampleEngine(engine.open, engine.abort), engine.open, draw.sample(samples, len(samples))))
+    assert result.keys() == expected.keys()
+    assert [key for key, sample in result.items() if bits(sample) != bits(expected[key])] == []
 
 
 def test_user_code_has_a_process_that_stays_for_the_next_call_of_the_function(qwen3: TransformersEngine) -> None:
@@ -158,10 +158,10 @@ def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, functi
     engine = SampleEngine(qwen3.open, qwen3.abort)
     samples = asked([3], [2, 4], [5])
     expected = all_of(as_ours(engine, qwen3.open, samples))
-    found = all_of(engine.generate(samples, PARAMS, users(function, timeout=1)))
-    assert found.pop((0, 0)).error == told
-    assert {key: bits(sample) for key, sample in found.items()} == {key: bits(expected[key]) for key in found}
-    assert found.keys() == {(0, 1), (0, 2)}
+    result = all_of(engine.generate(samples, PARAMS, users(function, timeout=1)))
+    assert result.pop((0, 0)).error == told
+    assert {key: bits(sample) for key, sample in result.items()} == {key: bits(expected[key]) for key in result}
+    assert result.keys() == {(0, 1), (0, 2)}
 
 
 @pytest.mark.proof
@@ -171,16 +171,16 @@ def test_a_sample_whose_code_hangs_at_its_end_keeps_no_call_from_ending(
 ) -> None:
     engine = SampleEngine(qwen3.open, qwen3.abort)
     expected = all_of(as_ours(engine, qwen3.open, asked(*turns)))
-    found = all_of(engine.generate(asked(*turns), PARAMS, users("keeps_the_lock_at_its_end", timeout=10)))
-    assert found.keys() == expected.keys()
-    assert bits(found[0, 0]) == bits(expected[0, 0])
+    result = all_of(engine.generate(asked(*turns), PARAMS, users("keeps_the_lock_at_its_end", timeout=10)))
+    assert result.keys() == expected.keys()
+    assert bits(result[0, 0]) == bits(expected[0, 0])
 
 
 @pytest.mark.slow
 def test_the_time_in_which_tools_of_others_are_at_work_is_not_a_samples_own(qwen3: TransformersEngine) -> None:
     engine = SampleEngine(qwen3.open, qwen3.abort)
-    found = all_of(engine.generate(asked(*[[1]] * 16), PARAMS, users("computes", timeout=2)))
-    assert [sample.error for sample in found.values()] == [None] * 16
+    result = all_of(engine.generate(asked(*[[1]] * 16), PARAMS, users("computes", timeout=2)))
+    assert [sample.error for sample in result.values()] == [None] * 16
 
 
 def test_the_process_of_user_code_is_killed_once_for_its_number_may_then_be_anothers(

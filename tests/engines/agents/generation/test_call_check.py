@@ -60,10 +60,10 @@ def test_calls_of_templates_that_end_turns_in_their_own_way_are_read(kind: str) 
     ],
 )
 def test_what_cannot_be_read_is_said(source: str, why: str) -> None:
-    found = unreadable_calls(byte_tokenizer(source, "<|end|>"))
-    assert found is not None
-    assert why in found
-    assert found.endswith(": set rollout.tool_call_format=tags, or use a model whose template supports tools")
+    result = unreadable_calls(byte_tokenizer(source, "<|end|>"))
+    assert result is not None
+    assert why in result
+    assert result.endswith(": set rollout.tool_call_format=tags, or use a model whose template supports tools")
 
 
 def test_a_template_that_only_says_how_a_call_is_written_is_believed() -> None:

@@ -68,18 +68,18 @@ def test_what_goes_wrong_is_told_and_harms_no_other_call(tool, reason, told):
             tool.run(arguments, "k"), bad_tools.add.run({"a": 1, "b": 2}, "l"), return_exceptions=True
         )
 
-    failed, found = asyncio.run(beside())
+    failed, result = asyncio.run(beside())
     assert isinstance(failed, cairn.ToolFailed)
     assert str(failed).startswith(told)
     assert failed.reason == reason
-    assert found == 3
+    assert result == 3
     assert run(bad_tools.add, a=3, b=4) == 7
 
 
 def test_a_gigabyte_of_text_is_cut_where_it_is():
     before = psutil.Process().memory_info().rss
-    found = run(bad_tools.gigabyte)
-    assert found == "x" * 16_384 + "\n[999,983,616 more characters left out]"
+    result = run(bad_tools.gigabyte)
+    assert result == "x" * 16_384 + "\n[999,983,616 more characters left out]"
     assert psutil.Process().memory_info().rss - before < 2**27
 
 

@@ -22,9 +22,9 @@ def test_a_server_samples_from_the_model_and_from_what_the_trainer_makes_of_it(n
     engine = start(folder, tmp_path / "server.log")
     try:
         before = largest_difference(engine, folder)
-        asked = requests(max_new_tokens=12)
+        requested = requests(max_new_tokens=12)
         training = make_engine(folder)
-        batch = batch_of(asked, by_id(engine.generate(asked)))
+        batch = batch_of(requested, by_id(engine.generate(requested)))
         training.train(batch, num_steps=1, expected_version=0, input_digest="d")
         engine.begin_weight_update(1)
         for bucket in training.export_weights(1 << 18):

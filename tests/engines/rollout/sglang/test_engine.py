@@ -20,18 +20,18 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:
-    given = SamplingParams(**{"max_new_tokens": 16, **params})  # type: ignore[arg-type]
-    return [one for index in range(count) for one in group(index, [5 + index, 6, 7, 8], range(samples), given)]
+    inputs = SamplingParams(**{"max_new_tokens": 16, **params})  # type: ignore[arg-type]
+    return [one for index in range(count) for one in group(index, [5 + index, 6, 7, 8], range(samples), inputs)]
 
 
-def generate(engine: SGLangEngine, asked: list[GenerateRequest]) -> list[Completion]:
-    return [completion for part in engine.generate(asked) for completion in part]
+def generate(engine: SGLangEngine, requested: list[GenerateRequest]) -> list[Completion]:
+    return [completion for part in engine.generate(requested) for completion in part]
 
 
-def worst_difference(model: PreTrainedModel, asked: list[GenerateRequest], done: list[Completion]) -> float:
+def worst_difference(model: PreTrainedModel, requested: list[GenerateRequest], done: list[Completion]) -> float:
     """Largest difference between the server's log-probs and Hugging Face's."""
     worst = 0.0
-    requests = {request.request_id: request for request in asked}
+    requests = {request.request_id: request for request in requested}
     for completion in done:
         request = requests[completion.request_id]
         ids = torch.tensor([[*request.input_ids, *completion.response_ids.tolist()]])
@@ -47,30 +47,30 @@ def worst_difference(model: PreTrainedModel, asked: list[GenerateRequest], done:
 def test_every_sample_comes_with_the_log_probs_of_its_tokens(
     engine: SGLangEngine, model: PreTrainedModel, temperature: float
 ) -> None:
-    asked = requests(6, temperature=temperature)
-    done = generate(engine, asked)
+    requested = requests(6, temperature=temperature)
+    done = generate(engine, requested)
     assert sorted(c.request_id for c in done) == sorted(ids(6, 4))
     assert all(1 <= len(c.response_ids) == len(c.log_probs) <= 16 for c in done)
     assert {c.finish_reason for c in done} <= {FinishReason.STOP, FinishReason.LENGTH}
-    assert worst_difference(model, asked, done) < 1e-4
+    assert worst_difference(model, requested, done) < 1e-4
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.05, "top_k": 40}, {"top_k": 3}])
 def test_a_sample_by_top_p_and_top_k_comes_with_what_its_tokens_were_drawn_from(
     engine: SGLangEngine, model: PreTrainedModel, cut: dict[str, Any]
 ) -> None:
-    asked = requests(6, temperature=0.8, return_sampling_support=True, **cut)
-    done = generate(engine, asked)
+    requested = requests(6, temperature=0.8, return_sampling_support=True, **cut)
+    done = generate(engine, requested)
     sizes = []
     for completion in done:
-        kept = completion.kept
-        assert kept is not None
-        assert len(kept) == len(completion.response_ids)
-        assert kept.first_without(completion.response_ids) is None
-        (request,) = [one for one in asked if one.request_id == completion.request_id]
+        retained = completion.kept
+        assert retained is not None
+        assert len(retained) == len(completion.response_ids)
+        assert retained.first_without(completion.response_ids) is None
+        (request,) = [one for one in requested if one.request_id == completion.request_id]
         expected = full_log_probs(model, request, completion)
         assert np.abs(expected - completion.log_probs).max() < 1e-4
-        sizes += kept.counts.tolist()
+        sizes += retained.counts.tolist()
     assert min(sizes) >= 1
     assert max(sizes) <= cut["top_k"]
     assert ("top_p" in cut) == (min(sizes) < cut["top_k"]), "the witness of what cut the vocabulary"
@@ -95,19 +95,19 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
     engine_with_tokenizer: SGLangEngine, sglang_model: Path
 ) -> None:
     strings, tokenizer = ("7", "e"), AutoTokenizer.from_pretrained(sglang_model)
-    asked = requests(6, stop=strings, max_new_tokens=64)
+    requested = requests(6, stop=strings, max_new_tokens=64)
     plain = {c.request_id: c for c in generate(engine_with_tokenizer, requests(6, max_new_tokens=64))}
-    done = generate(engine_with_tokenizer, asked)
+    done = generate(engine_with_tokenizer, requested)
     ends: set[str] = set()
     for completion in done:
         ids = completion.response_ids
         assert len(ids) == len(completion.log_probs)
         before, text = tokenizer.decode(ids[:-1]), tokenizer.decode(ids)
         assert not any(string in before for string in strings)
-        found = [string for string in strings if string in text]
-        if found:
+        result = [string for string in strings if string in text]
+        if result:
             assert completion.finish_reason == FinishReason.STOP
-        ends.update(found)
+        ends.update(result)
     assert ends
     assert any(len(plain[c.request_id].response_ids) > len(c.response_ids) for c in done)
 
@@ -136,10 +136,10 @@ def test_new_weights_are_served_under_their_version(engine: SGLangEngine, model:
     assert engine.get_weight_version() == before + 6
     updated = copy.deepcopy(model)
     updated.load_state_dict(changed, strict=False)
-    asked = requests(4)
-    done = generate(engine, asked)
+    requested = requests(4)
+    done = generate(engine, requested)
     assert {int(version) for c in done for version in c.weight_versions} == {before + 6}
-    assert worst_difference(updated, asked, done) < 1e-4
+    assert worst_difference(updated, requested, done) < 1e-4
 
 
 def test_a_weight_that_the_model_does_not_have_is_refused(engine: SGLangEngine) -> None:

@@ -25,7 +25,7 @@ def connect(url: str, model: Path, log: Path, start_timeout: float = 60.0, **opt
     return SGLangEngine(str(model), config, "cpu", log, start_timeout, ServerPlan(external_url=url))
 
 
-ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(4))
+REQUESTED = group(0, [5, 6, 7], (1, 2), SamplingParams(4))
 
 
 def update(engine: SGLangEngine, model: PreTrainedModel, version: int) -> None:
@@ -42,10 +42,10 @@ def test_it_generates_with_our_weights_alone_and_outlives_its_user(
     assert engine.get_weight_version() == 0
     assert outside.get_weight_version() is None, "another run may have called its own weights so"
     with pytest.raises(EngineError, match="no weights of this run"):
-        list(outside.generate(ASKED))
+        list(outside.generate(REQUESTED))
     update(outside, model, 3)
     assert outside.get_weight_version() == 3
-    done = [c for part in outside.generate(ASKED) for c in part]
+    done = [c for part in outside.generate(REQUESTED) for c in part]
     assert [set(c.weight_versions) for c in done] == [{3}] * 2
     assert outside.health()["server_pid"] is None
     outside.close()

@@ -42,13 +42,13 @@ def generation(route: Route, *, context: int = CONTEXT, timeout: float = 60, con
     return Generation(route, context, timeout, concurrency, Loads(route.servers[0]), Occupancy())
 
 
-def run(stream: Generation, asked: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
-    return by_id(streamed(stream, asked))
+def run(stream: Generation, requested: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
+    return by_id(streamed(stream, requested))
 
 
-def streamed(generation: Generation, asked: Sequence[GenerateRequest]) -> ServerStream:
+def streamed(generation: Generation, requested: Sequence[GenerateRequest]) -> ServerStream:
     stream = ServerStream(generation)
-    stream.submit(asked)
+    stream.submit(requested)
     return stream
 
 
@@ -56,8 +56,8 @@ def log_probs(model: PreTrainedModel, prompt: list[int], response: np.ndarray, t
     """[T] by Hugging Face."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1].float()
-    found = torch.log_softmax(logits / temperature, -1)
-    return found.gather(1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0].numpy()
+    actual = torch.log_softmax(logits / temperature, -1)
+    return actual.gather(1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0].numpy()
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def route(engine: SGLangEngine) -> Route:
 def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weights(
     engine: SGLangEngine, route: Route, model: PreTrainedModel
 ) -> None:
-    asked = requests(12, max_new_tokens=300, temperature=0.9)
+    requested = requests(12, max_new_tokens=300, temperature=0.9)
     stream = generation(route, concurrency=24)
     with once_decoding(engine.health, stream.abort):
-        first = run(stream, asked)
+        first = run(stream, requested)
     assert first.keys() == ids(12, 4)
     parts = {key: sample for key, sample in first.items() if sample.finish_reason == FinishReason.ABORT}
     lengths = sorted(len(sample.response_ids) for sample in parts.values())
@@ -83,16 +83,16 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
     engine.begin_weight_update(1)
     engine.update_weights(changed)
     engine.end_weight_update()
-    again = [
+    repeated = [
         replace(one, input_ids=[*one.input_ids, *part.response_ids.tolist()], position=len(part.response_ids))
-        for one in asked
+        for one in requested
         if (part := parts.get(one.request_id)) is not None
     ]
-    second = run(generation(route), again)
+    second = run(generation(route), repeated)
     sampled_with = AutoModelForCausalLM.from_config(model.config).eval()
     sampled_with.load_state_dict(changed, strict=False)
     sampled_with.tie_weights()
-    for request in again:
+    for request in repeated:
         sample, drawn = second[request.request_id], request.position
         assert drawn + len(sample.response_ids) <= 300
         assert sample.finish_reason == FinishReason.STOP or drawn + len(sample.response_ids) == 300
@@ -114,15 +114,17 @@ def test_behind_a_router_too_a_response_that_goes_on_is_read_as_a_whole(
     try:
         router.serve([asdict(engine.worker)])
         behind = Route(router.url, route.servers)
-        asked = requests(1, samples=1, max_new_tokens=64, temperature=0)
-        (first,) = run(generation(behind), asked).values()
+        requested = requests(1, samples=1, max_new_tokens=64, temperature=0)
+        (first,) = run(generation(behind), requested).values()
         drawn = first.response_ids.tolist()[:-1]
-        (whole,) = run(generation(behind), [replace(asked[0], input_ids=[*asked[0].input_ids, *drawn])]).values()
-        again = replace(asked[0], input_ids=[*asked[0].input_ids, *drawn], position=len(drawn))
-        (rest,) = run(generation(behind), [again]).values()
+        (whole,) = run(
+            generation(behind), [replace(requested[0], input_ids=[*requested[0].input_ids, *drawn])]
+        ).values()
+        repeated = replace(requested[0], input_ids=[*requested[0].input_ids, *drawn], position=len(drawn))
+        (rest,) = run(generation(behind), [repeated]).values()
     finally:
         router.close()
-    assert whole.cached_tokens > len(asked[0].input_ids), "the witness that the server has them"
+    assert whole.cached_tokens > len(requested[0].input_ids), "the witness that the server has them"
     assert rest.cached_tokens == 0
 
 
@@ -180,13 +182,13 @@ def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, 
 
 
 def test_a_request_that_the_server_refuses_is_named_and_the_others_come(route: Route) -> None:
-    asked = group(7, [5] * 5000, (1, 2), SamplingParams(4))  # more than the server's context
-    stream = streamed(generation(route, context=9000), asked + requests(2))
+    requested = group(7, [5] * 5000, (1, 2), SamplingParams(4))  # more than the server's context
+    stream = streamed(generation(route, context=9000), requested + requests(2))
     done, refused = list[Completion](), dict[RequestId, str]()
     for _ in range(2):
-        with pytest.raises(RequestRefused) as told:
+        with pytest.raises(RequestRefused) as reported:
             done.extend(sample for part in stream for sample in part)
-        refused |= told.value.refused
+        refused |= reported.value.refused
     done.extend(sample for part in stream for sample in part)
     assert refused.keys() == {(7, 0), (7, 1)}
     assert "400" in refused[7, 0]
@@ -195,9 +197,9 @@ def test_a_request_that_the_server_refuses_is_named_and_the_others_come(route: R
 
 def test_a_prompt_that_was_seen_before_comes_from_the_cache(route: Route) -> None:
     prompt = list(range(40, 104))
-    asked = group(0, prompt, [1], SamplingParams(2))
-    run(generation(route), asked)
-    (sample,) = run(generation(route), asked).values()
+    requested = group(0, prompt, [1], SamplingParams(2))
+    run(generation(route), requested)
+    (sample,) = run(generation(route), requested).values()
     assert 32 <= sample.cached_tokens < len(prompt)
 
 
@@ -208,19 +210,19 @@ def test_what_does_not_end_in_time_is_an_error_and_leaves_the_server_idle(engine
 
 
 def test_a_sample_that_meets_new_weights_has_its_time_anew(engine: SGLangEngine, route: Route) -> None:
-    asked = generation(route, timeout=3)
-    futures = asked.submit(requests(1, samples=16, max_new_tokens=900))
+    requested = generation(route, timeout=3)
+    futures = requested.submit(requests(1, samples=16, max_new_tokens=900))
     end = time.monotonic() + 4
     while time.monotonic() < end:
         wait_for(lambda: running(engine.health()) or all(future.done() for future in futures))
-        asked.pause()
+        requested.pause()
         time.sleep(0.9)  # a rest counts, so that no server is so fast that samples end before their time
-        asked.resume()
+        requested.resume()
     assert not all(future.done() for future in futures)
-    asked.abort()
+    requested.abort()
     for future in futures:
         future.result(60)
-    asked.close()
+    requested.close()
     wait_until_idle(engine)
 
 

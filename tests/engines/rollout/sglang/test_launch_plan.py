@@ -84,9 +84,9 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
 def test_a_configuration_launches(
     options: dict[str, Any], engines: list[ServerPlan], router: dict[str, Any] | None
 ) -> None:
-    asked = config(**options)
-    assert list(plan_problems(asked)) == []
-    assert launch_plan(asked) == LaunchPlan(tuple(engines), router)
+    requested = config(**options)
+    assert list(plan_problems(requested)) == []
+    assert launch_plan(requested) == LaunchPlan(tuple(engines), router)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 def test_the_most_that_ran_and_waited_are_told_after_a_generation(engine: SGLangEngine) -> None:
     slots = sglang_config().max_running_requests
-    asked = group(0, [5, 6, 7, 8], range(3 * slots), SamplingParams(64))
+    requested = group(0, [5, 6, 7, 8], range(3 * slots), SamplingParams(64))
 
     def busy() -> bool:
-        assert sum(len(samples) for samples in engine.generate(asked)) == 3 * slots
-        told = engine.usage()
-        assert told["running_requests_max"] <= slots
-        assert told["queued_requests_max"] <= 2 * slots
-        return told["running_requests_max"] >= slots / 2 and told["queued_requests_max"] >= 1
+        assert sum(len(samples) for samples in engine.generate(requested)) == 3 * slots
+        reported = engine.usage()
+        assert reported["running_requests_max"] <= slots
+        assert reported["queued_requests_max"] <= 2 * slots
+        return reported["running_requests_max"] >= slots / 2 and reported["queued_requests_max"] >= 1
 
     wait_for(busy)  # a server is asked now and then, which may fall where it has just begun or ended
 

@@ -118,10 +118,10 @@ def test_long_responses_are_continued_over_iterations_and_a_kill(
             for row in run.read(commit).to_pylist():
                 part = earlier.get((row["group_id"], row["sample_index"]))
                 if part is not None:
-                    kept = len(part["response_ids"])
-                    assert row["response_ids"][:kept] == part["response_ids"]
-                    assert row["log_probs"][:kept] == part["log_probs"]
-                    continued += 0 < kept < len(row["response_ids"])
+                    retained = len(part["response_ids"])
+                    assert row["response_ids"][:retained] == part["response_ids"]
+                    assert row["log_probs"][:retained] == part["log_probs"]
+                    continued += 0 < retained < len(row["response_ids"])
                 versions = np.asarray(row["weight_versions"])
                 for version in set(versions.tolist()):
                     expected = hf_log_probs(models[version], row)

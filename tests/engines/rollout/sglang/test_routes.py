@@ -39,8 +39,8 @@ def test_the_experts_of_every_token_are_those_of_the_librarys_model(folder: Path
     engine = SGLangEngine(str(folder), sglang_config(**{OPTION: True}), "cpu", tmp_path / "log", START_TIMEOUT)
     try:
         params = SamplingParams(max_new_tokens=12, return_routed_experts=True)
-        asked = [one for number in range(3) for one in group(number, [5 + number, 6, 7, 8, 9], range(2), params)]
-        done = [completion for part in engine.generate(asked) for completion in part]
+        requested = [one for number in range(3) for one in group(number, [5 + number, 6, 7, 8, 9], range(2), params)]
+        done = [completion for part in engine.generate(requested) for completion in part]
         untold = [c for part in engine.generate(group(9, [5, 6], [1], SamplingParams(max_new_tokens=4))) for c in part]
     finally:
         engine.close()
@@ -54,14 +54,14 @@ def test_the_experts_of_every_token_are_those_of_the_librarys_model(folder: Path
         ids = [5 + completion.request_id[0], 6, 7, 8, 9, *completion.response_ids.tolist()]
         with torch.no_grad():
             model(input_ids=torch.tensor([ids]))
-        expected, found = torch.stack(seen, 1)[:-1].numpy(), completion.routed_experts
-        assert found is not None
-        assert found.dtype == np.uint8
-        assert found.shape == expected.shape == (len(ids) - 1, LAYERS, 3)
-        assert (np.sort(found, -1) == np.sort(expected, -1)).mean() > 0.99  # but for ties in rounding
+        expected, result = torch.stack(seen, 1)[:-1].numpy(), completion.routed_experts
+        assert result is not None
+        assert result.dtype == np.uint8
+        assert result.shape == expected.shape == (len(ids) - 1, LAYERS, 3)
+        assert (np.sort(result, -1) == np.sort(expected, -1)).mean() > 0.99  # but for ties in rounding
 
 
-def told(experts: np.ndarray) -> str:
+def reported(experts: np.ndarray) -> str:
     return base64.b64encode(experts.astype(np.int32).tobytes()).decode()
 
 
@@ -74,9 +74,9 @@ def test_a_reply_of_another_shape_is_an_error() -> None:
         routes.read({"routed_experts": ""}, 5)
     for outside in (-1, 8):  # in a byte the first would be the last of 256 experts
         with pytest.raises(EngineError, match=f"{outside}.*, and the model's are 0 to 7"):
-            routes.read({"routed_experts": told(np.array([[[0, 1, outside]] * 4] * 5))}, 5)
+            routes.read({"routed_experts": reported(np.array([[[0, 1, outside]] * 4] * 5))}, 5)
     with pytest.raises(EngineError, match="one expert twice"):
-        routes.read({"routed_experts": told(np.zeros((5, 4, 3)))}, 5)
+        routes.read({"routed_experts": reported(np.zeros((5, 4, 3)))}, 5)
 
 
 def test_servers_that_would_not_report_them_are_refused() -> None:

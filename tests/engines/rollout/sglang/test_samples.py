@@ -26,14 +26,14 @@ def test_a_sample_that_is_cut_ends_where_it_would_have(engine: SGLangEngine) -> 
     """The server says LENGTH of a token that ends a sample and is the last that it may have."""
     greedy = SamplingParams(LENGTH, temperature=0, stop_token_ids=tuple(range(60)))  # it draws by no seed
     generate = generating(SampleEngine(engine.open, engine.abort), greedy)
-    found, ended = in_their_rounds(generate, 4)
+    result, ended = in_their_rounds(generate, 4)
     uncut = all_of(generate(asked_in_pairs()))
-    assert differences(found, uncut) == []
+    assert differences(result, uncut) == []
     stopped = {key for key, one in uncut.items() if one.finish_reason == FinishReason.STOP}
     assert any(len(uncut[key].trajectory.response_ids) == 4 * ended[key] for key in stopped), "where others are cut"
 
 
 def test_a_sample_that_goes_on_has_none_of_its_own_tokens_from_the_cache(engine: SGLangEngine) -> None:
-    found, ended = in_their_rounds(generating(SampleEngine(engine.open, engine.abort)), 4)
+    result, ended = in_their_rounds(generating(SampleEngine(engine.open, engine.abort)), 4)
     assert max(ended.values()) > 1
-    assert all(one.trajectory.cached_tokens <= 4 * ended[key] for key, one in found.items()), "a prompt has 4 tokens"
+    assert all(one.trajectory.cached_tokens <= 4 * ended[key] for key, one in result.items()), "a prompt has 4 tokens"

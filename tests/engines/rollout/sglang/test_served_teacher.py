@@ -32,8 +32,8 @@ def url(engine: SGLangEngine, sglang_model: Path) -> str:
     engine.begin_weight_update((engine.get_weight_version() or 0) + 1)
     engine.update_weights({name: value.detach() for name, value in model.named_parameters()})
     engine.end_weight_update()
-    found: str = engine.health()["url"]
-    return found
+    result: str = engine.health()["url"]
+    return result
 
 
 def served(url: str, name: str, tokenizer: Any, api: str = "sglang", top_k: int = 0) -> ServedModel:
@@ -65,8 +65,8 @@ def test_log_probs_are_those_of_the_model_that_is_served(
     batch = TrainBatch(ids, lengths, [np.ones(n, np.uint8) for n in lengths])
     top_k = 3 if api == "sglang" else 0
     rows = served(f"{url}/v1", str(sglang_model), tokenizer, api, top_k).log_probs(batch)
-    found = [row.reshape(-1, *row_shape(top_k)) if top_k else row for row in rows]
-    for one, n, said in zip(ids, lengths, found, strict=True):
+    result = [row.reshape(-1, *row_shape(top_k)) if top_k else row for row in rows]
+    for one, n, said in zip(ids, lengths, result, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor(one[None].astype(np.int64))).logits[0].float()
         table = torch.log_softmax(logits[:-1], -1)
@@ -96,7 +96,7 @@ def test_a_run_has_the_advantages_of_a_teacher_in_the_trainer_and_asks_once(
         {"teacher_path": str(sglang_model)},
         {"teacher_url": url, "teacher_name": str(sglang_model)},
     ]
-    found = []
+    result = []
     for index, teacher in enumerate(teachers):
         config = tiny_config(
             tiny_assets,
@@ -106,10 +106,10 @@ def test_a_run_has_the_advantages_of_a_teacher_in_the_trainer_and_asks_once(
         with tiny_context(str(tmp_path / f"store{index}"), config) as (run, _):
             iteration(run, DirectSteps(run), 0)
             scores, advantages = (run.read(run.committed(0, name)) for name in (Step.SCORE, Step.ADVANTAGE))
-            found.append((arrays(scores, "teacher_log_probs"), arrays(advantages, "advantages")))
-    for in_trainer, behind_a_server in zip(*found, strict=True):
+            result.append((arrays(scores, "teacher_log_probs"), arrays(advantages, "advantages")))
+    for in_trainer, behind_a_server in zip(*result, strict=True):
         np.testing.assert_allclose(np.concatenate(behind_a_server), np.concatenate(in_trainer), atol=1e-4)
-    assert np.ptp(np.concatenate(found[1][0])) > 0.1
+    assert np.ptp(np.concatenate(result[1][0])) > 0.1
 
     monkeypatch.setattr(step, "ServedModel", None)  # whoever asked now would fail
     with tiny_context(str(tmp_path / "store1"), config) as (run, events):

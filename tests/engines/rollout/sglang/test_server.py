@@ -130,8 +130,8 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
 
 
 def test_options_that_a_router_does_not_have_are_named() -> None:
-    asked = {"policy": "round_robbin", "cache_treshold": 0.5, "worker_urls": [], "retry_max_retries": 2}
-    assert list(router_problems(Installation.find(), asked)) == [
+    requested = {"policy": "round_robbin", "cache_treshold": 0.5, "worker_urls": [], "retry_max_retries": 2}
+    assert list(router_problems(Installation.find(), requested)) == [
         "rollout.router.cache_treshold is not an option of the router; did you mean cache_threshold?",
         "rollout.router.worker_urls is set by Cairn itself; leave it out",
         "rollout.router.policy is 'round_robbin'; it must be one of cache_aware, round_robin, power_of_two, random, "
@@ -158,7 +158,7 @@ def test_a_command_line_spells_options_as_sglang_does() -> None:
 
 
 def test_a_server_inherits_nothing_that_changes_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"SGLANG_CACHE_DIR": "/cache", "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "eth0"}
+    retained = {"SGLANG_CACHE_DIR": "/cache", "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "eth0"}
     dropped = {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         "SGLANG_AN_OPTION_OF_TOMORROW": "1",
@@ -167,10 +167,10 @@ def test_a_server_inherits_nothing_that_changes_what_it_computes(monkeypatch: py
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         "PYTHONPATH": "/elsewhere",
     }
-    for name, value in (kept | dropped).items():
+    for name, value in (retained | dropped).items():
         monkeypatch.setenv(name, value)
     environment = Installation.find().environment(on_cpu=False, num_threads=1)
-    assert {name: environment[name] for name in kept} == kept
+    assert {name: environment[name] for name in retained} == retained
     assert dropped.keys() & environment.keys() == set()
 
 

@@ -39,15 +39,15 @@ def test_samples_go_on_under_new_weights_and_none_is_lost(engine: SGLangEngine, 
             engine.end_weight_update()
 
     with once_decoding(engine.health, update_twice):
-        found = by_id(engine.generate(requests))
+        result = by_id(engine.generate(requests))
     assert len(told) > SAMPLES / 2, "it ended before it was told"
     for part in told:
         assert part.finish_reason == FinishReason.ABORT
-        assert found[part.request_id].response_ids[: len(part.response_ids)].tolist() == part.response_ids.tolist()
+        assert result[part.request_id].response_ids[: len(part.response_ids)].tolist() == part.response_ids.tolist()
     worst = 0.0
     several = 0
     for request in requests:
-        sample = found[request.request_id]
+        sample = result[request.request_id]
         assert sample.finish_reason == FinishReason.STOP or len(sample.response_ids) == LENGTH
         assert (np.diff(sample.weight_versions) >= 0).all()
         several += len(set(sample.weight_versions.tolist())) > 1

@@ -17,12 +17,12 @@ def watched(
     answer: Callable[[int], None], least: float, paused: bool = False, first_wait: float = 0
 ) -> Iterator[tuple[Watch, list[str]]]:
     """A watch over a server that calls `answer` with the number of each question before it answers; what it says."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
-            answer(len(asked))
+            requested.append(self.path)
+            answer(len(requested))
             self.send_response(200)
             self.end_headers()
 
@@ -41,7 +41,7 @@ def watched(
         finally:
             watch.end()
             server.shutdown()
-    assert set(asked) <= {PROBE_PATH}
+    assert set(requested) <= {PROBE_PATH}
 
 
 def test_silence_is_told_once_and_not_within_a_pause() -> None:
@@ -79,19 +79,19 @@ def test_a_server_that_is_always_slow_gets_three_times_as_long() -> None:
 
 
 def test_an_answer_that_waited_for_a_pause_says_nothing_of_the_servers_speed() -> None:
-    asked, gates = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    requested, gates = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
 
     def wait(number: int) -> None:
         index = min(number, 2) - 1
-        asked[index].set()
+        requested[index].set()
         gates[index].wait(60)
 
     with watched(wait, least=300) as (watch, _):
-        assert asked[0].wait(60)
+        assert requested[0].wait(60)
         watch.pause()
         watch.resume()
         gates[0].set()
-        assert asked[1].wait(60), "the first answer has come"
+        assert requested[1].wait(60), "the first answer has come"
         assert list(watch._seconds) == []
         gates[1].set()
         wait_for(lambda: watch._seconds)

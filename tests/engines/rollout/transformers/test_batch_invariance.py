@@ -25,9 +25,9 @@ def some(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=marks(Tier.QUICK if name in QUICK else Tier.PROOFS)) for name in names]
 
 
-def assert_same_samples(found: Samples, expected: Samples) -> None:
-    assert found.keys() <= expected.keys()
-    different = [key for key, sample in found.items() if not same(sample, expected[key])]
+def assert_same_samples(result: Samples, expected: Samples) -> None:
+    assert result.keys() <= expected.keys()
+    different = [key for key, sample in result.items() if not same(sample, expected[key])]
     assert not different
 
 
@@ -90,9 +90,9 @@ def test_a_group_finished_after_a_kill_is_what_it_would_have_been(model_folders:
     assert unfinished
     restarted = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=24))
     rest = collect(restarted, [one for one in requests if one.request_id[0] in unfinished])
-    kept = {key: sample for key, sample in finished.items() if key[0] in whole}
-    assert (kept | rest).keys() == expected.keys()
-    assert_same_samples(kept | rest, expected)
+    retained = {key: sample for key, sample in finished.items() if key[0] in whole}
+    assert (retained | rest).keys() == expected.keys()
+    assert_same_samples(retained | rest, expected)
 
 
 def test_a_sample_depends_on_its_own_seed_only(qwen3: TransformersEngine) -> None:

@@ -27,9 +27,9 @@ def asked(groups: int = GROUPS) -> list[SampleRequest]:
 
 def generating(engine: SampleEngine, params: SamplingParams = PARAMS) -> Generate:
     def generate(samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
-        for told in engine.generate(samples, params, GenerateFunction("single_turn")):
-            assert isinstance(told, list)
-            yield told
+        for reported in engine.generate(samples, params, GenerateFunction("single_turn")):
+            assert isinstance(reported, list)
+            yield reported
 
     return generate
 
@@ -52,11 +52,11 @@ def in_their_rounds(generate: Generate, cut_tokens: int) -> tuple[Found, dict[Sa
     return all_of(in_rounds(counted, asked(), cut_tokens=cut_tokens, enough=GROUPS, ended={})), ended
 
 
-def differences(found: Found, uncut: Found) -> list[SampleKey]:
+def differences(result: Found, uncut: Found) -> list[SampleKey]:
     """Samples with other tokens, another end, or log-probs that differ by more than rounding."""
-    assert found.keys() == uncut.keys()
+    assert result.keys() == uncut.keys()
     differ = []
-    for key, sample in found.items():
+    for key, sample in result.items():
         (one,), (other,) = sample.trajectory.segments, uncut[key].trajectory.segments
         assert one.log_probs is not None
         assert other.log_probs is not None
@@ -75,12 +75,12 @@ def engine(qwen3: TransformersEngine) -> SampleEngine:
 def test_a_sample_that_is_cut_again_and_again_is_the_same(engine: SampleEngine, cut_tokens: int) -> None:
     generate = generating(engine)
     uncut = all_of(generate(asked()))
-    found, ended = in_their_rounds(generate, cut_tokens)
+    result, ended = in_their_rounds(generate, cut_tokens)
     lengths = {key: len(sample.trajectory.response_ids) for key, sample in uncut.items()}
     stopped = {lengths[key] for key, sample in uncut.items() if sample.finish_reason == FinishReason.STOP}
     assert stopped & {4, 8, 12}, "some end where others are cut"
     assert FinishReason.LENGTH in {sample.finish_reason for sample in uncut.values()}
-    assert differences(found, uncut) == []
+    assert differences(result, uncut) == []
     assert ended == {key: rounds_of(length, cut_tokens) for key, length in lengths.items()}
 
 

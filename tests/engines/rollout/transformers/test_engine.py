@@ -172,9 +172,9 @@ def test_a_continued_sample_is_the_one_that_was_never_interrupted(qwen3: Transfo
         for length in [lengths[one.request_id]]
     ]
     for key, sample in collect(qwen3, halves).items():
-        kept = lengths[key]
-        assert (sample.response_ids == whole[key].response_ids[kept:]).all()
-        assert np.abs(sample.log_probs - whole[key].log_probs[kept:]).max() < 1e-4
+        retained = lengths[key]
+        assert (sample.response_ids == whole[key].response_ids[retained:]).all()
+        assert np.abs(sample.log_probs - whole[key].log_probs[retained:]).max() < 1e-4
         assert sample.finish_reason == whole[key].finish_reason
 
 

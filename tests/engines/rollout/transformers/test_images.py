@@ -41,13 +41,13 @@ def library_log_probs(folder: Path, model: torch.nn.Module, request: GenerateReq
     from PIL.Image import open as opened
 
     ids = torch.tensor([[*request.input_ids, *sample.response_ids.tolist()]])
-    given = {}
+    inputs = {}
     if request.images:
         pictures = [opened(BytesIO(image.data)) for image in request.images]
-        given = dict(image_processor(str(folder))(images=pictures, return_tensors="pt"))
-        given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        inputs = dict(image_processor(str(folder))(images=pictures, return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False, **given).logits[0, -len(sample.response_ids) - 1 : -1]
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, -len(sample.response_ids) - 1 : -1]
     model.base_model.rope_deltas = None
     chosen = torch.from_numpy(sample.response_ids).long()[:, None]
     return torch.log_softmax(logits.double(), -1).gather(1, chosen)[:, 0].numpy()
@@ -87,9 +87,9 @@ def test_a_sample_that_is_continued_goes_on_as_if_it_had_never_stopped(
     whole = collect(engine, [request])[request.request_id]
     first = whole.response_ids[:4]
     rest = replace(request, input_ids=[*request.input_ids, *first.tolist()], position=4)
-    found = collect(engine, [rest])[request.request_id]
-    assert found.response_ids.tolist() == whole.response_ids[4:].tolist()
-    assert found.log_probs == pytest.approx(whole.log_probs[4:], abs=1e-5)
+    result = collect(engine, [rest])[request.request_id]
+    assert result.response_ids.tolist() == whole.response_ids[4:].tolist()
+    assert result.log_probs == pytest.approx(whole.log_probs[4:], abs=1e-5)
 
 
 def test_a_later_turn_sees_the_images_of_the_prompt(

@@ -70,9 +70,9 @@ def test_the_reported_distribution_is_the_one_that_tokens_come_by() -> None:
 
 
 def test_top_p_draws_from_the_smallest_set_that_holds_the_mass() -> None:
-    for top_p, kept in ((0.35, [1]), (0.45, [1, 3]), (0.75, [1, 2, 3]), (0.95, [0, 1, 2, 3])):
+    for top_p, retained in ((0.35, [1]), (0.45, [1, 3]), (0.75, [1, 2, 3]), (0.95, [0, 1, 2, 3])):
         truncated = (torch.arange(500), torch.full((500,), top_p), torch.full((500,), 4))
-        assert sorted(set(draws([0.1, 0.4, 0.2, 0.3], 500, truncated=truncated).tolist())) == kept
+        assert sorted(set(draws([0.1, 0.4, 0.2, 0.3], 500, truncated=truncated).tolist())) == retained
 
 
 def test_rows_are_truncated_one_by_one() -> None:

@@ -33,7 +33,7 @@ def test_rows_are_put_in_order_when_as_much_was_read_for_nothing_as_they_hold() 
     order = RowOrder()
     positions = np.full(64, 30)
     positions[-1] = 600
-    better = next(found for _ in range(10) if (found := order.better(positions)) is not None)
+    better = next(result for _ in range(10) if (result := order.better(positions)) is not None)
     assert better[0] == 63
     assert sorted(better.tolist()) == list(range(64))
     in_order = positions[better]

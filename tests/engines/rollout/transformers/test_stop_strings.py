@@ -30,7 +30,7 @@ def first_end(tokenizer: Any, ids: Sequence[int], strings: Sequence[str]) -> int
     return None
 
 
-def asked(count: int, **params: Any) -> list[GenerateRequest]:
+def requested(count: int, **params: Any) -> list[GenerateRequest]:
     return group(0, PROMPT, range(count), SamplingParams(LENGTH, **params))
 
 
@@ -51,8 +51,8 @@ def vocabulary(tiny_assets: Path) -> StopStrings:
 
 @pytest.fixture(scope="module")
 def unstopped(engine: TransformersEngine) -> list[Completion]:
-    samples = collect(engine, asked(COUNT))
-    return [samples[one.request_id] for one in asked(COUNT)]
+    samples = collect(engine, requested(COUNT))
+    return [samples[one.request_id] for one in requested(COUNT)]
 
 
 def table(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -77,7 +77,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(
     name: str, engine: TransformersEngine, tokenizer: Any, unstopped: list[Completion]
 ) -> None:
     strings = table([tokenizer.decode(sample.response_ids) for sample in unstopped])[name]
-    requests = asked(COUNT, stop=strings)
+    requests = requested(COUNT, stop=strings)
     samples = collect(engine, requests)
     stopped = 0
     for one, whole in zip(requests, unstopped, strict=True):
@@ -106,7 +106,7 @@ def test_a_string_may_begin_before_the_place_where_a_sample_is_continued(
     engine: TransformersEngine, tokenizer: Any, unstopped: list[Completion]
 ) -> None:
     continued = 0
-    for one, whole in zip(asked(COUNT), unstopped, strict=True):
+    for one, whole in zip(requested(COUNT), unstopped, strict=True):
         ids = whole.response_ids.tolist()
         string = tokenizer.decode(ids[3:7])
         if first_end(tokenizer, ids, [string]) != 7 or "\ufffd" in string:
@@ -130,14 +130,14 @@ def test_a_string_counts_before_the_longest_length(
 
 def test_an_empty_string_is_refused(engine: TransformersEngine) -> None:
     with pytest.raises(RequestRefused, match="one of its stop strings is empty"):
-        collect(engine, asked(1, stop=("END", "")))
+        collect(engine, requested(1, stop=("END", "")))
 
 
 def test_a_model_without_a_tokenizer_is_named_where_there_are_strings(tmp_path: Path) -> None:
     vocabulary = StopStrings(str(tmp_path))
-    assert vocabulary.watch(asked(1)[0]) is None
+    assert vocabulary.watch(requested(1)[0]) is None
     with pytest.raises(BadModel, match="has no tokenizer"):
-        vocabulary.watch(asked(1, stop=("END",))[0])
+        vocabulary.watch(requested(1, stop=("END",))[0])
 
 
 WORDS = ["\u2581", "\u2581a", "a", "b", "\u2581the", "END", "E", "ND", "."]

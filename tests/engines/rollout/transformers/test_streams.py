@@ -70,33 +70,33 @@ def test_samples_that_join_others_midway_are_bit_for_bit_those_that_start_alone(
     within_steps(engine, join)
     while waiting:
         collect(engine, request(7, [1, 2, 3], max_new_tokens=LONG))
-    found = by_id(stream)
-    assert found.keys() == expected.keys()
-    assert [id for id, sample in found.items() if not same(sample, expected[id])] == []
+    actual = by_id(stream)
+    assert actual.keys() == expected.keys()
+    assert [id for id, sample in actual.items() if not same(sample, expected[id])] == []
 
 
 def test_a_stream_goes_on_with_what_is_asked_while_it_is_read(qwen3: TransformersEngine) -> None:
     groups = [request(i, [1, 2 + i], samples=2, max_new_tokens=20) for i in range(4)]
     expected = {id: sample for group in groups for id, sample in collect(qwen3, group).items()}
-    stream, found = submitted(qwen3, groups[0]), Samples()
+    stream, actual = submitted(qwen3, groups[0]), Samples()
     for later in [*groups[1:], []]:
-        found |= by_id([next(stream)])
+        actual |= by_id([next(stream)])
         stream.submit(later)
-    found |= by_id(stream)
+    actual |= by_id(stream)
     assert list(stream) == []
     stream.submit(groups[0])
-    found |= by_id(stream)
-    assert found.keys() == expected.keys()
-    assert all(same(found[id], sample) for id, sample in expected.items())
+    actual |= by_id(stream)
+    assert actual.keys() == expected.keys()
+    assert all(same(actual[id], sample) for id, sample in expected.items())
 
 
 def test_threads_that_generate_at_the_same_time_get_what_each_asked_for(model_folders: dict[str, str]) -> None:
     engine = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=16))
-    asked = [random_requests(seed=seed, count=6) for seed in range(4)]
-    expected = [collect(engine, requests) for requests in asked]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        found = list(pool.map(lambda requests: collect(engine, requests), asked))
-    for mine, alone in zip(found, expected, strict=True):
+    requested = [random_requests(seed=seed, count=6) for seed in range(4)]
+    expected = [collect(engine, requests) for requests in requested]
+    with ThreadPoolExecutor(len(requested)) as pool:
+        actual = list(pool.map(lambda requests: collect(engine, requests), requested))
+    for mine, alone in zip(actual, expected, strict=True):
         assert mine.keys() == alone.keys()
         assert all(same(mine[id], alone[id]) for id in alone)
     assert engine.health()["running_requests"] == 0
@@ -104,8 +104,8 @@ def test_threads_that_generate_at_the_same_time_get_what_each_asked_for(model_fo
 
 def test_aborting_a_stream_leaves_the_others_alone(model_folders: dict[str, str]) -> None:
     engine = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=6))
-    asked = [request(i, [4, 5 + i], samples=5, max_new_tokens=LONG) for i in range(2)]
-    expected = collect(engine, asked[0] + asked[1])
+    requested = [request(i, [4, 5 + i], samples=5, max_new_tokens=LONG) for i in range(2)]
+    expected = collect(engine, requested[0] + requested[1])
     steps = 0
 
     def abort() -> None:
@@ -114,7 +114,7 @@ def test_aborting_a_stream_leaves_the_others_alone(model_folders: dict[str, str]
         if steps == 10:
             streams[1].abort()
 
-    streams = [submitted(engine, requests) for requests in asked]
+    streams = [submitted(engine, requests) for requests in requested]
     within_steps(engine, abort)
     assert all(same(sample, expected[id]) for id, sample in by_id(streams[0]).items())
     aborted = by_id(streams[1])
@@ -135,11 +135,11 @@ def test_what_is_given_up_makes_room_at_once_and_what_others_asked_for_holds_an_
     qwen3: TransformersEngine,
 ) -> None:
     mine = submitted(qwen3, request(0, [1], samples=3, max_new_tokens=LONG))
-    theirs = submitted(qwen3, request(1, [2], max_new_tokens=LONG))
+    others = submitted(qwen3, request(1, [2], max_new_tokens=LONG))
     mine.close()
     with pytest.raises(EngineError, match="engine is generating: abort that call or wait for it before you update"):
         qwen3.begin_weight_update(1)
-    theirs.close()
+    others.close()
     qwen3.begin_weight_update(1)
     with pytest.raises(EngineError, match="between begin and end of a weight update"):
         mine.submit(request(2, [3]))
@@ -151,9 +151,9 @@ def test_requests_that_are_refused_disturb_nothing(qwen3: TransformersEngine) ->
     stream = submitted(qwen3, good)
     with pytest.raises(RequestRefused, match=r"request 1/0 .* prompt is empty"):
         stream.submit([*request(2, [3]), *bad])
-    found = by_id(stream)
-    assert found.keys() == expected.keys()
-    assert same(found[0, 0], expected[0, 0])
+    actual = by_id(stream)
+    assert actual.keys() == expected.keys()
+    assert same(actual[0, 0], expected[0, 0])
 
 
 def test_logits_that_are_not_finite_fail_the_stream_they_are_of(model_folders: dict[str, str]) -> None:
@@ -165,10 +165,10 @@ def test_logits_that_are_not_finite_fail_the_stream_they_are_of(model_folders: d
     with torch.no_grad():
         engine._model.get_input_embeddings().weight[poison] = torch.nan
     failing = submitted(engine, request(9, [7, poison, 8], samples=2, max_new_tokens=4))
-    found = collect(engine, requests)
+    actual = collect(engine, requests)
     with pytest.raises(GenerationFailed, match=r"logits that are not finite .request 9/"):
         list(failing)
-    assert all(same(found[id], sample) for id, sample in expected.items())
+    assert all(same(actual[id], sample) for id, sample in expected.items())
 
 
 def test_a_step_that_breaks_off_fails_all_that_was_asked_and_nothing_later(qwen3: TransformersEngine) -> None:

@@ -61,15 +61,15 @@ def before_steps(engine: TransformersEngine, acts: dict[int, Callable[[], None]]
     engine._loop._step = counted  # type: ignore[method-assign]
 
 
-def segments(request: GenerateRequest, found: Completion) -> Iterator[tuple[int, GenerateRequest, slice]]:
+def segments(request: GenerateRequest, actual: Completion) -> Iterator[tuple[int, GenerateRequest, slice]]:
     """The versions of a sample, what asks for the tokens of each and all after them, and their places."""
-    versions = found.weight_versions
+    versions = actual.weight_versions
     assert (np.diff(versions) >= 0).all()
     for version in sorted(set(versions.tolist())):
         places = np.flatnonzero(versions == version)
         start, end = int(places[0]), int(places[-1]) + 1
         earlier = Completion.empty(request.request_id, FinishReason.ABORT)
-        part = Completion(**{**vars(earlier), "response_ids": found.response_ids[:start]})
+        part = Completion(**{**vars(earlier), "response_ids": actual.response_ids[:start]})
         yield version, request.after(part), slice(start, end)
 
 
@@ -77,17 +77,17 @@ def test_each_segment_is_bit_for_bit_what_its_weights_give_after_the_tokens_befo
     requests = random_requests(seed=5, count=4)
     engine = TransformersEngine(folders[0], rollout_config(max_running_requests=6))  # some wait
     before_steps(engine, {at: lambda v=version: update(engine, v, folders[v]) for at, version in UPDATES.items()})
-    found: Samples = collect(engine, requests)
-    assert found.keys() == {one.request_id for one in requests}
+    actual: Samples = collect(engine, requests)
+    assert actual.keys() == {one.request_id for one in requests}
     engines = [TransformersEngine(folder, rollout_config()) for folder in folders]
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
     several = 0
     for one in requests:
-        sample = found[one.request_id]
+        sample = actual[one.request_id]
         several += len(set(sample.weight_versions.tolist())) == 3
         assert sample.kept is None or len(sample.kept) == len(sample.response_ids)
-        for version, asked, places in segments(one, sample):
-            alone = collect(engines[version], [asked])[one.request_id]
+        for version, requested, places in segments(one, sample):
+            alone = collect(engines[version], [requested])[one.request_id]
             length = places.stop - places.start
             assert alone.response_ids[:length].tolist() == sample.response_ids[places].tolist()
             assert alone.log_probs[:length].tobytes() == sample.log_probs[places].tobytes()
@@ -102,23 +102,23 @@ def test_each_segment_is_bit_for_bit_what_its_weights_give_after_the_tokens_befo
 def test_what_rests_is_given_back_by_an_abort_and_told_meanwhile(qwen3: TransformersEngine) -> None:
     requests = request(0, [60, 61, 62], samples=3, max_new_tokens=30)
     undisturbed, engine = collect(qwen3, requests), qwen3
-    told: list[Completion] = []
+    reported: list[Completion] = []
 
     def fail() -> None:
         engine.begin_weight_update(1, in_flight=True)
-        told.extend(engine.retracted())
+        reported.extend(engine.retracted())
         engine.abort()
 
     before_steps(engine, {6: fail})
-    found = collect(engine, requests)
+    actual = collect(engine, requests)
     with pytest.raises(EngineError, match="lacks"):
         engine.end_weight_update()
-    for part in told:
+    for part in reported:
         assert part.finish_reason == FinishReason.ABORT
         assert part.response_ids.tolist() == undisturbed[part.request_id].response_ids[:5].tolist()
-        assert same(part, found[part.request_id])
-    assert {len(one.response_ids) for one in found.values()} <= {*range(1, 6)}
-    assert told
+        assert same(part, actual[part.request_id])
+    assert {len(one.response_ids) for one in actual.values()} <= {*range(1, 6)}
+    assert reported
     assert not engine.retracted()
 
 
@@ -135,10 +135,10 @@ def test_what_is_asked_while_others_rest_is_generated_with_the_new_weights(qwen3
 
     before_steps(qwen3, {3: ask_meanwhile})
     stream.submit([first])
-    found = {one.request_id: one for part in stream for one in part}
-    assert same(found[late.request_id], collect(qwen3, [late])[late.request_id])
-    assert set(found[late.request_id].weight_versions.tolist()) == {1}
-    assert set(found[first.request_id].weight_versions.tolist()) == {0, 1}
+    actual = {one.request_id: one for part in stream for one in part}
+    assert same(actual[late.request_id], collect(qwen3, [late])[late.request_id])
+    assert set(actual[late.request_id].weight_versions.tolist()) == {1}
+    assert set(actual[first.request_id].weight_versions.tolist()) == {0, 1}
 
 
 def test_a_request_that_comes_while_an_update_begins_is_taken(
@@ -149,8 +149,8 @@ def test_a_request_that_comes_while_an_update_begins_is_taken(
     stream = qwen3.open()
 
     class Slow(WeightUpdate):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *inputs: Any) -> None:
+            super().__init__(*inputs)
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(stream.submit, [late]).result(60)
 
@@ -158,5 +158,5 @@ def test_a_request_that_comes_while_an_update_begins_is_taken(
     qwen3.begin_weight_update(1, in_flight=True)
     qwen3.update_weights(weights)
     qwen3.end_weight_update()
-    (found,) = (one for part in stream for one in part)
-    assert set(found.weight_versions.tolist()) == {1}
+    (actual,) = (one for part in stream for one in part)
+    assert set(actual.weight_versions.tolist()) == {1}
