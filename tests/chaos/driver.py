@@ -114,7 +114,7 @@ def note_what_is_recorded(file: Path) -> None:
     sampled twice; the intents to call tools, with the arguments; and the answers of tools.
 
     An attempt notes what it finds too: the one before it may have been lost between a part and its note."""
-    write, recover = CallLog._write_part, CallLog._recover
+    write, begin = CallLog._write_part, CallLog.__init__
 
     def note(table: pa.Table) -> None:
         sampled, intended, answered = [], [], []
@@ -135,13 +135,12 @@ def note_what_is_recorded(file: Path) -> None:
         write(log, table, *args, **options)
         note(table)
 
-    def recovering(log: CallLog, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
-        table = recover(log, found)
-        note(table)
-        return table
+    def recovering(log: CallLog, *args: Any, **options: Any) -> None:
+        begin(log, *args, **options)
+        note(log.recovered)
 
     CallLog._write_part = writing  # type: ignore[method-assign]
-    CallLog._recover = recovering  # type: ignore[method-assign]
+    CallLog.__init__ = recovering  # type: ignore[method-assign]
 
 
 def note_what_is_committed(file: Path) -> None:
