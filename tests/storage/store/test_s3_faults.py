@@ -122,7 +122,7 @@ def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_give
     assert faulty_store.read("marker") == b"mine"
     assert proxy.happened == {Fault.HANG: 1}
 
-    monkeypatch.setattr(s3, "PATIENCE", 1.0)
+    monkeypatch.setattr(s3, "RETRY_DEADLINE", 1.0)
     proxy.plan = lambda method, path: Fault.HANG
     began = time.monotonic()
     with pytest.raises(StoreError, match="does not respond at marker: ReadTimeoutError"):
@@ -158,7 +158,7 @@ def test_a_run_of_a_thousand_iterations_and_more_is_found_in_three_requests(
 
 @pytest.mark.slow
 def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PATIENCE", 1.0)
+    monkeypatch.setattr(s3, "RETRY_DEADLINE", 1.0)
     proxy.plan = lambda method, path: Fault.UNAVAILABLE
     with pytest.raises(StoreError, match=r"failed at file: HTTP 503") as caught:
         faulty_store.write("file", b"x")
