@@ -3,6 +3,9 @@
 `transformers` imports one small class of the compiler with every model or tokenizer, and both it and PyTorch mark
 functions for the compiler. Importing all of it costs 1.3 s of CPU time in every process, a third of an engine's start,
 although the processes of most runs never compile. The compiler is therefore imported on first use.
+
+To ask of PyTorch and transformers: import `torch._dynamo` where something is compiled, not where a function is marked
+or a mask is made. Then this module keeps `collecting_later` alone.
 """
 
 import gc

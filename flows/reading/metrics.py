@@ -480,7 +480,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "timings",
         "Model FLOPs utilization: `perf/actor_train_tflops` divided by the peak of the device, which is "
-        "`tracking.peak_tflops` or known for the GPU (`engines/plan/rates.py`); none on CPUs without that option.",
+        "`tracking.peak_tflops` or known for the GPU (`engines/plan/peaks.py`); none on CPUs without that option.",
     ),
 )
 
