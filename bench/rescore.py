@@ -56,11 +56,11 @@ print(time.perf_counter() - began)
 _RESCORE = """
 import sys, time
 from cairn.flows.driver.validation import load_tokenizer
-from cairn.flows.history.rescore import naming, rescore
+from cairn.flows.history.rescore import grader_override, rescore
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 began = time.perf_counter()
-figures, _ = rescore(Ledger.open(open_store(sys.argv[1]), sys.argv[2]), None, [naming(sys.argv[3])])
+figures, _ = rescore(Ledger.open(open_store(sys.argv[1]), sys.argv[2]), None, [grader_override(sys.argv[3])])
 print(time.perf_counter() - began)
 """
 

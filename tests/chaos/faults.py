@@ -59,6 +59,7 @@ from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import StepCommitted, StepStarted
@@ -132,10 +133,10 @@ class Striker:
         Ledger.commit = committing  # type: ignore[method-assign]
         append = SampleLog.append
 
-        def appending(log: SampleLog, *samples: Any) -> None:
-            append(log, *samples)
-            if samples:
-                self._strike(log._attempt.iteration, log._attempt.step, "halfway")
+        def appending(log: SampleLog, *samples: Any, **options: Any) -> None:
+            append(log, *samples, **options)
+            if samples and isinstance(attempt := log._attempt, Attempt):  # and no stream's
+                self._strike(attempt.iteration, attempt.step, "halfway")
 
         SampleLog.append = appending  # type: ignore[method-assign]
         perform = DurableStep.perform
