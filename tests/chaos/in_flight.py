@@ -53,9 +53,9 @@ def watch_updates(
         updated.iteration = weights.iteration
         return update(run, engine, weights)
 
-    def calling(engine: RolloutHandle, group: str | None, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        answer = call(engine, group, method, *args, **options)
-        if method.__name__ == "begin_weight_update" and options.get("in_flight"):
+    def calling(engine: RolloutHandle, group: str | None, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        answer = call(engine, group, method, *args, **named)
+        if method.__name__ == "begin_weight_update" and named.get("in_flight"):
             strike(updated.iteration, engine)
         return answer
 
