@@ -218,7 +218,8 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
             ]
         )
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
-    after = _overridden(before, overrides)
+    after, overridden = _overridden(before, overrides), _names(overrides)
+    _reset_clip_range(after, before, overridden)
     try:
         section = schema.model_validate_json(json.dumps(after[name], default=str), strict=True, context=UNCHECKED)
     except ValidationError as error:
@@ -226,7 +227,6 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
     changed = recorded.model_copy(update={name: section})
     idle = [one for one in idle_options(changed) if one.option.startswith(f"{name}.")]
     if idle:
-        overridden = _names(overrides)
         raise ConfigError([_reset_hint(one, inherited=one.option not in overridden) for one in idle])
     return changed
 
@@ -247,9 +247,14 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
 def released(config: RunConfig) -> RunConfig:
     """Return a configuration whose names of code may be imported.
 
-    For `cairn.flows.driver.trust` only, which has compared them with what a store may set.
+    For `cairn.flows.driver.trust` only, which has compared them with what a store may set. Raises ConfigError where the
+    configuration breaks a rule between options, which its reading does not check.
     """
-    return RunConfig.model_validate(config.model_dump(mode="json"), context=RECORDED)
+    try:
+        return RunConfig.model_validate(config.model_dump(mode="json"))
+    except ValidationError as error:
+        problems = [f"in the ledger: {_sentence(one)}" for one in error.errors(include_url=False)]
+        raise ConfigError(problems) from None
 
 
 def _reset_hint(idle: Idle, *, inherited: bool) -> str:

@@ -22,8 +22,16 @@ LearnsFrom = Literal["responses", "demonstrations", "preferences"]
 """Responses on which a run trains: those that its policy samples, or those in the rows of its data."""
 
 
-_CLIP_COV = when("algorithm.loss", "clip_cov", remedy="set algorithm.loss_type=clip_cov")
-_KL_COV = when("algorithm.loss", "kl_cov", remedy="set algorithm.loss_type=kl_cov")
+def _loss(name: str) -> When:
+    """Return the condition that the loss, which the estimator may choose, has a name."""
+    return When(
+        lambda run: run.algorithm.loss == name,
+        lambda run: f"the loss is {run.algorithm.loss}",
+        f"set algorithm.loss_type={name}",
+    )
+
+
+_CLIP_COV, _KL_COV = _loss("clip_cov"), _loss("kl_cov")
 _READS_KL = when(
     "algorithm.reads_kl",
     because="algorithm.use_kl_loss is false and algorithm.kl_coef is 0",
@@ -42,7 +50,7 @@ _SAMPLED = when(
     remedy="choose another estimator",
 )
 _TIS = when("algorithm.use_tis")
-_RS = when("algorithm.use_rs")
+_RS = when("algorithm.use_rs") | When(lambda run: "." in run.algorithm.custom_tis_function_path, lambda run: "", "")
 _CORRECTED = _TIS | when("algorithm.get_mismatch_metrics")
 _SEVERAL_STEPS = when(
     "training.takes_several_steps",

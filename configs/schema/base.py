@@ -51,8 +51,8 @@ Code = Annotated[str, AfterValidator(_unchecked), FromStore.CODE]
 def rule(check: Callable[[Any], None]) -> Any:
     """Make a method of a section a rule between its options, which raises ValueError.
 
-    Recorded configurations met the rules of the version that recorded them: they are not checked again, so that reading
-    one is quick and a run resumes whatever rules were added since.
+    Recorded configurations met the rules of the version that recorded them: they are not checked again when they are
+    read, which is then quick, but before they are executed.
     """
 
     def checked(section: Any, info: ValidationInfo) -> Any:

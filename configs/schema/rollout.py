@@ -92,7 +92,7 @@ _TOOLS = when("rollout.tools", remedy="name the tools in rollout.tools")
 class PythonTool(SandboxedTool):
     """`python`: runs a Python program and returns its output."""
 
-    python: Annotated[str | None, _TOOLS] = None
+    python: str | None = None
     """Path of the interpreter; by default the one that runs Cairn. Programs can import its standard library, but no
     installed package."""
 
@@ -126,7 +126,7 @@ class ToolOptions(Section):
     """Whether tools of your own that run in their own processes may use a network. Those are plain functions of
     modules. Other tools run in the process of `generate` and have its network."""
 
-    python: PythonTool = PythonTool()
+    python: Annotated[PythonTool, _TOOLS] = PythonTool()
     """Options of the tool `python`."""
 
     shell: Annotated[SandboxedTool, _TOOLS] = SandboxedTool()

@@ -49,7 +49,12 @@ class Ended:
     @property
     def signal(self) -> str | None:
         """Name of the signal that ended it; None where it exited."""
-        return signal.Signals(-self.code).name if self.code < 0 else None
+        if self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal has a number alone
+            return f"signal {-self.code}"
 
 
 class Child:

@@ -221,17 +221,17 @@ def compute(
         with closing(open_grader(questions.grader, store=attempt.store)) as grader:
             rows, _ = grade(grader, questions, tokenizer, samples)
         graded = time.perf_counter()
-        return commit_result(
-            claim,
-            attempt,
-            questions,
-            rows,
-            origin=origin,
-            timings={"generate": generated - began, "grade": graded - generated, "run": time.perf_counter() - began},
-            started_at=started_at,
-            environment=environment,
-            adopted=None if sampled is None else sampled.commit,
-        )
+    return commit_result(
+        claim,
+        attempt,
+        questions,
+        rows,
+        origin=origin,
+        timings={"generate": generated - began, "grade": graded - generated, "run": time.perf_counter() - began},
+        started_at=started_at,
+        environment=environment,
+        adopted=None if sampled is None else sampled.commit,
+    )
 
 
 def commit_result(
@@ -239,13 +239,10 @@ def commit_result(
 ) -> Evaluation:
     """Commit rows with the schema GRADED_EVAL as the claimed result. `described`: further arguments of
     `Claim.commit`."""
-    return claim.commit(
-        attempt,
-        outputs=(attempt.write_table(SAMPLES, rows.select(EVALUATED.names)),),
-        metrics=questions.measure(evaluated_samples(questions, rows)),
-        values=questions.described,
-        **described,
-    )
+    with attempt.discarded_on_failure():  # but not once the result may be there, which names the table
+        table = attempt.write_table(SAMPLES, rows.select(EVALUATED.names))
+        metrics = questions.measure(evaluated_samples(questions, rows))
+    return claim.commit(attempt, outputs=(table,), metrics=metrics, values=questions.described, **described)
 
 
 def _generate(

@@ -239,7 +239,7 @@ def _share(
         synced = run.committed(weights.iteration, Step.SYNC)
         origin |= {"iteration": weights.iteration, "publication": f"{synced.run}/{synced.name}@{synced.digest}"}
     attempt = claim.attempt()
-    with suppress(LeaseLost), attempt.discarded_on_failure():  # suspended meanwhile: another process makes the result
+    with suppress(LeaseLost):  # suspended meanwhile: another process makes the result
         commit_result(
             claim,
             attempt,
