@@ -212,6 +212,16 @@ MISTAKES = [
         "algorithm.get_mismatch_metrics is false; set algorithm.use_tis=true, or leave it out",
     ),
     (
+        "rollout.tool_options.python.timeout=5",
+        "rollout.tool_options.python.timeout (5.0) has no effect while rollout.tools is (); name the tools in "
+        "rollout.tools, or leave it out",
+    ),
+    (
+        "algorithm.clip_cov_ratio=0.3",
+        "algorithm.clip_cov_ratio (0.3) has no effect while the loss is policy_loss; set "
+        "algorithm.loss_type=clip_cov, or leave it out",
+    ),
+    (
         "algorithm={use_tis: true, tis_level: sequence}",
         "algorithm.tis_level (sequence) has no effect while algorithm.custom_tis_function_path is tis; set "
         "algorithm.custom_tis_function_path=mis, or leave it out",

@@ -7,7 +7,7 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.kinds import LOSS, Kind
-from cairn.configs.loader import from_manifest, inherit, load, parse
+from cairn.configs.loader import from_manifest, inherit, load, parse, released, with_section
 from tests.tables import cases
 
 
@@ -92,3 +92,30 @@ def test_a_fork_with_another_loss_has_the_clip_range_of_its_paper_unless_one_was
     assert clip_range(gspo, "training.lr=1e-5") == (3e-4, 4e-4)
     named = load(recipe, ["training.num_steps_per_rollout=2", "algorithm.eps_clip=0.1"]).model_dump(mode="json")
     assert clip_range(named, "algorithm.loss_type=dppo_kl") == (0.1, None)
+    alone = with_section(from_manifest(usual), "algorithm", ["algorithm.advantage_estimator=gspo"], "").algorithm
+    assert (alone.eps_clip, alone.eps_clip_high) == (3e-4, 4e-4)
+
+
+def test_a_section_that_is_optional_is_named_whole_where_nothing_reads_it(recipe: Path) -> None:
+    values = load(recipe, ["reward={rm_type: reward_model, reward_model: {path: m}}"]).model_dump(mode="json")
+    limits = [f"rollout.{name}=null" for name in ("rollout_max_response_len", "n_samples_per_prompt")]
+    with pytest.raises(ConfigError) as refused:
+        inherit(values, ["algorithm.loss_type=sft_loss", "reward.rm_type=null", *limits])
+    assert any(
+        one.startswith("reward.reward_model has no effect while algorithm.loss_type is sft_loss")
+        and one.endswith("by --set reward.reward_model=null)")
+        for one in refused.value.problems
+    )
+
+
+def test_a_user_s_own_correction_may_read_every_option_of_rejection(recipe: Path) -> None:
+    own = "algorithm={use_tis: true, custom_tis_function_path: mine.py:correct, rs_level: sequence}"
+    assert load(recipe, [own]).algorithm.rs_level == "sequence"
+
+
+def test_rules_between_options_hold_for_a_recorded_configuration_once_it_is_to_be_executed(recipe: Path) -> None:
+    values = load(recipe).model_dump(mode="json")
+    values["rollout"]["rollout_stop"] = [""]
+    read = from_manifest(values)
+    with pytest.raises(ConfigError, match=r"in the ledger: rollout.*rollout_stop"):
+        released(read)

@@ -16,6 +16,7 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.processes.child import Ended
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading import pool as pool_module
 from cairn.tasks.grading.graders import get_grader
@@ -168,6 +169,12 @@ def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(stru
     assert (one.reward, one.tries) == (0.5, 1 + FRESH_PROCESSES)
     one = grade(f"signal {signal.SIGSEGV:d}", FRESH_PROCESSES + 1)
     assert (one.reward, one.error) == (None, "the grader's process died with signal 11")
+
+
+def test_a_signal_without_a_name_is_named_by_its_number() -> None:
+    assert Ended(-signal.SIGSEGV, hung_up=False).signal == "SIGSEGV"
+    assert Ended(-(signal.SIGRTMIN + 1), hung_up=False).signal == f"signal {signal.SIGRTMIN + 1}"
+    assert Ended(1, hung_up=False).signal is None
 
 
 @pytest.mark.proof
