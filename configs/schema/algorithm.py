@@ -50,7 +50,11 @@ _SAMPLED = when(
     remedy="choose another estimator",
 )
 _TIS = when("algorithm.use_tis")
-_RS = when("algorithm.use_rs") | When(lambda run: "." in run.algorithm.custom_tis_function_path, lambda run: "", "")
+_RS = When(
+    lambda run: run.algorithm.use_rs or "." in run.algorithm.custom_tis_function_path,  # which may read any option
+    lambda run: "algorithm.use_rs is false",
+    "set algorithm.use_rs=true",
+)
 _CORRECTED = _TIS | when("algorithm.get_mismatch_metrics")
 _SEVERAL_STEPS = when(
     "training.takes_several_steps",

@@ -157,7 +157,7 @@ def _changed(
             continue
         own = tuple(condition for condition in info.metadata if isinstance(condition, When))
         conditions = own if ALWAYS in own else (*above, *own)
-        if isinstance(value, Section) and isinstance(default, Section):
+        if isinstance(value, Section) and default is not None:  # or it is set as a whole
             yield from _changed(value, f"{prefix}{field}.", conditions)
         else:
             yield f"{prefix}{field}", value, default, conditions
