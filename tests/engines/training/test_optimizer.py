@@ -1,5 +1,6 @@
 import math
 import re
+import sys
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,8 @@ def approx(rates: tuple[float, float]) -> Any:
 def rates_of_megatron(config: TrainingConfig) -> list[tuple[float, float]]:
     """Learning rate and weight decay at the same count of steps; in the warm-up the learning rate is that of one step
     more, so that the first step is not taken at a rate of 0."""
-    backend_for(torch.device("cpu"))  # before anything imports megatron-core
+    if "megatron.core" not in sys.modules:  # else it can be imported here
+        backend_for(torch.device("cpu"))
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     last = config.lr_decay_iters or TOTAL
