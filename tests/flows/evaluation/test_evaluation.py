@@ -17,9 +17,10 @@ from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.flows.evaluation.benchmarks import benchmarks_of
 from cairn.flows.evaluation.evaluating import EvaluationResult, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
-from cairn.storage.evals import folders, read_samples
+from cairn.storage.evals import Claim, folders, read_samples
 from cairn.storage.ledger.schemas import EVALUATED
 from cairn.storage.opening import open_store
+from cairn.storage.store.errors import StoreRefused
 from cairn.storage.store.store import Store
 from tests.commands import cairn
 from tests.flows.evaluation.conftest import BENCHMARK
@@ -126,6 +127,24 @@ def test_another_number_format_has_a_result_of_its_own(
     other = evaluated(first[0], tiny_assets / "model", benchmark_file, "bfloat16")
     assert other.computed
     assert other.result.key.settings["dtype"] == "bfloat16"
+
+
+def test_a_result_keeps_its_table_where_the_store_fails_after_it_took_the_result(
+    tiny_assets: Path, benchmark_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, commit = open_store(str(tmp_path)), Claim.commit
+
+    def failing(claim: Claim, *args: Any, **fields: Any) -> None:
+        commit(claim, *args, **fields)
+        raise StoreRefused("no space left on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Claim, "commit", failing)
+        with pytest.raises(StoreRefused):
+            evaluated(store, tiny_assets / "model", benchmark_file)
+    found = evaluated(store, tiny_assets / "model", benchmark_file)
+    assert not found.computed
+    assert read_samples(store, found.result).num_rows == 8
 
 
 def test_samples_that_were_finished_before_a_failure_are_not_sampled_again(
