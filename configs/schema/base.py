@@ -22,7 +22,7 @@ def _unchecked(name: str, info: ValidationInfo) -> str:
 
 
 class FromStore(StrEnum):
-    """What a store may set an option to. `cairn.flows.driver.trust` has the rule of each.
+    """Kinds of values that a store may set an option to. `cairn.flows.driver.trust` has the rule of each.
 
     Only the user may set an option that is not marked so, unless it holds nothing but numbers, switches and words of a
     fixed set.

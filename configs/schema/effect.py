@@ -22,7 +22,7 @@ class When:
     why: Callable[[Any], str]
     """Clause on why it does not hold: "algorithm.use_tis is false"."""
     remedy: str
-    """What would make it hold: "set algorithm.use_tis=true"."""
+    """Change after which it holds: "set algorithm.use_tis=true"."""
 
     def __or__(self, other: "When") -> "When":
         return When(

@@ -148,7 +148,7 @@ class Call(Generic[R]):
     actor: Actor
     method: str
     ref: Any
-    """What Ray returned for it."""
+    """Reference that Ray returned for the call."""
 
     def result(self, deadline: Deadline | None = None) -> R:
         """Return the result, by default within `fleet.call_timeout` seconds. Raises what the method raises, EngineDied

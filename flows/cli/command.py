@@ -1,4 +1,4 @@
-"""What commands share: the options `--store` and `--json`, common arguments, and how a result is shown.
+"""Common parts of commands: the options `--store` and `--json`, common arguments, and how a result is shown.
 
 A command is a function that returns its result; `command` makes it one for Typer:
 

@@ -204,7 +204,7 @@ class Subject:
 
     @property
     def engine_kind(self) -> EngineKind:
-        """What the planner knows of the rollout engine."""
+        """Description of the rollout engine."""
         return kind_of(self.config.rollout.engine)
 
     def hardware_of(self, on_gpu: bool) -> Hardware:

@@ -36,7 +36,7 @@ class PacedWriter:
         self._changed = threading.Condition()
         self._waiting: list[Any] = []
         self._then: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        """What to call when everything appended before is durable, and what if it never will be."""
+        """Functions to call when everything appended before is durable, and if it never will be."""
         self._urgent = False
         self._closed = False
         self._error: Exception | None = None
