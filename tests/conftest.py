@@ -40,6 +40,7 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
+    assert "megatron.core" not in sys.modules, "import megatron.core in a test, after backend_for: it needs preparation"
     gc.freeze()
     gc.enable()
 

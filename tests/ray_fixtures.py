@@ -4,12 +4,14 @@
 are on the cluster that a driver starts for itself. `fleet_config` builds the configuration of a fleet on a tiny model.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 NUM_CPUS = 16
 """CPUs that the session's cluster offers to reservations, whatever the machine has."""
+
+WITHOUT_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+"""Environment of a cluster and its drivers where a token would have to be in the home folder."""
 
 _RAY = str(Path(sys.executable).parent / "ray")
 
@@ -57,12 +62,12 @@ def ray_cluster() -> "Iterator[Cluster]":
 
 
 @contextmanager
-def ray_head(*options: str, num_cpus: int = 8) -> Iterator[str]:
-    """A cluster that someone started on purpose, with further options. Yields its address."""
+def ray_head(*options: str, num_cpus: int = 8, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+    """A cluster that someone started on purpose, with further options and variables. Yields its address."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
         try:
             head = ("--head", "--port=0", "--include-dashboard=false", f"--temp-dir={folder}")
-            with _ray_start(*head, *options, cpus=num_cpus):
+            with _ray_start(*head, *options, cpus=num_cpus, environment=environment):
                 current = Path(folder) / "ray_current_cluster"
                 wait_for(lambda: current.exists() and current.read_text())
                 yield current.read_text().strip()
@@ -78,10 +83,11 @@ def ray_machine(address: str, num_cpus: int = 8) -> Iterator[None]:
 
 
 @contextmanager
-def _ray_start(*options: str, cpus: int) -> Iterator[None]:
+def _ray_start(*options: str, cpus: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     command = ["start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", "--disable-usage-stats"]
     process = subprocess.Popen(
         [_RAY, *command, *options],
+        env={**os.environ, **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -17,7 +17,7 @@ from cairn.flows.orchestration.server import Server
 from tests.chaos.configurations import CONFIGURATIONS, Origin, write_config
 from tests.chaos.runs import ROOT, Disturbed
 from tests.faulty_s3 import proxy_process
-from tests.ray_fixtures import ray_head
+from tests.ray_fixtures import WITHOUT_TOKEN, ray_head
 from tests.s3 import S3Server, moto_server
 from tests.tiny_run import write_assets
 from tests.waiting import wait_for
@@ -60,7 +60,8 @@ class Services:
         run = Disturbed(
             folder,
             write_config(configuration, self.assets, folder, self._graders, address),
-            {"PREFECT_API_URL": self.api_url, "PYTHONPATH": os.environ["PYTHONPATH"]},
+            {"PREFECT_API_URL": self.api_url, "PYTHONPATH": os.environ["PYTHONPATH"]}
+            | (WITHOUT_TOKEN if joins else {}),
             cluster=self._cluster[1] if joins else None,
             warm=self.warm,
         )
@@ -128,8 +129,7 @@ class Services:
     def _cluster(self) -> tuple[str, psutil.Process]:
         """Address and raylet of a cluster that drivers join."""
         assert self._graders
-        self._set_environment("RAY_AUTH_MODE", "disabled")  # a token would have to be in the home folder
-        address = self._stack.enter_context(ray_head())
+        address = self._stack.enter_context(ray_head(environment=WITHOUT_TOKEN))
         host, _, port = address.rpartition(":")
         mine = psutil.Process()
         (raylet,) = wait_for(

@@ -1,6 +1,5 @@
 import math
 import re
-import sys
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -103,8 +102,7 @@ def approx(rates: tuple[float, float]) -> Any:
 def rates_of_megatron(config: TrainingConfig) -> list[tuple[float, float]]:
     """Learning rate and weight decay at the same count of steps; in the warm-up the learning rate is that of one step
     more, so that the first step is not taken at a rate of 0."""
-    if "megatron.core" not in sys.modules:  # else it can be imported here
-        backend_for(torch.device("cpu"))
+    backend_for(torch.device("cpu"))
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     last = config.lr_decay_iters or TOTAL

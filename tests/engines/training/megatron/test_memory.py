@@ -1,12 +1,26 @@
 """Freeing and restoring of memory below tensors, on a host without a device."""
 
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
 
-from cairn.engines.training.megatron.state import Memory
+from cairn.engines.training.megatron.backend import backend_for
+
+if TYPE_CHECKING:
+    from cairn.engines.training.megatron.state import Memory
 
 
-def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back() -> None:
-    memory, buffer, other = Memory(torch.device("cpu")), torch.randn(64), torch.arange(5, dtype=torch.int32)
+@pytest.fixture
+def memory() -> "Memory":
+    backend_for(torch.device("cpu"))
+    from cairn.engines.training.megatron.state import Memory  # not before megatron.core can be imported
+
+    return Memory(torch.device("cpu"))
+
+
+def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back(memory: "Memory") -> None:
+    buffer, other = torch.randn(64), torch.arange(5, dtype=torch.int32)
     gradients = torch.ones(64)
     views = [buffer[:24].view(4, 6), buffer[24:64:2], gradients[8:16]]
     before = [view.clone() for view in views]
@@ -21,6 +35,6 @@ def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back() -> Non
     assert views[0][0, 0] == 7.0
 
 
-def test_a_tensor_that_was_never_freed_is_its_own_content() -> None:
+def test_a_tensor_that_was_never_freed_is_its_own_content(memory: "Memory") -> None:
     tensor = torch.randn(3)
-    assert Memory(torch.device("cpu")).content(tensor) is tensor
+    assert memory.content(tensor) is tensor
