@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.forks import FORKS
+from tests.forks import FORKS, set_environment
 
 
 class ForkedDriver:
@@ -47,8 +47,7 @@ def _drive(arguments: list[str], environment: dict[str, str], folder: Path, log:
     from tests.chaos.driver import main
 
     os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
+    set_environment(environment)
     os.chdir(folder)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

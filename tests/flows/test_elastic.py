@@ -26,7 +26,7 @@ from cairn.tasks.trainer.recovery import restore_trainer
 from tests.chaos.in_process import drive
 from tests.engines.fleet import simulated_machines
 from tests.flows.test_streaming import ITERATIONS, streaming
-from tests.forks import FORKS
+from tests.forks import FORKS, set_environment
 from tests.tiny_run import DirectSteps, tiny_context
 from tests.waiting import wait_for
 
@@ -53,9 +53,8 @@ def drive_while_machines_come_and_go(
 ) -> None:
     """A driver, which says when a machine is to come, and when it is to go. `environment`: how Ray lets it in, whatever
     its process was forked from."""
-    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
-        del os.environ[name]
-    os.environ.update(environment)
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    set_environment({**others, **environment})
     with (
         Fleet.start(config, name="elastic", total_steps=ITERATIONS, report=parent.send) as fleet,
         tiny_context(store, config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
