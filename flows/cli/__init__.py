@@ -1,5 +1,7 @@
 """`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
 
+import typer
+
 from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.command import command
@@ -12,6 +14,7 @@ from cairn.flows.cli.plan import plan
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import costs, report, runs, show, status, timeline
 from cairn.flows.cli.sample import episode, lineage
+from cairn.flows.cli.traces import traces
 from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
@@ -42,3 +45,6 @@ for function in (*WORKING, *LOOKING, *DECIDING, *REMOVING, *ONE_SAMPLE):
     app.command()(command(function))
 app.command("eval")(command(evaluate))
 app.command()(command(leaderboard))
+imports = typer.Typer(no_args_is_help=True, help="Import what other trainers recorded.")
+imports.command()(command(traces))
+app.add_typer(imports, name="import")

@@ -61,7 +61,7 @@ def status(root: Root, run: RunArgument) -> Shown:
     found = run_status(ledger.store, run)
     config = from_manifest(ledger.manifest.config)
     try:
-        balance = measured(ledger, config, found.iterations)
+        balance = None if found.imported else measured(ledger, config, found.iterations)
     except Damaged:  # in an older iteration, which the status does not need
         balance = None
     shown = {**balance.model_dump(mode="json"), "hints": balance.hints} if balance else None
@@ -112,7 +112,9 @@ def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
     """
     from cairn.flows.reading.costs import run_costs
 
-    found = run_costs(root.ledger(run), price)
+    ledger = root.ledger(run)
+    ledger.manifest.require_own("record of devices and of their time")
+    found = run_costs(ledger, price)
     return Shown(found, _costs(found))
 
 
@@ -137,6 +139,7 @@ def timeline(
     from cairn.flows.reading.timeline import trace
 
     ledger = root.ledger(run)
+    ledger.manifest.require_own("record of devices and of their time")
     commits = ledger.commits(iteration)
     if not commits:
         raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")

@@ -103,6 +103,9 @@ def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[T
     if status.reward is None and status.loss is not None:
         del facts["reward"]
         facts["loss"] = number(status.loss, ".3f")
+    if status.imported is not None:
+        del facts["weight version"], facts["state digest"]
+        facts["imported from"] = f"{status.imported.source} ({status.imported.described})"
     if status.parent is not None:
         why = f": {status.parent.reason}" if status.parent.reason else ""
         facts["forked from"] = f"{status.parent.run}@{status.parent.iteration}{why}"
@@ -168,9 +171,9 @@ def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = Fal
             "reward": number(view.reward, ".3f"),
             "advantage": number(view.advantage, ".3f"),
             "label": view.label if view.label is not None else "–",
-            "finish": view.finish_reason,
+            "finish": view.finish_reason or "–",
             "fate": fate,
-            "tokens": f"{view.prompt_tokens} + {view.response_tokens}",
+            "tokens": "–" if view.response_tokens is None else f"{view.prompt_tokens} + {view.response_tokens}",
             "group": f"{view.group_id}, sample {view.sample_index}",
         }
         if view.images:

@@ -193,6 +193,7 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     from cairn.configs.loader import from_manifest
 
     ledger = root.ledger(run)
+    ledger.manifest.require_own("weights and no configuration to continue with")
     _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
 
 

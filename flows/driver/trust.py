@@ -43,6 +43,7 @@ def recorded_config(ledger: Ledger, heir: RunConfig | None = None, recipe: RunCo
     Raises:
         ConfigError: the configuration contains what a store may not set.
     """
+    ledger.manifest.require_own("weights and no configuration")
     config = from_manifest(ledger.manifest.config)
     if heir is not None:
         fleet = config.fleet.model_copy(update={"ray_address": heir.fleet.ray_address})

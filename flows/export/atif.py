@@ -49,6 +49,7 @@ def export_atif(ledger: Ledger, folder: Path, iteration: int | None = None) -> E
 
     Raises LookupError where there are none, FileExistsError, Damaged and Retired.
     """
+    ledger.manifest.require_own("record of each call")
     chosen = ledger.last_iteration() if iteration is None else iteration
     if chosen is None:
         raise LookupError(f"run {ledger.run!r} has no samples yet")

@@ -76,6 +76,7 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
     `weights`: include the newest checkpoint at or before the weights that sampled it. Raises LookupError if there is no
     such sample, FileExistsError, Retired where its tables are not retained, and Damaged.
     """
+    ledger.manifest.require_own("history of a sample before its response")
     views = iteration_samples(ledger, iteration)
     if number >= len(views):
         raise LookupError(

@@ -181,6 +181,7 @@ def export(
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CannotExport(f"{target} exists already and is not empty: use the name of a new folder")
+    ledger.manifest.require_own("weights")
     trained = _trained(ledger, iteration)
     owner = ledger.owner(trained.iteration)
     config = from_manifest(owner.manifest.config)

@@ -39,6 +39,7 @@ def fork(
     `reason` is recorded in the fork's manifest; `recipe` is the parent's recipe, where the user passed one. The parent
     may be running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
+    parent.manifest.require_own("weights and no configuration to fork from")
     config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, recipe))
     layout.check_name(name, "run")
     _check_shared_iterations(parent, iteration)

@@ -218,6 +218,7 @@ def replay_all(
 
 def newest_update(ledger: Ledger) -> Commit:
     """Return the train step that produced a run's newest weights. Raises NothingToReplay if there is none yet."""
+    ledger.manifest.require_own("weights")
     for index in reversed(ledger.iterations()):
         if (trained := ledger.find(index, Step.TRAIN)) is not None:
             return trained

@@ -150,14 +150,15 @@ class SampleView(Record):
     reward: float | None
     advantage: float | None
     """Mean over the response's tokens."""
-    finish_reason: str
+    finish_reason: str | None
     status: str | None
     disposition: Disposition | None
     reason: str | None
     """Why its group was dropped."""
     error: str | None
-    prompt_tokens: int
-    response_tokens: int
+    prompt_tokens: int | None
+    """None: the run was imported, and its traces have no tokens."""
+    response_tokens: int | None
     images: tuple[ImageView, ...] = ()
     """Images of the prompt, in order."""
     episode: EpisodeView | None = None
@@ -210,8 +211,8 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
                     disposition=group.get("disposition"),
                     reason=group.get("reason"),
                     error=grade.get("error"),
-                    prompt_tokens=len(row["prompt_ids"]),
-                    response_tokens=len(row["response_ids"]),
+                    prompt_tokens=_count(row["prompt_ids"]),
+                    response_tokens=_count(row["response_ids"]),
                     images=tuple(ImageView(**image) for image in row.get(IMAGES.name) or ()),
                 )
             )
@@ -226,6 +227,10 @@ def with_episodes(ledger: Ledger, views: Sequence[SampleView]) -> list[SampleVie
 
 def _read(ledger: Ledger, commit: Commit, columns: list[str] | None = None) -> pa.Table:
     return read_table(ledger.store, commit.run, commit.table, columns)
+
+
+def _count(ids: Sequence[int] | None) -> int | None:
+    return None if ids is None else len(ids)
 
 
 def _advantages(ledger: Ledger, commit: Commit) -> dict[tuple[int, int], float]:

@@ -21,7 +21,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import GateState, GateStatus
 from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.manifest import Parent, list_runs
+from cairn.storage.ledger.manifest import Imported, Parent, list_runs
 from cairn.storage.logs.sample_log import waiting_groups
 from cairn.storage.records import Record
 from cairn.storage.store.errors import BeingDeleted, Damaged
@@ -110,6 +110,8 @@ class RunStatus(Record):
     state: RunState
     parent: Parent | None = None
     """Run and iteration from which it was forked."""
+    imported: Imported | None = None
+    """Origin of an imported run, which has as many iterations as were imported."""
     iterations: int = 0
     """Number of complete iterations."""
     num_rollout: int = 0
@@ -152,17 +154,20 @@ def run_status(store: Store, run: str) -> RunStatus:
     lease = newest_lease(store, run)
     last = ledger.last_iteration()
     commits = ledger.commits(last) if last is not None else []
-    iteration, step = _place(ledger, config, last, commits)
+    imported = ledger.manifest.imported
+    iteration, step = (None, None) if imported else _place(ledger, config, last, commits)
+    total = len(ledger.iterations()) if imported else config.rollout.num_rollout
     trained = _newest(ledger, Step.TRAIN, last, commits)
     graded = _newest(ledger, Step.ADVANTAGE, last, commits)
     newest = max(commits, key=lambda commit: commit.committed_at, default=None)
     gate = None if iteration is None else blocking_gate(ledger, iteration)
     return RunStatus(
         run=run,
-        state=_state(lease, gate, done=iteration is None),
+        state=_state(lease, gate, done=iteration is None and not (imported and _was_killed(lease))),
         parent=ledger.manifest.parent,
-        iterations=config.rollout.num_rollout if iteration is None else iteration,
-        num_rollout=config.rollout.num_rollout,
+        imported=imported,
+        iterations=total if iteration is None else iteration,
+        num_rollout=total,
         iteration=iteration,
         step=step,
         groups=_groups(ledger, iteration, commits),
@@ -319,6 +324,10 @@ def _state(lease: LeaseState | None, gate: GateStatus | None, done: bool) -> Run
     if lease.outcome is Outcome.PREEMPTED:
         return RunState.PREEMPTED
     return RunState.INTERRUPTED
+
+
+def _was_killed(lease: LeaseState | None) -> bool:
+    return lease is not None and lease.outcome is not Outcome.COMPLETED
 
 
 def _driver(lease: LeaseState | None) -> Driver | None:

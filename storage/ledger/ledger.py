@@ -21,7 +21,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.decisions import Decisions
 from cairn.storage.ledger.leases import Lease
-from cairn.storage.ledger.manifest import Manifest, Parent, create_manifest, read_manifest
+from cairn.storage.ledger.manifest import Imported, Manifest, Parent, create_manifest, read_manifest
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, input_differences, plain
 from cairn.storage.records import Environment, code_version
@@ -100,6 +100,7 @@ class Ledger:
         inputs: Mapping[str, str] | None = None,
         parent: Parent | None = None,
         rules: Mapping[str, Rules] | None = None,
+        imported: Imported | None = None,
     ) -> "Ledger":
         """Create a run, or open it if it exists with the same configuration and inputs (see `open`).
 
@@ -114,6 +115,7 @@ class Ledger:
                 rules=dict(rules or {}),
                 code_version=code_version(),
                 parent=parent,
+                imported=imported,
                 created_at=time.time(),
             )
             if create_manifest(store, manifest):
@@ -134,7 +136,7 @@ class Ledger:
         """Open a run.
 
         Raises FileNotFoundError if there is no such run, RunDiffers if `config` or `inputs` differ from the recorded
-        ones, BeingDeleted and Damaged.
+        ones, WasImported if there is a `config` and the run was imported, BeingDeleted and Damaged.
 
         Recorded values are read in the terms of the running code: if `config` is a model, an option that the recorded
         configuration lacks has its default; an input that was not recorded cannot differ. The first commit records
@@ -147,6 +149,7 @@ class Ledger:
         """
         ledger = cls(store, read_manifest(store, run))
         if config is not None:
+            ledger.manifest.require_own("weights and no configuration to continue with")
             ledger._terms.declare(config, inputs, rules)
         elif inputs is not None and (differing := input_differences(ledger.terms.inputs, inputs)):
             raise RunDiffers(run, differing)

@@ -3,9 +3,11 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
+from cairn.configs.errors import BadInput
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import require_readable
 from cairn.storage.ledger.terms import Terms
@@ -30,24 +32,62 @@ class Parent(Record):
         return layout.check_name(run, "run")
 
 
+class Imported(Record):
+    """Origin of a run that another trainer made."""
+
+    format: str
+    """Name of a format of traces, such as `trl`."""
+    source: str
+    """Absolute path of the file or folder that is imported."""
+    rewards: dict[str, float] = Field(default_factory=dict)
+    """Weights of the columns that make the reward, where the user named them."""
+
+    @property
+    def described(self) -> str:
+        """Format, and the user's choice of rewards."""
+        return " ".join([self.format, *(f"--reward {name}={weight:g}" for name, weight in self.rewards.items())])
+
+
+class WasImported(BadInput):
+    """The run was imported, and its traces lack what was requested. The message is one clear sentence."""
+
+
 class Manifest(Terms):
     """Identity and initial terms of a run, frozen at its creation."""
 
     id: str | None = None
     """Random id; None if an earlier version created the run."""
     parent: Parent | None = None
+    imported: Imported | None = None
+    """Origin of an imported run; its `config` says nothing. None if the run was trained here."""
     created_at: float
     """Unix seconds."""
 
     @property
     def identity(self) -> str:
         """Digest that differs from that of every other run, including a deleted run of the same name."""
-        return canonical.digest(self.model_dump(mode="json"))
+        return canonical.digest(self._fields())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the manifest's file."""
+        return canonical.seal(self._fields())
+
+    def require_own(self, needed: str) -> None:
+        """Raise WasImported where the run was imported: its traces lack what is `needed`."""
+        if self.imported is not None:
+            raise WasImported(
+                f"run {self.run!r} was imported from {self.imported.source} ({self.imported.format}), which has no "
+                f"{needed}; `cairn report`, `show`, `sql`, `rescore` and `whatif` work on it"
+            )
+
+    def _fields(self) -> dict[str, Any]:
+        absent = {"imported"} if self.imported is None else set()
+        return self.model_dump(mode="json", exclude=absent)
 
 
 def create_manifest(store: Store, manifest: Manifest) -> bool:
     """Create a run. Returns False if a run of this name exists already."""
-    return store.create(layout.run_manifest(manifest.run), canonical.seal(manifest.model_dump(mode="json")))
+    return store.create(layout.run_manifest(manifest.run), manifest.to_bytes())
 
 
 def read_manifest(store: Store, run: str) -> Manifest:

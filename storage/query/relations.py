@@ -184,6 +184,7 @@ _RUNS = pa.schema(
         ("last_iteration", pa.int64()),
         ("inputs", pa.string()),
         ("config", pa.string()),
+        ("imported", pa.string()),
     ]
 )
 _BY_ORIGIN = "_by_origin"
@@ -255,7 +256,8 @@ class Relations:
                 "code_version": json.dumps(manifest.code_version.model_dump(mode="json")),
                 "last_iteration": self.catalogue.last_iteration(manifest.run),
                 "inputs": json.dumps(manifest.inputs),
-                "config": json.dumps(manifest.config, ensure_ascii=False),
+                "config": None if manifest.imported else json.dumps(manifest.config, ensure_ascii=False),
+                "imported": manifest.imported and json.dumps(manifest.imported.model_dump(), ensure_ascii=False),
             }
             for manifest in self.catalogue.runs
         ]

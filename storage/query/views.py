@@ -39,6 +39,9 @@ RUNS = View(
         "config": column(
             "VARCHAR", "b.config", "JSON object; read an option by `config->>'$.rollout.rollout_temperature'`"
         ),
+        "imported": column(
+            "VARCHAR", "b.imported", "JSON object: format and source of an imported run, which has no config; else NULL"
+        ),
     },
 )
 STEPS = View(
