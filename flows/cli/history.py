@@ -155,6 +155,7 @@ def _advantages(found: "WhatIf", group: int | None, limit: int) -> "Iterator[Ren
         yield numbers(HEADER, [*(one.line(str(name)) for name, one in shown), found.overall.line("all")])
         if len(shown) < len(found.groups):
             yield f"{len(found.groups) - len(shown)} more groups: --limit {len(found.groups)} shows all"
+    yield from found.notes
     for name, change in found.metrics.items():
         yield f"{name}: {_number(change.before)} → {_number(change.after)}"
     yield found.conclusion()

@@ -188,7 +188,12 @@ def rescore(
     config = changed_config(ledger, overrides)
     parts_of: dict[int, list[pa.Table]] = {}
     with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
-        tokenizer = _tokenizer(ledger, config, grader) if grader.sees_whole_samples else None
+        if ledger.manifest.imported and grader.sees_messages:
+            raise CannotRescore(
+                f"{grader.name} reads prompts as messages, which an imported run does not have: use another grader"
+            )
+        decodes = grader.sees_whole_samples and not ledger.manifest.imported
+        tokenizer = _tokenizer(ledger, config, grader) if decodes else None
         # The rows of the data contain the prompts as chats.
         row = prompt_rows(open_data(config, tokenizer)) if grader.sees_messages else None
         rescorer = _Rescorer(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
@@ -230,6 +235,11 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
             ]
         )
     options = {override.partition("=")[0].strip() for override in overrides}
+    if ledger.manifest.imported and options.isdisjoint({"reward.rm_type", "reward.custom_rm_path"}):
+        raise CannotRescore(
+            f"run {ledger.run!r} was imported and graded by code that its traces do not have: name a grader with "
+            "--reward, such as --reward math or --reward rewards.py:grade"
+        )
     if "reward.rm_type" in options:  # for all samples, whatever their rows name
         others = {"reward.custom_rm_path", "reward.rm_type_key"} - options
         overrides = [*overrides, *(f"{other}=null" for other in sorted(others))]

@@ -146,6 +146,8 @@ class WhatIf(Record):
     samples: list[SampleChange]
     metrics: dict[str, Change]
     """Metrics of the advantage step that change."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the traces of an imported run lack."""
 
     def conclusion(self) -> str:
         """Return the overall result in one sentence."""
@@ -192,13 +194,18 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
         raise CannotCompare(f"run {ledger.run!r} has no advantages of iteration {iteration}; it has {available}")
     recorded = from_manifest(ledger.terms_of(committed).config)
     config = changed_config(ledger, recorded, overrides)
-    run = RecordedRun(config, ledger)
+    run = _ImportedRun(config, ledger) if ledger.manifest.imported else RecordedRun(config, ledger)
     selection = last_selection(run, iteration)
     rollouts, rewards = trained_shards(run, selection)
     scores = run.find(iteration, Step.SCORE)
     _require_whole(ledger, iteration, [committed, *rollouts, *rewards, *([scores] if scores else [])])
     _require_scores(run, config.algorithm, iteration, scores)
+    notes: tuple[str, ...] = ()
     before = run.read(committed)
+    if isinstance(run, _ImportedRun):
+        notes = run.notes(committed, rollouts, rewards)
+        if before["advantages"].null_count:
+            before, _ = estimated(run, recorded.algorithm, selection, rollouts, rewards, scores)
     after, metrics = estimated(run, config.algorithm, selection, rollouts, rewards, scores)
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, ["loss_mask", "weight_versions"]))
     masks, _ = trained_tokens(run, selection, samples)
@@ -214,11 +221,52 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
         samples=[SampleChange.model_validate(row) for row in rows.select(list(SampleChange.model_fields)).to_pylist()],
         metrics={
             name: Change(before=committed.metrics.get(name), after=metrics.get(name))
-            for name in metrics
+            for name in (committed.metrics if notes else metrics)
             if metrics.get(name) != committed.metrics.get(name) and not name.startswith("age/")
         },
+        notes=notes,
     )
     return comparison, rows
+
+
+class _ImportedRun(RecordedRun):
+    """An imported run, with stand-ins for what an estimator reads and the traces lack: a response without tokens has
+    one, and all tokens are sampled from the first weight version with log-prob 0."""
+
+    def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
+        table = super().read(commit, columns)
+        return _with_stand_ins(table) if commit.step is Step.ROLLOUT and columns is None else table
+
+    def notes(self, committed: Commit, rollouts: Sequence[Commit], rewards: Sequence[Commit]) -> tuple[str, ...]:
+        """Return sentences on what is missing. Raises CannotCompare where a sample has no reward."""
+        if any(super(_ImportedRun, self).read(one, ["reward"])["reward"].null_count for one in rewards):
+            raise CannotCompare(
+                f"some samples of iteration {committed.iteration} of run {self.ledger.run!r} have no reward, so no "
+                "advantages can be computed from them"
+            )
+        notes = []
+        if super().read(committed)["advantages"].null_count:
+            estimator = from_manifest(self.ledger.manifest.config).algorithm.advantage_estimator
+            notes.append(f"the traces have no advantages: those before are computed by {estimator}")
+        if any(super(_ImportedRun, self).read(one)["response_ids"].null_count for one in rollouts):
+            notes.append("the traces have no tokens: each response counts as one")
+        return tuple(notes) or ("the run was imported: advantages before are those in its traces",)
+
+
+def _with_stand_ins(table: pa.Table) -> pa.Table:
+    rows = table.select(["response_ids", "loss_mask", "log_probs"]).to_pylist()
+    ids = [[0] if row["response_ids"] is None else row["response_ids"] for row in rows]
+    zeros = [[0] * len(own) for own in ids]
+    columns = {
+        "response_ids": ids,
+        "loss_mask": [row["loss_mask"] or [1] * len(own) for row, own in zip(rows, ids, strict=True)],
+        "log_probs": [row["log_probs"] or own for row, own in zip(rows, zeros, strict=True)],
+        "weight_versions": zeros,
+    }
+    for name, values in columns.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, pa.array(values, table.schema.field(name).type))
+    return table
 
 
 def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]) -> RunConfig:

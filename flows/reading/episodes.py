@@ -84,6 +84,8 @@ def run_texts(ledger: Ledger, tried: Iterable[tuple[np.ndarray, str]] = ()) -> T
     from cairn.engines.models.tokenizers import load_tokenizer
     from cairn.engines.types.errors import BadModel
 
+    if ledger.manifest.imported:
+        return None
     try:
         texts = Texts(load_tokenizer(from_manifest(ledger.manifest.config).model.path))
     except BadModel:

@@ -194,8 +194,9 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
     """Return the origin and the use of a sample, and of its token number `token`. `iteration` is the one that generated
     it, or one whose filter decided about it.
 
-    Raises LookupError if there is none, Retired if retention removed the tables, and Damaged.
+    Raises LookupError if there is none, WasImported, Retired if retention removed the tables, and Damaged.
     """
+    ledger.manifest.require_own("record of data, weights and updates")
     rollout = _rollout_of(ledger, iteration, group_id)
     key = (group_id, sample_index)
     row = sample_row(ledger, rollout, key) if rollout is not None else None

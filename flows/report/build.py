@@ -60,6 +60,10 @@ _PARTS = (
 )
 
 
+_OF_RUNS_HERE = ("time", "evaluation", "configuration")
+"""Parts that an imported run does not have."""
+
+
 class Report(Record):
     """A written report."""
 
@@ -85,6 +89,7 @@ def write_report(
         price: price of a device for an hour.
     """
     status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
+    imported = status.imported is not None
     verification = verification_facts(list(_verified(ledger, progress))) if verified else None
     history = read_history(ledger, progress, price)
     samples = read_samples(ledger, progress)
@@ -103,8 +108,9 @@ def write_report(
     if blocks.keys() != {"curves"}:
         blocks["turns"] = turn_block(_episodes(ledger, samples, why)).to_bytes()
     facts = {
+        "imported": imported,
         "run": run_facts(status, config, history),
-        "parts": _PARTS,
+        "parts": [part for part in _PARTS if not (imported and part[0] in _OF_RUNS_HERE)],
         "tiles": tiles(status, history, samples, verification),
         "history": history,
         "time": time_facts(history),

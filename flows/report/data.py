@@ -115,11 +115,14 @@ def read_history(ledger: Ledger, progress: Progress, price: float | None = None)
             history.machines.setdefault((place.device, place.host or "", place.threads), set()).add(commit.step)
         own = [commit for commit in commits if commit.step is not Step.EVAL]
         if own:
+            metrics, seconds = iteration_metrics(own, config), step_seconds(commits)
+            if ledger.manifest.imported:  # the time of the import says nothing about the trainer
+                metrics, seconds = {name: metrics[name] for name in metrics if not name.startswith("perf/")}, {}
             history.iterations.append(
                 Iteration(
                     own[0].iteration,
-                    iteration_metrics(own, config),
-                    step_seconds(commits),
+                    metrics,
+                    seconds,
                     min(commit.started_at for commit in own),
                     max(commit.committed_at for commit in own),
                 )

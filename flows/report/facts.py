@@ -19,6 +19,7 @@ from cairn.flows.report.data import History, Samples
 from cairn.flows.text import number, percent
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.manifest import Imported
 from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.upkeep.verification import Verified, counts
 
@@ -90,6 +91,12 @@ _TROUBLE = {
     RunState.NEW: "No driver has owned this run yet. This report shows what it shares with its parent.",
 }
 
+_IMPORTING = {
+    RunState.RUNNING: "The import follows the trainer: this is what it had read when the report was made.",
+    RunState.FAILED: "The import ended with an error. `cairn import traces` continues it.",
+    RunState.INTERRUPTED: "The import was killed. `cairn import traces` continues it.",
+}
+
 
 def run_facts(status: RunStatus, config: RunConfig, history: History) -> Facts:
     """Return the head of the page."""
@@ -99,11 +106,15 @@ def run_facts(status: RunStatus, config: RunConfig, history: History) -> Facts:
         "name": status.run,
         "state": str(status.state),
         "place": f"{status.iterations} of {status.num_rollout} iterations{place}",
-        "began": ends[0].began_at if ends else None,
+        "began": ends[0].began_at if ends and not status.imported else None,
         "ended": max(one.ended_at for one in ends) if ends else None,
-        "recipe": _recipe(config),
-        "trouble": _TROUBLE.get(status.state),
+        "recipe": _recipe(config) if status.imported is None else _origin(status.imported),
+        "trouble": _TROUBLE.get(status.state) if status.imported is None else _IMPORTING.get(status.state),
     }
+
+
+def _origin(imported: Imported) -> str:
+    return f"Imported from {imported.source} ({imported.described}): what another trainer recorded."
 
 
 def _recipe(config: RunConfig) -> str:
@@ -136,9 +147,10 @@ def tiles(status: RunStatus, history: History, samples: Samples, verification: F
             )
     tokens = sum(one.metrics.get("rollout/response_tokens", 0) for one in history.iterations)
     if samples.rows.num_rows:
-        generated = {"name": "Samples", "value": f"{samples.rows.num_rows:,}", "note": f"{round(tokens):,} tokens"}
+        note = "" if status.imported else f"{round(tokens):,} tokens"
+        generated = {"name": "Samples", "value": f"{samples.rows.num_rows:,}", "note": note}
         tiles.append(generated)
-    if history.iterations:
+    if history.iterations and not status.imported:
         whole = sum(one.metrics["perf/step_time"] for one in history.iterations)
         tiles.append(
             {
@@ -160,13 +172,13 @@ def _since(values: Sequence[float]) -> str:
 
 def time_facts(history: History) -> Facts:
     """Return how the time of the iterations was spent. Steps that ran concurrently each count."""
-    whole = [one.metrics["perf/step_time"] for one in history.iterations]
+    whole = [one.metrics["perf/step_time"] for one in history.iterations if "perf/step_time" in one.metrics]
     rows = []
     for step in Step:
         spent = [one.seconds[step] for one in history.iterations if step in one.seconds]
         if spent:
             rows.append(_time_row(str(step), spent, sum(whole)))
-    others = [one.metrics["perf/other_time"] for one in history.iterations]
+    others = [one.metrics["perf/other_time"] for one in history.iterations if "perf/other_time" in one.metrics]
     if rows:
         rows.append(_time_row("none at work", others, sum(whole)))
     together = sum(row["total"] for row in rows)
@@ -282,8 +294,11 @@ def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
             for (device, host, threads), steps in history.machines.items()
         ],
         "digests": [
-            ("Weight version", str(status.weight_version)),
-            ("State digest", status.state_digest or "–"),
+            *(
+                ()
+                if status.imported
+                else (("Weight version", str(status.weight_version)), ("State digest", status.state_digest or "–"))
+            ),
             *((f"Digest of {name}", digest) for name, digest in sorted(ledger.terms.inputs.items())),
         ],
     }

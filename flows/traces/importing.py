@@ -120,7 +120,7 @@ def open_imported(store: Store, run: str, imported: Imported) -> Ledger:
     """Create the run of an import, or open it. Raises CannotImport where it is another one."""
     if not store.exists(layout.run_manifest(run)):
         config = {"model": {"path": "unknown"}, "data": {"path": imported.source}}
-        lengths = {"rollout": {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "num_rollout": 1}}
+        lengths = {"rollout": {"rollout_batch_size": 1, "num_rollout": 1, "rollout_max_response_len": 1}}
         return Ledger.create(store, run, {**config, **lengths}, imported=imported)
     ledger = Ledger.open(store, run)
     if ledger.manifest.imported is None:
@@ -322,8 +322,8 @@ class Importer:
             together = list(pieces)
             yield from [together] if together else []
             return
-        for step, own in groupby(pieces, lambda piece: piece.step):
-            yield from [list(own)] if step is not None else ([piece] for piece in own)
+        for _, own in groupby(pieces, lambda piece: piece.file if piece.step is None else piece.step):
+            yield list(own)
 
     def _commit(self, pieces: Sequence[_Piece]) -> None:
         """Make an iteration of some pieces."""

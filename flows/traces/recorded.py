@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def segments(mask: Sequence[int], finish_reasons: Sequence[str | None] = ()) -> 
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     edges = [0, *(place for place in range(1, len(mask)) if bool(mask[place]) != bool(mask[place - 1])), len(mask)]
-    return [(start, end) for start, end in zip(edges, edges[1:], strict=False) if start < end]
+    return [(start, end) for start, end in pairwise(edges) if start < end]
 
 
 def _kind(value: Any) -> str:

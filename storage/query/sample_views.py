@@ -355,7 +355,7 @@ ADVANTAGES = View(
 TOKENS = View(
     "tokens",
     "a token of a response",
-    "cairn_rollout b",
+    "(SELECT * FROM cairn_rollout WHERE response_ids IS NOT NULL) b",
     {
         **OF_SAMPLE,
         "position": column("BIGINT", "unnest(range(len(b.response_ids)))", "position in the response, from 0"),

@@ -56,7 +56,7 @@ class SampleTable {
         group: rows.group_id.get(row),
         reward: value("reward"),
         advantage: value("advantage"),
-        tokens: value("response_tokens"),
+        tokens: value("response_tokens") < 0 ? null : value("response_tokens"),
         logProb: value("log_prob"),
         fate: this.fate(row),
         end: rows.status.get(row) === "completed" ? rows.finish_reason.get(row) : rows.status.get(row),
