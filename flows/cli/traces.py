@@ -79,6 +79,8 @@ def traces(
     name = run or default_run(source)
     with bad_input(ValueError):
         check_name(name, "run")
+    if not follow and not source.is_file() and not found.files(source):
+        raise BadInput(f"{source} has no traces of {found.name}, which are {found.about}: name another path")
     imported = Imported(format=found.name, source=str(source.resolve()), rewards=weights)
     ledger = open_imported(open_for_runs(root.url), name, imported)
     lease = ledger.acquire(takeover)

@@ -267,7 +267,9 @@ def _samples_facts(samples: Samples, with_tokens: int, cut: int | None) -> dict[
     first, last = (pc.min_max(rows.column("iteration")).as_py()[end] for end in ("min", "max"))
     all_shown = with_tokens == count
     note = f"All {count:,} samples" if count > 1 else "The one sample"
-    if not all_shown:
+    if not with_tokens:
+        note += ", none of them with tokens"
+    elif not all_shown:
         note += (
             f", {with_tokens:,} of them with their tokens: the best, the worst and the median ones by reward, and "
             "others drawn at random from all iterations"

@@ -7,7 +7,6 @@ rewards: those of Cairn's exports are in `extra`. Files of one `session_id` are 
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ _SESSION = re.compile(r"(?P<group>.+@\d{1,6}/\d+)/\d+")
 
 
 def _files(folder: Path) -> list[Path]:
-    return [file for file in chain(folder.glob("*.json"), folder.glob("**/trajectory*.json")) if _is_atif(file)]
+    trials = ("*.json", "agent/trajectory.json", "*/agent/trajectory.json", "*/*/agent/trajectory.json")
+    return [file for pattern in trials for file in folder.glob(pattern) if _is_atif(file)]
 
 
 def _is_atif(file: Path) -> bool:

@@ -17,6 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -49,6 +50,7 @@ PATIENCE = 1.0
 REPORTED = 5.0
 """Seconds after which a file that does not change and cannot be read is reported."""
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib")
+_EXPECTED = "traces are " + "; ".join(f"{one.about} ({one.name})" for one in FORMATS.values())
 _INPUT = "traces/"
 _RUN_OF = {"completions", "rollouts", "traces"}
 """Names of folders that do not distinguish runs."""
@@ -86,27 +88,33 @@ def find_format(source: Path, name: str | None) -> Format:
     if not source.exists():
         raise CannotImport(f"there is no file or folder {source}")
     if source.suffix in _PICKLES:
-        raise CannotImport(
-            f"{source} may hold a pickle, which runs code when it is read, so it is never opened: let the trainer "
-            f"write {' or '.join(one.about for one in FORMATS.values())}"
-        )
+        raise CannotImport(f"{source} may be a pickle, which is never opened; {_EXPECTED}")
     if name is not None:
         return FORMATS[name]
     if source.is_file():
         found = _format_of_file(source)
     else:
-        found = next((one for one in FORMATS.values() if one.files(source)), None)
+        with _readable(source):
+            found = next((one for one in FORMATS.values() if one.files(source)), None)
     if found is None:
-        expected = "; ".join(f"{one.name}: {one.about}" for one in FORMATS.values())
-        raise CannotImport(f"{source} has no traces of a known format ({expected}): name another path, or --format")
+        raise CannotImport(f"{source} has no traces of a known format; {_EXPECTED}")
     return found
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise CannotImport where the block cannot read files at the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotImport(f"{error.filename or path} cannot be read: {error.strerror}") from None
 
 
 def _format_of_file(file: Path) -> Format | None:
     by_suffix = {".parquet": TRL, ".json": ATIF}
     if file.suffix != ".jsonl":
         return by_suffix.get(file.suffix)
-    with file.open("rb") as opened:
+    with _readable(file), file.open("rb") as opened:
         for line in opened:
             try:
                 first = record(from_json(line), "the line")
@@ -230,7 +238,8 @@ class Importer:
     def _files(self) -> list[Path]:
         if self._source.is_file():
             return [self._source]
-        found = {file for file in self._format.files(self._source) if file.is_file()}
+        with _readable(self._source):
+            found = {file for file in self._format.files(self._source) if file.is_file()}
         return sorted(found, key=lambda file: (self._step(file) or 0, str(file)))
 
     def _step(self, file: Path) -> int | None:
@@ -416,14 +425,13 @@ class Importer:
     def _bytes(self, file: str, start: int, end: int | None) -> bytes | None:
         """Return bytes of a file; None where it is gone."""
         path = self._path(file)
-        try:
-            with path.open("rb") as opened:
-                opened.seek(start)
-                return opened.read() if end is None else opened.read(end - start)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise CannotImport(f"{path} cannot be read: {error.strerror}") from None
+        with _readable(path):
+            try:
+                with path.open("rb") as opened:
+                    opened.seek(start)
+                    return opened.read() if end is None else opened.read(end - start)
+            except FileNotFoundError:
+                return None
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._notes:

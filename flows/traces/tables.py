@@ -159,7 +159,7 @@ def _rollout_row(group: int, index: int, sample: Recorded) -> Mapping[str, Any]:
         "error": sample.error,
         "seconds": sample.seconds,
         "label": sample.label,
-        "metadata": as_json(sample.metadata | ({} if sample.step is None else {"step": sample.step})),
+        "metadata": as_json({**sample.metadata, **({} if sample.step is None else {"step": sample.step})}),
     }
     if not sample.tokens:
         return row

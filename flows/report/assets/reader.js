@@ -85,7 +85,7 @@ class Reader {
     }
     find("#sample-response").replaceChildren(make("div", { class: "plain", dir: "auto" }, ...visible(samples.response(row))))
     const cut = samples.rows.cut != null && samples.rows.response_cut.get(row) ? " The response is longer than shown." : ""
-    find("#sample-note").textContent = tokens ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
+    find("#sample-note").textContent = tokens?.samples.rows ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
   }
 
   readGroup(row) {
