@@ -7,7 +7,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,38 +139,43 @@ def test_the_weights_of_trls_rewards_can_be_named_and_wrong_ones_are_noticed(tmp
 
 
 def test_verls_lines_are_grouped_by_prompt_and_graded_again(tmp_path: Path) -> None:
-    source = tmp_path / "rollouts"
+    source = tmp_path / "sums"
     rows = [verl_row("2 + 2?", f"\\boxed{{{n}}}", float(n == 4), acc=n == 4, pred=str(n)) for n in (4, 5, 4)]
     lines(source / "1.jsonl", rows[0], verl_row("1 + 3?", "\\boxed{4}", 1.0), rows[1], rows[2])
     lines(source / "2.jsonl", verl_row("2 + 2?", "\\boxed{4}", 1, 2), verl_row("2 + 2?", "Ünklar 🤷", 0, 2))
     lines(source / "10.jsonl", verl_row("2 + 2?", "\\boxed{4}", 1, 10))
     found = imported(source)
-    assert (found["run"], found["format"], found["iterations"]) == ("rollouts", "verl", 3)
+    assert (found["run"], found["format"], found["iterations"]) == ("sums", "verl", 3)
     groups = sql("SELECT iteration, group_id, count(*) AS n, avg(reward) AS r FROM samples GROUP BY ALL ORDER BY ALL")
     assert [(row["iteration"], row["n"]) for row in groups] == [(0, 3), (0, 1), (1, 2), (2, 1)]
     assert [row["group_id"] for row in groups] == [0, 1, 2, 3]
     assert groups[0]["r"] == pytest.approx(2 / 3)
-    first = sql("SELECT components, label, metadata FROM samples WHERE iteration = 0 LIMIT 1")[0]
+    first = sql("SELECT components, metadata FROM samples WHERE iteration = 0 AND group_id = 0 AND sample_index = 0")[0]
     assert json.loads(first["components"]) == {"acc": 1.0}
     assert json.loads(first["metadata"]) == {"acc": True, "pred": "4", "step": 1}
-    rescored = json.loads(cairn("rescore", "rollouts", "--reward", "math", "--json").stdout)
+    rescored = json.loads(cairn("rescore", "sums", "--reward", "math", "--json").stdout)
     assert rescored["overall"]["changed"] == 0
-    whatif = json.loads(cairn("whatif", "rollouts@0", "--json").stdout)
+    whatif = json.loads(cairn("whatif", "sums@0", "--json").stdout)
     assert whatif["notes"][0] == "the traces have no advantages: those before are computed by grpo"
     assert whatif["overall"]["correlation"] == pytest.approx(1)
 
 
+def node(message: dict[str, Any], ids: list[int], logprobs: Sequence[float] = (), **others: Any) -> dict[str, Any]:
+    """A message of a trace, whose last tokens, those with log-probs, are sampled."""
+    mask = [place >= len(ids) - len(logprobs) for place in range(len(ids))]
+    own = {"message": message, "token_ids": ids, "mask": mask, "logprobs": logprobs, "sampled": bool(logprobs)}
+    return {**own, **others}
+
+
 def episode(group: str, answer: str, score: float | None, **trace: Any) -> dict[str, Any]:
     """A record of verifiers: two turns with a tool's answer between them, as a rollout for training."""
-    call = {
-        "message": {"role": "assistant", "content": "look", "tool_calls": [{"id": "c", "name": "f", "arguments": "{}"}]}
-    }
+    call = {"role": "assistant", "content": "look", "tool_calls": [{"id": "c", "name": "f", "arguments": "{}"}]}
     nodes = [
-        {"message": {"role": "user", "content": "2 + 2?"}, "token_ids": [5, 6], "mask": [False, False]},
-        {**call, "parent": 0, "sampled": True, "token_ids": [1, 7, 8], "mask": [False, True, True], "logprobs": [-0.5, -0.25], "advantages": [0.5, 0.5]},
-        {"message": {"role": "tool", "tool_call_id": "c", "content": "4"}, "parent": 1, "token_ids": [9], "mask": [False]},
-        {"message": {"role": "assistant", "content": answer}, "parent": 2, "sampled": True, "token_ids": [1, 10], "mask": [False, True], "logprobs": [-2.0], "advantages": [-1.0]},
-    ]  # fmt: skip
+        node({"role": "user", "content": "2 + 2?"}, [5, 6]),
+        node(call, [1, 7, 8], [-0.5, -0.25], parent=0, advantages=[0.5, 0.5]),
+        node({"role": "tool", "tool_call_id": "c", "content": "4"}, [9], parent=1),
+        node({"role": "assistant", "content": answer}, [1, 10], [-2.0], parent=2, advantages=[-1.0]),
+    ]
     task = {"type": "T", "data": {"idx": 0, "prompt": "2 + 2?", "answer": "4"}}
     made = vf.WireEpisode.model_validate(
         {
@@ -224,12 +230,10 @@ def test_prime_rls_episodes_keep_tokens_log_probs_masks_and_advantages(tmp_path:
 
 def test_branches_of_a_trace_are_trajectories_of_a_sample(tmp_path: Path) -> None:
     nodes = [
-        {"message": {"role": "user", "content": "go"}, "token_ids": [1], "mask": [False]},
-        *(
-            {"message": {"role": "assistant", "content": text}, "parent": 0, "sampled": True, "token_ids": [token], "mask": [True], "logprobs": [-1.0]}
-            for text, token in (("left", 2), ("right", 3))
-        ),
-    ]  # fmt: skip
+        node({"role": "user", "content": "go"}, [1]),
+        node({"role": "assistant", "content": "left"}, [2], [-1.0], parent=0),
+        node({"role": "assistant", "content": "right"}, [3], [-1.0], parent=0),
+    ]
     imported(lines(tmp_path / "eval" / "traces.jsonl", episode("a", "", 1.0, nodes=nodes, calls=[])))
     (sample,) = sql("SELECT response, response_ids, trajectories FROM samples")
     assert sample == {"response": "right", "response_ids": [2, 3], "trajectories": [1, 1]}
@@ -248,16 +252,16 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
-def test_a_bad_line_is_named_and_left_out(tmp_path: Path, line: str) -> None:
+def test_bad_lines_are_named_and_left_out(tmp_path: Path) -> None:
     good = json.dumps(verl_row("2 + 2?", "4", 1))
     file = tmp_path / "d" / "1.jsonl"
     file.parent.mkdir()
-    file.write_bytes(f"{good}\n".encode() + line.encode("latin-1") + f"\n{good}\n".encode())
+    file.write_bytes("\n".join([good, *HOSTILE.values(), good, ""]).encode("latin-1"))
     result = cairn("import", "traces", file.parent)
     assert result.exit_code == 1
-    assert f"{file}, line 2 is left out: " in result.stderr
     assert "Traceback" not in result.output
+    named = [line for line in result.stderr.splitlines() if " is left out: " in line]
+    assert [line.partition(" is")[0] for line in named] == [f"{file}, line {n}" for n in range(2, 2 + len(HOSTILE))]
     assert sql("SELECT count(*) AS n, sum(reward) AS r FROM samples") == [{"n": 2, "r": 2.0}]
 
 
@@ -265,7 +269,8 @@ def test_rewards_that_are_no_numbers_fail_their_samples_alone(tmp_path: Path) ->
     file = tmp_path / "d" / "1.jsonl"
     file.parent.mkdir()
     odd = ("NaN", "Infinity", "1e400", "1e39", "9" * 400, "null", '"\\ud800"')
-    rows = [f'{{"input": "\\ud800 {n}", "output": "\\u0000\\u001b[31m", "gts": null, "score": {text}}}' for n, text in enumerate(odd)]  # fmt: skip
+    texts = '"output": "\\u0000\\u001b[31m", "gts": null'
+    rows = [f'{{"input": "\\ud800 {n}", {texts}, "score": {score}}}' for n, score in enumerate(odd)]
     file.write_text("\n".join([*rows, json.dumps(verl_row("ok", "4", 1))]) + "\n")
     assert len(imported(file.parent)["problems"]) == 1  # that of a text
     found = sql("SELECT reward, error FROM samples ORDER BY group_id")
@@ -314,7 +319,7 @@ def test_bad_requests_are_refused_before_a_run_exists(tmp_path: Path) -> None:
     assert "no traces of a known format; traces are completions/" in refusal("import", "traces", "empty")
     assert "no traces of verl, which are <step>.jsonl" in refusal("import", "traces", "empty", "--format", "verl")
     assert "there is no file or folder nowhere" in refusal("import", "traces", "nowhere")
-    assert "names columns of TRL's files" in refusal(
+    assert "chooses columns of TRL's files, but" in refusal(
         *("import", "traces", lines(tmp_path / "1.jsonl", verl_row("a", "b", 1)), "--reward", "x")
     )
     assert "--reward a=b is not NAME or NAME=WEIGHT" in refusal("import", "traces", TRL, "--reward", "a=b")
@@ -322,19 +327,19 @@ def test_bad_requests_are_refused_before_a_run_exists(tmp_path: Path) -> None:
     assert cairn_api.open(".").sql("SELECT * FROM runs").num_rows == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("resume r", "fork r@0 other", "replay r 0 rollout", "replay r --all", "replay r --weights"),
-        *("export r folder", "export r folder --format atif", "bundle r 0 0 sample.zip", "eval r gsm8k"),
-        *("costs r", "timeline r 0 trace.json", "lineage r 0 0 0"),
-    ],
+LACKING = (
+    *("resume r", "fork r@0 other", "replay r 0 rollout", "replay r --all", "replay r --weights", "eval r gsm8k"),
+    *("export r folder", "export r folder --format atif", "bundle r 0 0 sample.zip"),
+    *("costs r", "timeline r 0 trace.json", "lineage r 0 0 0"),
 )
-def test_what_an_imported_run_lacks_is_said_in_one_sentence(tmp_path: Path, command: str) -> None:
+
+
+def test_what_an_imported_run_lacks_is_said_in_one_sentence(tmp_path: Path) -> None:
     imported(lines(tmp_path / "1.jsonl", verl_row("a", "b", 1)), "--run", "r")
-    sentence = refusal(*command.split())
-    assert sentence.startswith(f"run 'r' was imported from {tmp_path / '1.jsonl'} (verl), which has no ")
-    assert len(sentence.splitlines()) == 1
+    for command in LACKING:
+        sentence = refusal(*command.split())
+        assert sentence.startswith(f"run 'r' was imported from {tmp_path / '1.jsonl'} (verl), which has no "), command
+        assert len(sentence.splitlines()) == 1
 
 
 def test_a_grader_must_be_named_for_an_imported_run(tmp_path: Path) -> None:
@@ -351,61 +356,67 @@ def test_the_report_shows_an_imported_run_without_what_it_lacks(tmp_path: Path) 
     assert not any(f'<section id="{part}">' in page for part in ("time", "configuration", "evaluation"))
 
 
+Make = Callable[..., Importer]
+
+
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Importer]]:
-    """Make an importer of the folder `live` as a new process would, which owns the run until the next one."""
+def make(tmp_path: Path) -> Make:
+    """Make an importer of the folder `live` as a new process would: the one before owns the run no more."""
     (tmp_path / "live").mkdir()
     owned: list[Ledger] = []
 
-    def make() -> Importer:
+    def make(run: str = "live") -> Importer:
         for ledger in owned:
             assert ledger.lease is not None
             ledger.lease.release(Outcome.STOPPED)
         origin = Imported(format="verl", source=str(tmp_path / "live"))
-        owned.append(open_imported(open_store(str(tmp_path)), "live", origin))
+        owned.append(open_imported(open_store(str(tmp_path)), run, origin))
         owned[-1].acquire()
         importer = Importer(owned[-1], lambda sentence: None)
         importer.resume()
         return importer
 
-    yield make
+    return make
 
 
-@pytest.mark.parametrize("commits", range(9))
 def test_an_import_that_is_killed_anywhere_goes_on_without_losing_or_doubling_a_row(
-    tmp_path: Path, make: Callable[..., Importer], monkeypatch: pytest.MonkeyPatch, commits: int
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two iterations have eight commits; the import dies at each of them."""
+    """Two iterations have eight commits; an import dies before each of them, and the last one after all."""
     for step in (1, 2):
         lines(tmp_path / "live" / f"{step}.jsonl", *(verl_row(f"{step} {n % 2}", f"{n}", n, step) for n in range(4)))
-    commit, done = Ledger.commit, []
+    commit = Ledger.commit
 
-    def dying(ledger: Ledger, **arguments: Any) -> Any:
-        if len(done) == commits:
-            raise KeyboardInterrupt
-        done.append(arguments["step"])
-        return commit(ledger, **arguments)
+    class Killed(BaseException):
+        pass
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "commit", dying)
-        first = make()
-        if commits < 8:
-            with pytest.raises(KeyboardInterrupt):
-                first.once()
-        else:
-            first.once()
-    make().once()
-    make().once()
-    found = sql("SELECT iteration, group_id, sample_index, response, reward FROM samples ORDER BY ALL")
-    assert [(row["iteration"], row["group_id"], row["sample_index"], row["response"]) for row in found] == [
-        (step, 2 * step + n % 2, n // 2, str(n)) for step in (0, 1) for n in (0, 2, 1, 3)
+    for commits in range(9):
+        left = iter(range(commits))
+
+        def dying(ledger: Ledger, left: Any = left, **arguments: Any) -> Any:
+            if next(left, None) is None:
+                raise Killed
+            return commit(ledger, **arguments)
+
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(Ledger, "commit", dying)
+            make(f"killed-{commits}").once()
+        assert next(left, None) is None
+        make(f"killed-{commits}").once()
+    make("killed-8").once()
+    columns = "run, iteration, group_id, sample_index, response, reward"
+    expected = [
+        (f"killed-{run}", step, 2 * step + n % 2, n // 2, str(n), float(n))
+        for run in range(9)
+        for step in (0, 1)
+        for n in (0, 2, 1, 3)
     ]
-    assert [row["reward"] for row in found] == [0, 2, 1, 3] * 2
-    assert sql("SELECT count(*) AS n FROM steps") == [{"n": 8}]
-    assert cairn("verify", "live").exit_code == 0
+    assert [tuple(row.values()) for row in sql(f"SELECT {columns} FROM samples ORDER BY ALL")] == expected
+    assert sql("SELECT count(*) AS n FROM steps") == [{"n": 9 * 8}]
+    assert cairn("verify", "killed-3").exit_code == 0
 
 
-def test_following_takes_what_is_whole_within_a_second(tmp_path: Path, make: Callable[..., Importer]) -> None:
+def test_following_takes_what_is_whole_within_a_second(tmp_path: Path, make: Make) -> None:
     ended = threading.Event()
     importer = make()
     following = threading.Thread(target=importer.follow, args=(ended,), daemon=True)
@@ -436,7 +447,7 @@ def _take(file: Path, importer: Importer, samples: int) -> None:
     assert time.monotonic() - began < 1 + importing.SETTLED
 
 
-def test_files_that_changed_after_they_were_read_are_refused(tmp_path: Path, make: Callable[..., Importer]) -> None:
+def test_files_that_changed_after_they_were_read_are_refused(tmp_path: Path, make: Make) -> None:
     file = lines(tmp_path / "live" / "1.jsonl", verl_row("a", "1", 1), verl_row("a", "2", 2))
     make().once()
     whole = file.read_text()
@@ -451,7 +462,7 @@ def test_files_that_changed_after_they_were_read_are_refused(tmp_path: Path, mak
     assert sql("SELECT count(*) AS n FROM samples") == [{"n": 2}]
 
 
-def test_a_last_half_line_waits_for_its_end(tmp_path: Path, make: Callable[..., Importer]) -> None:
+def test_a_last_half_line_waits_for_its_end(tmp_path: Path, make: Make) -> None:
     file = tmp_path / "live" / "1.jsonl"
     row = json.dumps(verl_row("a", "1", math.pi))
     file.write_text(f"{row}\n{row[:30]}")
