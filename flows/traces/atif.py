@@ -7,6 +7,7 @@ rewards: those of Cairn's exports are in `extra`. Files of one `session_id` are 
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def _tokens(steps: Sequence[Mapping[str, Any]]) -> tuple[Tokens, ...]:
     """Return the trajectories of the agent's answers: an answer continues a trajectory if its prompt begins with that.
     Empty where an answer has no tokens."""
     trajectories: list[Tokens] = []
+    answers = [place for place, step in enumerate(steps) if _is_answer(step)] or [0]
+    opening = [token for step in steps[: answers[0]] for token in _given(step)]
     for metrics in _metrics(steps):
         if metrics.get("prompt_token_ids") is None or metrics.get("completion_token_ids") is None:
             return ()
@@ -122,11 +125,11 @@ def _tokens(steps: Sequence[Mapping[str, Any]]) -> tuple[Tokens, ...]:
         last = trajectories[-1] if trajectories else None
         so_far = [*last.prompt_ids, *last.ids] if last else []
         if last is None or before[: len(so_far)] != so_far:
-            last, so_far = Tokens(before, [], [], [], None, []), before
+            so_far = before if last else before[: len(before) - len(opening)]
+            last = Tokens(so_far, [], [], [], None, [])
             trajectories.append(last)
         world = before[len(so_far) :]
         both = None if last.log_probs is None or log_probs is None else [*last.log_probs, *([0.0] * len(world))]
-        given = segments([0] * len(world))
         answer = {
             "tokens": len(sampled),
             "call": str(sum(one["call"] is not None for each in trajectories for one in each.segments)),
@@ -139,9 +142,24 @@ def _tokens(steps: Sequence[Mapping[str, Any]]) -> tuple[Tokens, ...]:
             [*last.mask, *([0] * len(world)), *mask],
             None if both is None else [*both, *(log_probs or [])],
             None,
-            [*last.segments, *given, answer],
+            [*last.segments, *segments([0] * len(world)), answer],
+        )
+    if trajectories:
+        rest = [token for step in steps[answers[-1] + 1 :] for token in _given(step)]
+        last, zeros = trajectories[-1], [0] * len(rest)
+        trajectories[-1] = replace(
+            last,
+            ids=[*last.ids, *rest],
+            mask=[*last.mask, *zeros],
+            log_probs=None if last.log_probs is None else [*last.log_probs, *zeros],
+            segments=[*last.segments, *segments(zeros)],
         )
     return tuple(one for one in trajectories if one.ids)
+
+
+def _given(step: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a step of the environment, which Cairn's exports have."""
+    return ids(record(step.get("extra"), "extra").get("token_ids"), "token_ids")
 
 
 ATIF = Format("atif", "*.json of cairn export --format atif, or trajectory.json", _files, _read, False, one_batch=True)

@@ -309,6 +309,14 @@ def test_samples_are_exported_as_trajectories_that_the_formats_own_models_take(h
     whole = [*noted.metrics.prompt_token_ids, *noted.metrics.completion_token_ids]
     assert whole == row["prompt_ids"] + row["response_ids"][end:]
     assert second.steps[1].source == "user", "what the world gave where no tool was called"
+    imported = cairn("import", "traces", str(tmp_path / "out"), "--store", str(tmp_path / "imported"))
+    assert imported.exit_code == 0, imported.output
+    again = Ledger.open(open_store(str(tmp_path / "imported")), "out").find(0, Step.ROLLOUT, "00-000")
+    assert again is not None
+    back = read_recorded_table(open_store(str(tmp_path / "imported")), "out", again.table).to_pylist()
+    same = ("prompt_ids", "response_ids", "log_probs", "loss_mask", "weight_versions", "trajectories", "label")
+    assert len(back) == SAMPLES
+    assert {name: back[3][name] for name in same} == {name: row[name] for name in same}
     repeated = cairn("export", "tiny@0", str(tmp_path / "out"), "--format", "atif")
     assert repeated.exit_code == 2
     assert "is not empty: use a new folder" in repeated.output
