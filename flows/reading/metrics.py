@@ -221,6 +221,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/generated_groups", "groups", "rollout", "Groups that the committed attempts generated.", is_count=True
     ),
+    Metric("rollout/step", "steps", "rollout", "Step of the trainer that made an imported run."),
     Metric("rollout/recovered_groups", "groups", "rollout", "Groups reused from interrupted attempts.", is_count=True),
     Metric("rollout/continued_groups", "groups", "rollout", "Groups continued after an abort.", is_count=True),
     Metric("rollout/aborted_groups", "groups", "rollout", "Groups left unfinished by partial rollout.", is_count=True),
