@@ -20,7 +20,8 @@ import cairn
 from cairn.flows.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOR_AGENTS = [ROOT / "AGENTS.md", *sorted((ROOT / "skills").rglob("SKILL.md"))]
+PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *FOR_AGENTS]
 COMMAND = re.compile(r"(?:^|\s|/)cairn [a-z]")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z@\[\]:…]*|.*[…<>].*")
 """RUN, RUN@ITER, FOLDER: what a reader is to put something else for."""
@@ -99,14 +100,15 @@ def anchors(page: Path) -> set[str]:
 
 def problem(shown: Shown) -> str | None:
     """Why a command is none of the application's; None if it is."""
-    group: Any = get_command(app)
-    command = group.commands.get(shown.words[0])
-    if command is None:
-        return f"there is no command {shown.words[0]}"
-    rest = list(shown.words[1:])
-    context = command.context_class(command, info_name=shown.words[0], resilient_parsing=not shown.is_whole)
+    command: Any = get_command(app)
+    rest = list(shown.words)
+    while rest and (commands := getattr(command, "commands", None)):
+        command = commands.get(rest.pop(0))
+        if command is None:
+            return f"there is no command {' '.join(shown.words[: len(shown.words) - len(rest)])}"
+    context = command.context_class(command, info_name=command.name, resilient_parsing=not shown.is_whole)
     if shown.is_whole and not any(PLACEHOLDER.fullmatch(argument) for argument in rest):
-        command.make_context(shown.words[0], rest)  # types, numbers of arguments, and what is required
+        command.make_context(command.name, rest)  # types, numbers of arguments, and what is required
         return None
     # A name stands for a value: only the options are looked at.
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -114,7 +116,7 @@ def problem(shown: Shown) -> str | None:
     for argument in rest:
         option = argument.partition("=")[0]
         if option.startswith("-") and option not in known:
-            return f"{shown.words[0]} has no option {option}"
+            return f"{command.name} has no option {option}"
     return None
 
 
@@ -166,6 +168,8 @@ def test_every_code_block_of_python_and_yaml_can_be_parsed() -> None:
     ("line", "why"),
     [
         ("nonsense run", "there is no command"),
+        ("import nonsense PATH", "there is no command import nonsense"),
+        ("import traces PATH --hat", "traces has no option --hat"),
         ("export RUN FOLDER --hat", "has no option --hat"),
         ("show run many", "valid integer"),
     ],

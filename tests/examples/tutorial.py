@@ -1,4 +1,4 @@
-"""What the tutorial has its reader do, taken from the page."""
+"""What the tutorial, or another page, has its reader do, taken from the page."""
 
 import os
 import subprocess
@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 
 
-def follow(folder: Path) -> Iterator[tuple[str, "subprocess.CompletedProcess[str]"]]:
+def follow(folder: Path, page: Path = PAGE) -> Iterator[tuple[str, "subprocess.CompletedProcess[str]"]]:
     """Save the files and give the commands of the page in their order, but for `make`: the folder has what that makes.
     Yields each command with how it ended."""
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "configs").symlink_to(ROOT / "configs")
     environment = {name: value for name, value in os.environ.items() if name != "CAIRN_STORE"}
-    for token in MarkdownIt("commonmark").parse(PAGE.read_text("utf-8")):
+    environment["PATH"] = f"{Path(sys.prefix) / 'bin'}:{environment['PATH']}"
+    for token in MarkdownIt("commonmark").parse(page.read_text("utf-8")):
         if token.type != "fence":
             continue
         if "title=" in token.info:
