@@ -120,7 +120,7 @@ def _tokens(steps: Sequence[Mapping[str, Any]]) -> tuple[Tokens, ...]:
         sampled = ids(metrics["completion_token_ids"], "completion_token_ids")
         extra = record(metrics.get("extra"), "extra")
         own = floats(extra.get("loss_mask"), len(sampled))
-        mask = [1] * len(sampled) if own is None else [int(one) for one in own]
+        mask = [1] * len(sampled) if own is None else [int(bool(one)) for one in own]
         log_probs = floats(metrics.get("logprobs"), len(sampled))
         last = trajectories[-1] if trajectories else None
         so_far = [*last.prompt_ids, *last.ids] if last else []

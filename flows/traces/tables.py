@@ -66,7 +66,7 @@ class Batch:
         rewards = [one.reward for one in samples if one.reward is not None]
         lengths = [sum(sum(part.mask) for part in one.tokens) for one in samples if one.tokens]
         failed = sum(one.status == Status.FAILED or one.reward is None for one in samples)
-        mean = {"raw_reward": float(np.mean(np.float32(rewards), dtype=np.float64))} if rewards else {}
+        mean = {"raw_reward": float(np.asarray(rewards, np.float32).mean(dtype=np.float64))} if rewards else {}
         truncated = [one.status == Status.TRUNCATED for one in samples if one.status is not None]
         if truncated:
             mean |= {"truncated_ratio": float(np.mean(truncated))}
@@ -77,7 +77,11 @@ class Batch:
                 "response_len/max": max(lengths),
                 "response_len/min": min(lengths),
             }
-        counts = {"samples": len(samples), "generated_groups": len(self.groups), "recovered_groups": 0}
+        counts: dict[str, float] = {
+            "samples": len(samples),
+            "generated_groups": len(self.groups),
+            "recovered_groups": 0,
+        }
         step = next((one.step for one in samples if one.step is not None), None)
         return {
             Step.ROLLOUT: counts | ({} if step is None else {"step": step}),

@@ -43,8 +43,8 @@ def test_the_commands_of_agents_md_name_what_exists() -> None:
                 assert all((ROOT / path).exists() for path in paths), line
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SKILLS, ids=lambda page: page.parent.name)
 def test_every_command_of_a_skill_works_as_it_is_written(root: Path, page: Path) -> None:  # noqa: F811
     said: dict[str, str] = {}
@@ -55,7 +55,7 @@ def test_every_command_of_a_skill_works_as_it_is_written(root: Path, page: Path)
     assert "sort.yaml is fine" in told
     assert "run sort: done; weight version 2" in told
     assert "every byte is what was committed" in told
-    assert "0 of 64 samples of run again" not in told
+    assert "32 samples of run again get another reward" in told
     assert {line.split("'reward': ")[0] for line in said["python read.py"].splitlines()} == {
         "{'iteration': 0, ", "{'iteration': 1, "
     }  # fmt: skip
