@@ -112,7 +112,7 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/python -m examples.quickstart.report
 
 types: # The folders under the names by which they are imported, for who reads and does not import
-	@mkdir -p build/types/cairn && ln -sfn $(foreach file,$(ROOMS) $(wildcard cairn/*.py),../../../$(file)) build/types/cairn/
+	@mkdir -p build/types/cairn && ln -sfn $(foreach file,$(ROOMS) $(wildcard cairn/*.py) cairn/slime,../../../$(file)) build/types/cairn/
 
 lint: setup types ## Lint and check types
 	$(BIN)/ruff check .

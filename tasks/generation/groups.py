@@ -33,6 +33,7 @@ from cairn.storage.ledger.schemas import (
     SEQUENCES,
     SUPPORT,
     TRAJECTORIES,
+    TRAJECTORY_INFOS,
     TRAJECTORY_PROMPTS,
     TRAJECTORY_REWARDS,
     TRAJECTORY_ROLES,
@@ -154,6 +155,7 @@ def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSam
             roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
             error=sample["error"],
             retold=sample.get(RETOKENIZED.name) or 0,
+            infos=infos_of(sample.get(TRAJECTORY_INFOS.name)),
         )
         for sample in samples
     }
@@ -163,6 +165,11 @@ def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarr
     if value is None:
         return None
     return tuple(None if prompt is None else np.asarray(prompt, np.int32) for prompt in value)
+
+
+def infos_of(values: Sequence[str | None] | None) -> tuple[dict[str, Any] | None, ...] | None:
+    """Return a value of the column TRAJECTORY_INFOS, read from JSON."""
+    return None if values is None else tuple(None if one is None else from_json(one) for one in values)
 
 
 def _optional_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
@@ -241,7 +248,7 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     """Return the schema of `sample_table`. Samples may have several trajectories, rewards and roles if generation is
     not single-turn, or was not when the continued groups began."""
     parts = [part for group in groups.values() for part in group.parts.values()]
-    begun = any(part.lengths or part.rewards or part.roles for part in parts)
+    begun = any(part.lengths or part.rewards or part.roles or part.infos for part in parts)
     several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
     routed = run.config.algorithm.use_rollout_routing_replay
     images = run.config.data.has_images or any(group.prompt.images for group in groups.values())
@@ -341,7 +348,14 @@ def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array
         TRAJECTORY_ROLES.name: pa.array([sample.roles for sample in samples], TRAJECTORY_ROLES.type),
         TURN_REWARDS.name: pa.array([_turn_rewards(sample) for sample in samples], TURN_REWARDS.type),
         RETOKENIZED.name: pa.array([sample.retold or None for sample in samples], RETOKENIZED.type),
+        TRAJECTORY_INFOS.name: pa.array([_infos(sample) for sample in samples], TRAJECTORY_INFOS.type),
     }
+
+
+def _infos(sample: GeneratedSample) -> list[str | None] | None:
+    if sample.infos is None:
+        return None
+    return [None if info is None else json.dumps(info, sort_keys=True) for info in sample.infos]
 
 
 def _turn_rewards(sample: GeneratedSample) -> list[float | None] | None:

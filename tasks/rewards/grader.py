@@ -1,6 +1,6 @@
 """Interface between steps and graders, whether they run in processes (`pool`) or outside (`outside`)."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -127,11 +127,20 @@ class Takes(StrEnum):
     """Arguments as in slime: see `cairn.tasks.slime`."""
     SLIME_SAMPLES = "args, samples"
     """Arguments as in slime, with a list of samples."""
+    VERL = "data_source, solution_str, ground_truth, extra_info"
+    """Arguments as in verl: `data_source` of the row's metadata, response, label and metadata."""
+    PROMPTS = "prompts, responses"
+    """Texts of several prompts and of their responses."""
 
     @property
     def several(self) -> bool:
         """Whether one call grades several samples."""
-        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
+        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES, Takes.PROMPTS)
+
+    @property
+    def of_slime(self) -> bool:
+        """Whether the first argument is slime's `args`."""
+        return self in (Takes.SLIME_SAMPLE, Takes.SLIME_SAMPLES)
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class NamedGrader:
     wrong: float | None = None
     """Reward of a wrong answer, for a built-in grader that reads responses; also of an answer over which its process is
     lost. None: such a sample fails."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `args` for a grader written for slime, and under `model_path` the folder of a reward model."""
 
     @property
     def boxed(self) -> bool:
@@ -158,7 +169,7 @@ class NamedGrader:
     @property
     def whole_sample(self) -> bool:
         """Whether the grader takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
-        return self.takes is not Takes.TEXTS
+        return self.takes not in (Takes.TEXTS, Takes.VERL)
 
     @property
     def sees_tokens(self) -> bool:

@@ -56,6 +56,9 @@ class Sample:
     none."""
     roles: tuple[str | None, ...] = ()
     """Role of each trajectory; empty where none has one."""
+    infos: tuple[dict[str, Any] | None, ...] = ()
+    """Values that user code set for each trajectory during generation (`cairn.Trajectory.info`); empty where there are
+    none."""
 
     @property
     def length(self) -> int:
