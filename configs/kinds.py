@@ -339,7 +339,7 @@ SOURCE = Kind(
     ("data.data_source_path", "data.mixture.data_source_path", "eval.benchmarks.data_source_path"),
     "cairn.tasks.data",
     "rows",
-    frozenset({"demonstrations", "drawing", "opening", "prompts", "rows", "stream"}),
+    frozenset({"demonstrations", "drawing", "opening", "prompts", "rows", "slime_source", "stream"}),
     (("path",),),
     yields=True,
 )
@@ -561,7 +561,10 @@ def _only_fitting(kind: Kind, name: str) -> str:
                 fitting.append(node.name)
         elif isinstance(node, ast.ClassDef) and kind.method:
             names = [one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-            fitting += [node.name] if kind.method in names else []
+            inherits = any(
+                ast.unparse(base).endswith(("DataSource", "WithBuffer", "RewardModel")) for base in node.bases
+            )
+            fitting += [node.name] if kind.method in names or inherits else []
     if len(fitting) == 1:
         return fitting[0]
     ways = " or ".join(f"({', '.join(arguments)})" for arguments in kind.takes)

@@ -77,8 +77,8 @@ def module_of(path: str) -> ModuleType:
     place, name = _split(path)
     if not place or not name:
         raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")
-    if "slime" not in sys.modules and _Slime not in sys.meta_path:
-        sys.meta_path.insert(0, _Slime)
+    if "slime" not in sys.modules and _SLIME not in sys.meta_path:
+        sys.meta_path.insert(0, _SLIME)
     return _load_file(Path(place).expanduser().resolve()) if ".py:" in path else _import_module(place, path)
 
 
@@ -192,7 +192,9 @@ def _add_neighbours(file: Path) -> None:
     folder = str(file.parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    for name in sorted(set(re.findall(r"^\s*(?:from|import)\s+(\w+)", file.read_text("utf-8", "replace"), re.MULTILINE))):
+    for name in sorted(
+        set(re.findall(r"^\s*(?:from|import)\s+(\w+)", file.read_text("utf-8", "replace"), re.MULTILINE))
+    ):
         beside = [file.parent / f"{name}.py", file.parent / name / "__init__.py"]
         if name in sys.stdlib_module_names or not any(one.is_file() for one in beside):
             continue
@@ -232,8 +234,7 @@ class _Slime(MetaPathFinder):
     """Finds the package `slime`: Cairn's, then the folders of a slime on the import path, for modules that Cairn's
     lacks."""
 
-    @staticmethod
-    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of the package; None for other names. Implements `importlib.abc.MetaPathFinder`."""
         if fullname != "slime":
             return None
@@ -245,5 +246,6 @@ class _Slime(MetaPathFinder):
         return spec_from_file_location(fullname, own.origin, submodule_search_locations=found)
 
 
+_SLIME = _Slime()
 __path__: list[str] = []  # the files' modules lie below this one
 sys.meta_path.append(_Files())

@@ -59,6 +59,16 @@ def _names(to: str | list[str] | None) -> tuple[str, ...]:
     return (to,) if isinstance(to, str) else tuple(to or ())
 
 
+def label_as_in_row(label: str | None) -> Any:
+    """Return a label as functions written for slime get it: a mapping where the row has one."""
+    if label is not None and label.startswith("{"):
+        try:
+            return json.loads(label)
+        except ValueError:
+            pass
+    return label
+
+
 class Status(Enum):
     """Status of a sample. Pending and aborted samples are neither graded nor filtered."""
 
@@ -87,6 +97,11 @@ _OTHERWISE = frozenset(
     }
 )
 """Flags whose counterparts have values of another meaning: `args` has slime's default."""
+# Flags that classes of `cairn.tasks.data.slime_source` read.
+_DATA = (
+    *("prompt_data", "input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed"),
+    "n_samples_per_prompt",
+)
 _ARCHITECTURE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -101,6 +116,13 @@ _ARCHITECTURE = {
 """Megatron's flags that follow from the model's `config.json`, with its names."""
 
 
+_READ_FOR = {
+    "rm_hub": ("rm_type", "custom_rm_path", "rm_url"),
+    "sglang_rollout": ("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_max_response_len"),
+}
+"""Flags that the modules of `cairn.slime` read for code that has a name."""
+
+
 @cache
 def defaults() -> dict[str, Any]:
     """Return the default of every flag of slime and of Megatron, by the name of its attribute."""
@@ -111,10 +133,11 @@ def defaults() -> dict[str, Any]:
 @cache
 def _options() -> dict[str, str]:
     """Return the options that have the values of `args`, by the attribute. Several flags may be one mapping."""
-    own = {name: one.options[0] for name, one in counterparts().items() if one.options and "[]" not in one.options[0]}
+    own = {name: one.options[0] for name, one in counterparts().items() if one.options}
+    own = {name: option for name, option in own.items() if ".N." not in option}  # a list of them has no one value
     by_name = {option.rpartition(".")[2]: option for option in own.values()}  # of `--disable-…` flags
-    own |= {name: option for name, option in by_name.items() if name in defaults()}
-    return {name: option for name, option in (own | _MORE).items() if name not in _OTHERWISE}
+    found = {name: option for name, option in by_name.items() if name in defaults()} | own | _MORE
+    return {name: option for name, option in found.items() if name not in _OTHERWISE}
 
 
 def option_of(attribute: str) -> str | None:
@@ -144,8 +167,9 @@ def values_read(config: Any, function: Any) -> dict[str, Any]:
 
 def _flags_in(function: Any) -> set[str]:
     """Return the flags with values of a recipe that a function may read, itself or by modules of `cairn.slime`."""
-    names = {"reward_key", *_names_in(_module_of(function))}
-    names |= {"rm_type", "custom_rm_path", "rm_url"} if "rm_hub" in names else set()
+    names = {"reward_key", *_names_in(_module_of(function)), *(_DATA if hasattr(function, "get_samples") else ())}
+    for word, flags in _READ_FOR.items():
+        names |= {*flags} if word in names else set()
     return {name for name in names if option_of(name) is not None}
 
 
@@ -196,7 +220,9 @@ def _names_in(module: str) -> frozenset[str]:
         files.add(file)
         text = Path(file).read_text("utf-8", "replace")
         names |= {*re.findall(r"""[.'"]([A-Za-z]\w*)""", text)}
-        for origin, first_name in re.findall(r"^\s*(?:from|import)\s+([.\w]+)(?:\s+import\s+(\w+))?", text, re.MULTILINE):
+        for origin, first_name in re.findall(
+            r"^\s*(?:from|import)\s+([.\w]+)(?:\s+import\s+(\w+))?", text, re.MULTILINE
+        ):
             level = len(origin) - len(origin.lstrip("."))
             above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
             name = ".".join([*above, *filter(None, origin[level:].split("."))])

@@ -9,6 +9,7 @@ from typing import Any
 
 from cairn.configs.slime import Arguments as Arguments
 from cairn.configs.slime import Status as Status
+from cairn.configs.slime import label_as_in_row
 from cairn.engines.agents import slime as generating
 from cairn.tasks.rewards import sample as graders
 
@@ -33,7 +34,7 @@ class Sample:
     """Response as text, without special tokens."""
     response_length: int = 0
     """Response tokens."""
-    label: str | None = None
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     """Reward; None before grading."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +87,7 @@ def to_grade(sample: graders.Sample) -> Sample:
         tokens=[*sample.prompt_ids, *sample.response_ids],
         response=sample.response,
         response_length=sample.length,
-        label=sample.label,
+        label=label_as_in_row(sample.label),
         metadata=dict(sample.metadata),
         status=Status(sample.status),
     )

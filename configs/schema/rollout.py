@@ -160,7 +160,11 @@ _OF_USERS = When(
     lambda run: any(
         "." in (name or "")
         for name in (
-            *(run.rollout.custom_generate_function_path, run.rollout.dynamic_sampling_filter, run.reward.custom_rm_path),
+            *(
+                run.rollout.custom_generate_function_path,
+                run.rollout.dynamic_sampling_filter,
+                run.reward.custom_rm_path,
+            ),
             *(run.rollout.rollout_sample_filter_path, run.rollout.buffer_filter_path, run.data.get_samples_path),
         )
     ),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cairn.configs.kinds import GENERATE
-from cairn.configs.slime import Arguments, Status
+from cairn.configs.slime import Arguments, Status, label_as_in_row
 from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
 
 if TYPE_CHECKING:  # graders import this too, and need no server
@@ -73,7 +73,7 @@ class Sample(metaclass=ABCMeta):  # noqa: B024 - the class that graders receive 
     response: str = ""
     response_length: int = 0
     """Number of response tokens."""
-    label: str | None = None
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     """Loss mask of the response tokens; None trains on all sampled ones."""
@@ -197,7 +197,7 @@ def adapted(
                 group_index=sample.group_id,
                 index=sample.index,
                 prompt=sample.prompt,
-                label=sample.label,
+                label=label_as_in_row(sample.label),
                 metadata=copy.deepcopy(sample.metadata),
             )
             params = ctx.sampling
@@ -378,7 +378,12 @@ _FIELDS = frozenset(one.name for one in fields(Sample)) - {"prompt", "response",
 def _info(sample: Any, request: SampleRequest, text: str) -> dict[str, Any] | None:
     """Return what a function wrote into its sample for the grader: text and data that differ from the record's, and
     attributes of its own that are JSON values."""
-    known = {"prompt": request.prompt, "label": request.label, "metadata": request.metadata, "response": text}
+    known = {
+        "prompt": request.prompt,
+        "label": label_as_in_row(request.label),
+        "metadata": request.metadata,
+        "response": text,
+    }
     written = {}
     for name, value in vars(sample).items():
         if name in _FIELDS or name.startswith("_") or (name in known and value == known[name]):

@@ -122,6 +122,8 @@ def input_digests(
     folders = dict(config.model.folders)
     if config.reward.reward_model is not None:
         folders["reward_model"] = config.reward.reward_model.path
+    if config.reward.custom_rm_model_path is not None:
+        folders["reward_model"] = config.reward.custom_rm_model_path
     digests |= {name: folder_digest(Path(path), recorded.get(name)) for name, path in folders.items()}
     if config.model.teacher_url is not None:  # its weights cannot be read
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})

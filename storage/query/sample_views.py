@@ -207,7 +207,9 @@ SAMPLES = View(
             "sampled tokens that a later prompt, or the code's result, has as other tokens; NULL: none",
         ),
         "trajectory_infos": column(
-            "VARCHAR[]", "b.trajectory_infos", "values for the grader that user code set, JSON of each trajectory; NULL: none"
+            "VARCHAR[]",
+            "b.trajectory_infos",
+            "values for the grader that user code set, JSON of each trajectory; NULL: none",
         ),
         "images": column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",

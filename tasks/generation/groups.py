@@ -47,6 +47,7 @@ from cairn.tasks.batch.sequences import last_trajectory, routed_column, routes_o
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.calls import read_calls
+from cairn.tasks.rewards.sample import read_infos
 
 _IMAGE = ("sha256", "height", "width")
 
@@ -155,7 +156,7 @@ def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSam
             roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
             error=sample["error"],
             retold=sample.get(RETOKENIZED.name) or 0,
-            infos=infos_of(sample.get(TRAJECTORY_INFOS.name)),
+            infos=read_infos(sample.get(TRAJECTORY_INFOS.name)) or None,
         )
         for sample in samples
     }
@@ -165,11 +166,6 @@ def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarr
     if value is None:
         return None
     return tuple(None if prompt is None else np.asarray(prompt, np.int32) for prompt in value)
-
-
-def infos_of(values: Sequence[str | None] | None) -> tuple[dict[str, Any] | None, ...] | None:
-    """Return a value of the column TRAJECTORY_INFOS, read from JSON."""
-    return None if values is None else tuple(None if one is None else from_json(one) for one in values)
 
 
 def _optional_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:

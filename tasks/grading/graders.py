@@ -39,7 +39,7 @@ from cairn.tasks.rewards.grader import BOXED, OUTSIDE, Grader, NamedGrader, Take
 
 _FOLDER = Path(rewards.__file__).parent
 MODEL_PATH = "model_path"
-"""Parameter of a reward model's constructor: the folder `reward.reward_model.path`."""
+"""Parameter of a reward model's constructor: `reward.custom_rm_model_path`."""
 
 
 def get_grader(config: "RewardConfig", args: Mapping[str, Any] = MappingProxyType({})) -> NamedGrader:
@@ -53,8 +53,8 @@ def get_grader(config: "RewardConfig", args: Mapping[str, Any] = MappingProxyTyp
     """
     path = config.custom_rm_path
     if path is not None:
-        model = None if config.reward_model is None else os.path.abspath(config.reward_model.path)
-        grader = _user_grader(path, dict(args) | ({} if model is None else {MODEL_PATH: model}))
+        model = config.custom_rm_model_path
+        grader = _user_grader(path, dict(args) | ({} if model is None else {MODEL_PATH: os.path.abspath(model)}))
     else:
         grader = _outside(config) if config.rm_type in OUTSIDE else _built_in(config.rm_type)
     if config.group_rm and not grader.takes.several:
@@ -104,7 +104,7 @@ def _user_grader(path: str, args: Mapping[str, Any]) -> NamedGrader:
 
 def constructor_arguments(path: str, grader: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the constructor of a grader that is a class, by the names of its parameters: `args`, and
-    `model_path` or another name for `reward.reward_model.path`. Raises BadPlugin where it needs others."""
+    `model_path` or another name for `reward.custom_rm_model_path`. Raises BadPlugin where it needs others."""
     given: dict[str, Any] = {}
     for name, one in inspect.signature(grader).parameters.items():
         if name == ARGS:
@@ -112,7 +112,7 @@ def constructor_arguments(path: str, grader: type, values: Mapping[str, Any]) ->
         elif name in (MODEL_PATH, "model_name_or_path", "path") and MODEL_PATH in values:
             given[name] = values[MODEL_PATH]
         elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            hint = "set reward.reward_model.path" if "path" in name else "give it a default"
+            hint = "set reward.custom_rm_model_path" if "path" in name else "give it a default"
             raise BadPlugin(f"the grader {path!r} needs {name} for its constructor{inspect.signature(grader)}: {hint}")
     return given
 

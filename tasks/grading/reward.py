@@ -31,7 +31,7 @@ from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.grading.shaping import SHAPED, Overlong, sampled_tokens, with_own_rewards, with_rewards
 from cairn.tasks.rewards.grader import GRADER_OPTIONS, Graded, Grading, share_of_right
-from cairn.tasks.rewards.sample import ResponseSegment, Sample
+from cairn.tasks.rewards.sample import ResponseSegment, Sample, read_infos
 
 
 @durable(
@@ -190,7 +190,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
         columns.get(field.name, none)
         for field in (TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, TRAJECTORY_INFOS)
     )
-    infos = [tuple(None if one is None else from_json(one) for one in of or ()) for of in written]
+    infos = list(map(read_infos, written))
     if tokenizer is None:
         return [
             Sample(

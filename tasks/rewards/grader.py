@@ -13,6 +13,7 @@ GRADER_OPTIONS = (
     "reward.rm_type",
     "reward.rm_type_key",
     "reward.custom_rm_path",
+    "reward.custom_rm_model_path",
     "reward.group_rm",
     "reward.reward_key",
     "reward.rm_timeout",

@@ -1,7 +1,10 @@
 """The parts of a sample that a grader may see."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from cairn.storage.store.canonical import from_json
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class Sample:
     def truncated(self) -> bool:
         """Whether the response was cut off: it might have continued after its last words."""
         return self.finish_reason == "length"
+
+
+def read_infos(written: Sequence[str | None] | None) -> tuple[dict[str, Any] | None, ...]:
+    """Return `infos` from the JSON of each."""
+    return tuple(None if one is None else from_json(one) for one in written or ())
 
 
 def required_label(sample: Sample, grader: str) -> str:

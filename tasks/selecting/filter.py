@@ -47,6 +47,7 @@ from cairn.storage.ledger.schemas import (
     Status,
 )
 from cairn.storage.store.canonical import from_json
+from cairn.tasks.batch.batch import with_optional
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import number
 from cairn.tasks.durable.step import Outcome, StepCall, durable
@@ -351,7 +352,7 @@ def _failures(run: RunContext, rewards: Sequence[Commit]) -> _Failures:
 
 
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
-    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded))
+    return graded_samples(with_optional(run.read(generated), ROLLOUT_COLUMNS), run.read(graded))
 
 
 def _graded(run: RunContext) -> Callable[[JudgedGroup], list[GradedSample]]:

@@ -1,10 +1,10 @@
-"""Data sources: see `cairn.tasks.slime`."""
+"""Data sources: see `cairn.tasks.data.slime_source`."""
 
 from typing import Any
 
-from cairn.tasks.slime import DataSource as DataSource
-from cairn.tasks.slime import RolloutDataSource as RolloutDataSource
-from cairn.tasks.slime import RolloutDataSourceWithBuffer as RolloutDataSourceWithBuffer
+from cairn.tasks.data.slime_source import DataSource as DataSource
+from cairn.tasks.data.slime_source import RolloutDataSource as RolloutDataSource
+from cairn.tasks.data.slime_source import RolloutDataSourceWithBuffer as RolloutDataSourceWithBuffer
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[Any], num_samples: int) -> list[Any]:

@@ -24,12 +24,13 @@ def slime_sample(sample: GradedSample, group_size: int, reward_key: str | None =
     reward: Any = sample.reward
     if reward_key is not None and sample.components:
         reward = {**sample.components, reward_key: sample.reward}
-    return slime.GroupSample(
-        **{**vars(slime.to_grade(sample)), "reward": reward},
+    found = slime.GroupSample(
         group_index=sample.group_id,
         index=sample.group_id * group_size + sample.sample_index,
         loss_mask=list(sample.loss_mask),
     )
+    vars(found).update(vars(slime.to_grade(sample)), reward=reward)
+    return found
 
 
 def decision_of_slime_filter(
