@@ -6,8 +6,8 @@
 | `package.module.function` | user code, on the import path |
 | `file.py:function` | user code, in a file |
 
-A recipe may also write `package.module:function`, a file alone whose only fitting function is meant, and the path of one
-of slime's own functions that is built in here: see `canonical`.
+A recipe may also write `package.module:function`, a file alone, which means its only fitting function, and the path of
+one of slime's own functions that is built in here: see `canonical`.
 
 A new built-in one is one more file in the folder; nothing else changes. A function declares with `plugin` what it needs
 and which options it reads; `cairn.engines.training.needs` holds all that follows from that. The source of user code

@@ -316,7 +316,7 @@ def _place(owner: dict[str, Any] | list[Any], key: str, override: str, name: str
 
 
 def _with_recorded_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return options with the names of code as they are recorded (`cairn.configs.kinds.canonical`). Raises ConfigError."""
+    """Return options with names of code as they are recorded: `cairn.configs.kinds.canonical`. Raises ConfigError."""
     values, problems = dict(values), list[str]()
     for option in OPTIONS:
         *sections, last = option.split(".")

@@ -351,8 +351,8 @@ class RolloutConfig(Section):
     the model's context length. slime: `--rollout-max-context-len`."""
 
     custom_config: Annotated[dict[str, Any], _OF_USERS] = Field(default_factory=dict)
-    """Attributes of `args` for functions written for slime, besides those of slime's flags: see docs/coming-from-slime.md.
-    slime: `--custom-config-path`, whose file has them."""
+    """Attributes of `args` for functions written for slime, besides those of slime's flags, see
+    docs/coming-from-slime.md. slime: `--custom-config-path`, whose file has them."""
 
     num_episode_workers: int = Field(1, ge=1)
     """Number of workers of each engine that run a coroutine function of your own, next to the engine or on other

@@ -284,7 +284,7 @@ def _graded(
     """Return the reward that the grader computes now, or why it was not called."""
     from cairn.tasks.grading.graders import get_grader, grader_version, named_by_row
     from cairn.tasks.grading.opening import grader_args
-from cairn.tasks.grading.pool import GraderPool
+    from cairn.tasks.grading.pool import GraderPool
     from cairn.tasks.grading.shaping import Overlong, sampled_tokens
     from cairn.tasks.rewards.grader import OUTSIDE
     from cairn.tasks.rewards.sample import Sample

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow.compute as pc
 
 from cairn.configs.errors import BadInput
-
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.context import Context, EpisodeOptions
 from cairn.engines.agents.episodes.offline import NotRecorded, replay

@@ -29,17 +29,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cairn.configs.kinds import ARGS, REWARD, declared
+from cairn.configs.kinds import REWARD, declared
 from cairn.configs.plugins import BadPlugin, deferred
 from cairn.configs.schema.reward import RewardConfig
-from cairn.configs.slime import Arguments
 from cairn.storage.store import canonical
 from cairn.tasks import rewards
-from cairn.tasks.rewards.grader import BOXED, OUTSIDE, Grader, NamedGrader, Takes, paid
+from cairn.tasks.rewards.grader import (
+    BOXED,
+    MODEL_PATH,
+    OUTSIDE,
+    Grader,
+    NamedGrader,
+    Takes,
+    constructor_arguments,
+    paid,
+)
 
 _FOLDER = Path(rewards.__file__).parent
-MODEL_PATH = "model_path"
-"""Parameter of a reward model's constructor: `reward.custom_rm_model_path`."""
 
 
 def get_grader(config: "RewardConfig", args: Mapping[str, Any] = MappingProxyType({})) -> NamedGrader:
@@ -100,21 +106,6 @@ def _user_grader(path: str, args: Mapping[str, Any]) -> NamedGrader:
         constructor_arguments(path, function, args)
     args = args if takes.of_slime or inspect.isclass(function) else {}
     return NamedGrader(path, path, _version_of_user_grader(path, args), takes, waits, args=args)
-
-
-def constructor_arguments(path: str, grader: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the constructor of a grader that is a class, by the names of its parameters: `args`, and
-    `model_path` or another name for `reward.custom_rm_model_path`. Raises BadPlugin where it needs others."""
-    given: dict[str, Any] = {}
-    for name, one in inspect.signature(grader).parameters.items():
-        if name == ARGS:
-            given[name] = Arguments(values)
-        elif name in (MODEL_PATH, "model_name_or_path", "path") and MODEL_PATH in values:
-            given[name] = values[MODEL_PATH]
-        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            hint = "set reward.custom_rm_model_path" if "path" in name else "give it a default"
-            raise BadPlugin(f"the grader {path!r} needs {name} for its constructor{inspect.signature(grader)}: {hint}")
-    return given
 
 
 def _outside(config: "RewardConfig") -> NamedGrader:

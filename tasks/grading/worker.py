@@ -31,7 +31,7 @@ from cairn.configs.plugins import load_callable
 from cairn.engines.processes.child import die_with
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.rewards.boxed import in_box
-from cairn.tasks.rewards.grader import Grader, Takes, TryAgain
+from cairn.tasks.rewards.grader import Grader, Takes, TryAgain, constructor_arguments
 
 
 class ErrorCause(StrEnum):
@@ -100,8 +100,6 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
         resource.setrlimit(resource.RLIMIT_DATA, (settings.memory, settings.memory))
     grader: Grader = load_callable(path)
     if isclass(grader):
-        from cairn.tasks.grading.graders import constructor_arguments  # no other grader needs it
-
         grader = getattr(grader(**constructor_arguments(path, grader, settings.args)), REWARD.method)
     # The pool may be gone, perhaps before it had read the last answer. One event loop serves all messages, so that what
     # a coroutine leaves open, such as the client of a service, stays open between them.

@@ -1,12 +1,15 @@
 """Interface between steps and graders, whether they run in processes (`pool`) or outside (`outside`)."""
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from typing import Any, Protocol
 
-from cairn.configs.kinds import REWARD
+from cairn.configs.kinds import ARGS, REWARD
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.slime import Arguments
 from cairn.tasks.rewards.sample import Sample
 
 GRADER_OPTIONS = (
@@ -101,6 +104,24 @@ class Rememberable(Grading, Protocol):
 
 
 Grader = Callable[..., Any]
+
+MODEL_PATH = "model_path"
+"""Parameter of a reward model's constructor: `reward.custom_rm_model_path`."""
+
+
+def constructor_arguments(path: str, grader: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the constructor of a grader that is a class, by the names of its parameters: `args`, and
+    `model_path` or another name for `reward.custom_rm_model_path`. Raises BadPlugin where it needs others."""
+    given: dict[str, Any] = {}
+    for name, one in inspect.signature(grader).parameters.items():
+        if name == ARGS:
+            given[name] = Arguments(values)
+        elif name in (MODEL_PATH, "model_name_or_path", "path") and MODEL_PATH in values:
+            given[name] = values[MODEL_PATH]
+        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            hint = "set reward.custom_rm_model_path" if "path" in name else "give it a default"
+            raise BadPlugin(f"the grader {path!r} needs {name} for its constructor{inspect.signature(grader)}: {hint}")
+    return given
 
 
 BOXED = "boxed_"

@@ -60,7 +60,8 @@ class CustomRewardModel:
             self.width = json.load(file)["hidden_size"]
 
     def compute_reward(self, prompts, responses):
-        return [len(prompt) / 100 + sum(map(ord, response)) % 7 + self.width for prompt, response in zip(prompts, responses)]
+        pairs = zip(prompts, responses)
+        return [len(prompt) / 100 + sum(map(ord, response)) % 7 + self.width for prompt, response in pairs]
 """,
     "selection.py": """\
 def my_filter(args, samples, **kwargs):
@@ -254,7 +255,8 @@ def test_args_have_the_flags_of_slime_and_megatron(tmp_path: Path, tiny_assets: 
     more = ("tensor_model_parallel_size", "n_samples_per_prompt", "grpo_std_normalization", "mine")
     read = ", ".join(f"args.{name}" for name in (*names, *more))
     (tmp_path / "reads.py").write_text(
-        f"def grade(args, sample):\n    assert getattr(args, 'no_such', 3) == 3\n    return {{'reward': 0, 'read': [{read}]}}\n"
+        "def grade(args, sample):\n    assert getattr(args, 'no_such', 3) == 3\n"
+        f"    return {{'reward': 0, 'read': [{read}]}}\n"
     )
     reward = {"custom_rm_path": f"{tmp_path}/reads.py"}
     config = recipe(
@@ -292,6 +294,6 @@ def test_a_neighbour_that_is_another_module_here_is_refused(
     (other / "answers_of_policy.py").write_text("generate_single = None\n")
     (other / "mine.py").write_text("import answers_of_policy\n\n\ndef grade(sample):\n    return 0.0\n")
     with pytest.raises(
-        BadPlugin, match="mine.py imports answers_of_policy, which is .* and not the one in its own folder"
+        BadPlugin, match=r"mine\.py imports answers_of_policy, which is .* and not the one in its own folder"
     ):
         load_callable(f"{other}/mine.py:grade")

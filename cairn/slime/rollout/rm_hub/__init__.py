@@ -18,7 +18,12 @@ from cairn.tasks.rewards.sample import Sample
 
 __path__ = extend_path(__path__, __name__)
 __all__ = [
-    *("async_rm", "batched_async_rm", "compute_score_dapo", "extract_boxed_answer", "grade_answer_verl", "remote_rm"),
+    "async_rm",
+    "batched_async_rm",
+    "compute_score_dapo",
+    "extract_boxed_answer",
+    "grade_answer_verl",
+    "remote_rm",
 ]
 
 
@@ -28,7 +33,7 @@ async def remote_rm(args: Any, sample: Any, max_retries: int = 10) -> Any:
 
 
 async def async_rm(args: Any, sample: Any, **kwargs: Any) -> Any:
-    """Return the reward of a sample: by `args.custom_rm_path`, or by the grader that its row or `args.rm_type` names."""
+    """Return the reward of a sample, by `args.custom_rm_path`, or by the grader of its row or of `args.rm_type`."""
     if args.custom_rm_path is not None:
         found = load_callable(args.custom_rm_path)(args, sample, **kwargs)
         return await found if isawaitable(found) else found
