@@ -312,6 +312,7 @@ REWARD = Kind(
         ("args", "sample"),
         ("args", "samples"),
         ("data_source", "solution_str", "ground_truth", "extra_info"),
+        ("solution_str", "ground_truth"),
         ("prompts", "responses"),
     ),
     waits=None,

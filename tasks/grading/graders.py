@@ -7,6 +7,7 @@
 | `grade(samples)` | a list of them: `reward.rm_batch_size` at most, or with `reward.group_rm` all of one group |
 | `grade(args, sample)`, `grade(args, samples)` | as in slime: see `cairn.tasks.slime` |
 | `compute_score(data_source, solution_str, ground_truth, extra_info)` | as in verl: `data_source` is in the metadata |
+| `compute_score(solution_str, ground_truth)` | response and label |
 | `compute_reward(prompts, responses)` | texts; a function, or a method of a class, which is made once in each process |
 
 Each may be a coroutine function. A grader returns a number, or a mapping with the number under `reward` (another name:
@@ -182,8 +183,8 @@ def _takes(path: str, grader: Grader) -> Takes:
     ways = REWARD.signatures_of(path, grader)
     if ("prompts", "responses") in ways and len(ways) == 1:
         return Takes.PROMPTS
-    if any(way[0] == "data_source" for way in ways) and len(ways) == 1:
-        return Takes.VERL
+    if len(ways) == 1 and ", ".join(ways[0]) in (Takes.VERL, Takes.SOLUTION):
+        return Takes(", ".join(ways[0]))
     counts = {len(way) for way in ways}
     try:
         first, *_ = inspect.signature(grader).parameters

@@ -302,6 +302,8 @@ class GraderPool:
         if self._grader.whole_sample:
             return sample
         texts = sample.response, sample.label, sample.metadata
+        if self._grader.takes is Takes.SOLUTION:
+            return texts[:2]
         return (sample.metadata.get("data_source"), *texts) if self._grader.takes is Takes.VERL else texts
 
     @contextmanager

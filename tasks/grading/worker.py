@@ -186,7 +186,7 @@ def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
     if terms.takes is Takes.SAMPLES:
         return [list(samples)]
     (sample,) = samples
-    return sample if terms.takes in (Takes.TEXTS, Takes.VERL) else [sample]
+    return sample if terms.takes in (Takes.TEXTS, Takes.VERL, Takes.SOLUTION) else [sample]
 
 
 def _answers_of_result(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:

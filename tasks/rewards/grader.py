@@ -151,6 +151,8 @@ class Takes(StrEnum):
     """Arguments as in slime, with a list of samples."""
     VERL = "data_source, solution_str, ground_truth, extra_info"
     """Arguments as in verl: `data_source` of the row's metadata, response, label and metadata."""
+    SOLUTION = "solution_str, ground_truth"
+    """Response and label."""
     PROMPTS = "prompts, responses"
     """Texts of several prompts and of their responses."""
 
@@ -191,7 +193,7 @@ class NamedGrader:
     @property
     def whole_sample(self) -> bool:
         """Whether the grader takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
-        return self.takes not in (Takes.TEXTS, Takes.VERL)
+        return self.takes not in (Takes.TEXTS, Takes.VERL, Takes.SOLUTION)
 
     @property
     def sees_tokens(self) -> bool:

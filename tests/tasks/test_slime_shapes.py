@@ -209,13 +209,14 @@ def test_a_file_alone_names_its_only_fitting_function(project: Path, tiny_assets
     ("signature", "taken"),
     [
         ("data_source, solution_str, ground_truth, extra_info=None", [("math", "4", "5", {"data_source": "math"})]),
+        ("solution_str, ground_truth, strict=False", [("4", "5")]),
         ("prompts, responses", [(["2+2="], ["4"])]),
         ("prompts, completions, **kwargs", [(["2+2="], ["4"])]),
         ("response, label, metadata", [("4", "5", {"data_source": "math"})]),
     ],
 )
 def test_arguments_are_bound_by_name(tmp_path: Path, signature: str, taken: list[Any]) -> None:
-    names = [name.partition("=")[0].strip() for name in signature.split(", ") if "*" not in name]
+    names = [name.partition("=")[0] for name in signature.split(", ") if "*" not in name and name != "strict=False"]
     several = "prompts" in names
     body = f"    seen = {{'reward': 1.0, 'seen': [{', '.join(names)}]}}\n    return {'[seen]' if several else 'seen'}\n"
     (tmp_path / "named.py").write_text(f"def score({signature}):\n{body}")
