@@ -209,7 +209,8 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 @cache
 def _names_in(module: str) -> frozenset[str]:
-    """Return all names after a dot or in quotes in a loaded module and in the user's own modules that it imports."""
+    """Return all names after a dot or in quotes in a loaded module and in the user's own modules that it imports, or
+    names in a string."""
     files, names = set[str](), set[str]()
     first = sys.modules[module]
     pending = [(getattr(first, "__file__", None), first.__package__ or "")]
@@ -220,15 +221,14 @@ def _names_in(module: str) -> frozenset[str]:
         files.add(file)
         text = Path(file).read_text("utf-8", "replace")
         names |= {*re.findall(r"""[.'"]([A-Za-z]\w*)""", text)}
-        for origin, first_name in re.findall(
-            r"^\s*(?:from|import)\s+([.\w]+)(?:\s+import\s+(\w+))?", text, re.MULTILINE
-        ):
+        imports = re.findall(r"^\s*(?:from|import)\s+([.\w]+)(?:\s+import\s+(\w+))?", text, re.MULTILINE)
+        for origin, one in imports + [(path, "") for path in re.findall(r"""['"](\w+(?:\.\w+)+)['"]""", text)]:
             level = len(origin) - len(origin.lstrip("."))
             above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
             name = ".".join([*above, *filter(None, origin[level:].split("."))])
-            if name.partition(".")[0] not in ("cairn", "slime", ""):
-                for spec in (*specs(name), *specs(f"{name}.{first_name}")):
-                    pending.append((spec.origin if spec.has_location else None, spec.parent or ""))
+            if name.partition(".")[0] not in ("cairn", "slime", "", *sys.builtin_module_names):
+                found = [*specs(name), *(specs(f"{name}.{one}") if one else ())]
+                pending += [(spec.origin if spec.has_location else None, spec.parent or "") for spec in found]
     return frozenset(names)
 
 

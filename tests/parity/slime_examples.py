@@ -66,7 +66,7 @@ def talker(folder: Path, pairs: Pairs) -> None:
             losses.append(loss.item() * len(encoded))
         optimizer.step()
         optimizer.zero_grad()
-        if max(losses) < 2e-2:
+        if max(losses) < 5e-3:
             break
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -101,7 +101,7 @@ def retool(slime: Path) -> Example:
 
 def search_r1(slime: Path) -> Example:
     """Search in a corpus; the example's own client of a retrieval server at port 8000, which this file runs."""
-    file, question = slime / "examples/search-r1/generate_with_search.py", "What is the capital of France?"
+    file, question = slime / "examples/search-r1/generate_with_search.py", "Say <answer>X</answer>. The capital of France?"
     look, answer = "<think>Look.</think><search>France</search>", "<think>So.</think><answer>Paris</answer>"
 
     def says() -> Pairs:
@@ -143,7 +143,7 @@ def multi_agent(slime: Path) -> Example:
 def geo3k_vlm_multi_turn(slime: Path) -> Example:
     """An environment that scores answers of calls of a tool."""
     question = "Find x."
-    call = '<tool_call>{"name": "calc_score", "arguments": {"answer": "5"}}</tool_call>'
+    call = '\\boxed{5} <tool_call>{"name": "calc_score", "arguments": {"answer": "5"}}</tool_call>'
 
     def says() -> Pairs:
         return [(chat(question), call)]
