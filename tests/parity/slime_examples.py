@@ -82,7 +82,11 @@ def chat(question: str) -> str:
 
 def retool(slime: Path) -> Example:
     """A Python interpreter as a tool, DAPO's reward with a bonus for calls."""
-    file, question, code = slime / "examples/retool/generate_with_retool.py", "What is 6 * 7?", "<code>print(6*7)</code>"
+    file, question, code = (
+        slime / "examples/retool/generate_with_retool.py",
+        "What is 6 * 7?",
+        "<code>print(6*7)</code>",
+    )
 
     def says() -> Pairs:
         module = module_of(f"{file}:generate")
@@ -101,7 +105,10 @@ def retool(slime: Path) -> Example:
 
 def search_r1(slime: Path) -> Example:
     """Search in a corpus; the example's own client of a retrieval server at port 8000, which this file runs."""
-    file, question = slime / "examples/search-r1/generate_with_search.py", "Say <answer>X</answer>. The capital of France?"
+    file, question = (
+        slime / "examples/search-r1/generate_with_search.py",
+        "Say <answer>X</answer>. The capital of France?",
+    )
     look, answer = "<think>Look.</think><search>France</search>", "<think>So.</think><answer>Paris</answer>"
 
     def says() -> Pairs:
@@ -151,7 +158,10 @@ def geo3k_vlm_multi_turn(slime: Path) -> Example:
     options = {
         "rollout": {
             "custom_generate_function_path": "examples.geo3k_vlm_multi_turn.rollout.generate",
-            "custom_config": {"max_turns": 3, "rollout_interaction_env_path": "examples.geo3k_vlm_multi_turn.env_geo3k"},
+            "custom_config": {
+                "max_turns": 3,
+                "rollout_interaction_env_path": "examples.geo3k_vlm_multi_turn.env_geo3k",
+            },
             "rollout_max_context_len": 900,
             "rollout_max_response_len": 900,
         },
