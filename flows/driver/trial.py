@@ -1,12 +1,12 @@
 """Trial calls: a recipe's own grader and filter are called on one synthetic sample, in processes with a deadline.
 
-The sample has the prompt, label and metadata of the data's first row, and the label as its response. A generate function
-is not called, since it talks to an engine: `cairn.configs.kinds` checks how it can be called.
+The sample has the prompt, label and metadata of the data's first row, and the label as its response. A generate
+function is not called, since it talks to an engine: `cairn.configs.kinds` checks how it can be called.
 
 | the call | is |
 |---|---|
 | ends in an error of programming, such as a missing attribute | a problem |
-| the same, but the samples of a run come from a generate function of the user's, which may add what is missing | a note |
+| the same, but a generate function of the user's makes the samples, and may add what is missing | a note |
 | ends in another error: the response may be at fault, or a service that is not reachable | a note |
 | would be paid for: the grader's answers are stored | not made |
 """
@@ -32,9 +32,7 @@ from cairn.tasks.grading.pool import GraderPool
 from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.selecting.filters import get_filter, takes_samples
 
-_OF_PROGRAMMING = re.compile(
-    r"(Attribute|Type|Name|Key|Index|Import|ModuleNotFound|UnboundLocal|Assertion)Error|BadPlugin"
-)
+_OF_PROGRAMMING = re.compile(r"(Attribute|Type|Name|Import|ModuleNotFound|UnboundLocal)Error|BadPlugin")
 _START_TIMEOUT = 60.0
 """Seconds that a filter's process may take to import it."""
 
@@ -64,14 +62,15 @@ def _failures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     response = row.label or "An answer."
     ids = tuple(tokenizer(response, add_special_tokens=False)["input_ids"])
     known: dict[str, Any] = {"response_ids": ids, "prompt": row.prompt_text, "prompt_ids": tuple(row.prompt_ids)}
-    metadata = row.metadata or {}
+    metadata, components = row.metadata or {}, dict[str, Any]()
     if grader is not None and calls_grader:
         sample = Sample(response, row.label, metadata, response_with_special_tokens=response, **known)
         count = config.rollout.n_samples_per_prompt if config.reward.group_rm else 1
         own = config.reward.model_copy(update={"num_workers": 1})
         with GraderPool(own, GraderRetries(retries=0), grader_args(config)) as pool:
             try:
-                error = next((one.error for one in pool.grade([sample] * count, [0] * count) if one.error), None)
+                graded = pool.grade([sample] * count, [0] * count)
+                error, components = graded[0].error, graded[0].components or {}
             except (GraderFailed, GraderUnavailable) as failure:
                 error = str(failure)
         if error is not None:
@@ -80,7 +79,13 @@ def _failures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         mask, zeros = (1,) * len(ids), (0.0,) * len(ids)
         samples = [
             GradedSample(
-                response, row.label, metadata, sample_index=i, reward=float(i), loss_mask=mask, log_probs=zeros, **known
+                *(response, row.label, metadata),
+                **known,
+                sample_index=i,
+                reward=float(i),
+                components=components,
+                loss_mask=mask,
+                log_probs=zeros,
             )
             for i in range(2)
         ]
