@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-proofs test-all test-ceph chaos bench
-.PHONY: clean parity
+.PHONY: clean parity slime-examples
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ parity: setup $(VERL)/.installed ## Record what verl, TRL and the slime at SLIME
 	$(VERL)/bin/python $(PARITY)/verl_values.py $(PARITY)/batch.json $(PARITY)/values/verl.json
 	$(TRL)/bin/python $(PARITY)/trl_values.py $(PARITY)/batch.json $(PARITY)/values/trl.json
 	$(VERL)/bin/python $(PARITY)/slime_values.py $(SLIME) $(SLIME_COMMIT) $(PARITY)/batch.json $(PARITY)/values/slime.json
+
+slime-examples: setup ## Run the examples of the slime at SLIME=DIR, unchanged, and record what came out
+	PYTHONPATH=. $(BIN)/python -P $(PARITY)/slime_examples.py $(SLIME) $(SLIME_COMMIT) $(PARITY)/values/slime_examples.json
 
 tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build

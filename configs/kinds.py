@@ -568,10 +568,10 @@ def _only_fitting(kind: Kind, name: str) -> str:
             fitting += [node.name] if kind.method in names or inherits else []
     if len(fitting) == 1:
         return fitting[0]
-    ways = " or ".join(f"({', '.join(arguments)})" for arguments in kind.takes)
     if not fitting:
+        taken = " or ".join(f"({', '.join(arguments)})" for arguments in kind.takes)
         has = ", ".join(f"{one}{signature}" for one, signature in functions.items()) or "none"
-        raise BadPlugin(f"{name} has no {kind.name}, which takes {ways}; its functions: {has}")
+        raise BadPlugin(f"{name} has no {kind.name}, which takes {taken}; its functions: {has}")
     raise BadPlugin(f"{name} has several: write {' or '.join(f'{name}:{one}' for one in fitting)}")
 
 

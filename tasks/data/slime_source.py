@@ -65,11 +65,11 @@ class Dataset:
 
     def sample(self, count: int) -> list[Any]:
         """Return the next prompts, epoch after epoch."""
-        drawn = []
+        drawn: list[Any] = []
         for _ in range(count):
             epoch, place = divmod(self.position, len(self))
-            if place == 0 or self.position == 0 or not drawn:
-                self.shuffle(epoch) if self._args.rollout_shuffle else None
+            if self._args.rollout_shuffle and (place == 0 or not drawn):
+                self.shuffle(epoch)
             drawn.append(self[place].prompt)
             self.position += 1
         return drawn
@@ -102,7 +102,7 @@ class RolloutDataSource(DataSource):
 
     def get_samples(self, num_samples: int) -> list[Any]:
         """Return the next groups of `args.n_samples_per_prompt` samples."""
-        groups = []
+        groups: list[Any] = []
         for _ in range(num_samples):
             if self.sample_offset == len(self.dataset):
                 self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
@@ -168,9 +168,8 @@ def as_function(source: type, name: str, values: Mapping[str, Any]) -> Callable[
     instance = _made(source, name, args)
     made = frozenset(vars(instance))
     begun = _memory(instance, name, known=made)
-    hears = "add_samples" in dir(source) and not any(
-        source.add_samples is getattr(own, "add_samples", None) for own in _OWN
-    )
+    own = getattr(source, "add_samples", None)
+    hears = own is not None and all(own is not getattr(one, "add_samples", None) for one in _OWN)
 
     def get_samples(path: str, state: Any, count: int, results: Sequence[Any]) -> tuple[list[Any], Any]:
         state = state or {"memory": {}, "drawn": 0, "open": {}}
@@ -179,8 +178,8 @@ def as_function(source: type, name: str, values: Mapping[str, Any]) -> Callable[
             if now.get(attribute) != value:
                 _restore(instance, attribute, value)
         if hears and results:
-            rows = [(state["open"].pop(str(one.prompt_index), None), one) for one in results]
-            instance.add_samples([_judged(row, one, args) for row, one in rows if row is not None])
+            judged = [(state["open"].pop(str(one.prompt_index), None), one) for one in results]
+            instance.add_samples([_judged(row, one, args) for row, one in judged if row is not None])
         samples = [one[0] if isinstance(one, list) else one for one in instance.get_samples(count)] if count else []
         rows = [{args.input_key: one.prompt, **_more(one, args)} for one in samples]
         if hears:
