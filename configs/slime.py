@@ -59,14 +59,15 @@ def _names(to: str | list[str] | None) -> tuple[str, ...]:
     return (to,) if isinstance(to, str) else tuple(to or ())
 
 
-def label_as_in_row(label: str | None) -> Any:
-    """Return a label as functions written for slime get it: a mapping where the row has one."""
-    if label is not None and label.startswith("{"):
+def as_in_row(text: str | None, opening: str = "{") -> Any:
+    """Return a label as functions written for slime get it, a mapping where the row has one. `opening`: of a prompt it
+    is `[{`, for messages that no chat template has rendered."""
+    if text is not None and text.startswith(opening):
         try:
-            return json.loads(label)
+            return json.loads(text)
         except ValueError:
             pass
-    return label
+    return text
 
 
 class Status(Enum):

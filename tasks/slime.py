@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.configs.slime import Arguments as Arguments
 from cairn.configs.slime import Status as Status
-from cairn.configs.slime import label_as_in_row
+from cairn.configs.slime import as_in_row
 from cairn.engines.agents import slime as generating
 from cairn.tasks.rewards import sample as graders
 
@@ -87,7 +87,7 @@ def to_grade(sample: graders.Sample) -> Sample:
         tokens=[*sample.prompt_ids, *sample.response_ids],
         response=sample.response,
         response_length=sample.length,
-        label=label_as_in_row(sample.label),
+        label=as_in_row(sample.label),
         metadata=dict(sample.metadata),
         status=Status(sample.status),
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
-from cairn.configs.schema.base import Code, DataPath, EngineOptions, Section, ServerUrl, Text, rule
+from cairn.configs.schema.base import Code, DataPath, EngineOptions, FromStore, Section, ServerUrl, Text, rule
 from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
@@ -350,7 +350,7 @@ class RolloutConfig(Section):
     """Longest episode of `tool_calls` in tokens, prompt and responses together; a longer one is truncated. By default
     the model's context length. slime: `--rollout-max-context-len`."""
 
-    custom_config: Annotated[dict[str, Any], _OF_USERS] = Field(default_factory=dict)
+    custom_config: Annotated[dict[str, Any], FromStore.WORDS, _OF_USERS] = Field(default_factory=dict)
     """Attributes of `args` for functions written for slime, besides those of slime's flags, see
     docs/coming-from-slime.md. slime: `--custom-config-path`, whose file has them."""
 

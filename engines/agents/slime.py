@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cairn.configs.kinds import GENERATE
-from cairn.configs.slime import Arguments, Status, label_as_in_row
+from cairn.configs.slime import Arguments, Status, as_in_row
 from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
 
 if TYPE_CHECKING:  # graders import this too, and need no server
@@ -196,8 +196,8 @@ def adapted(
             slime_sample = Sample(
                 group_index=sample.group_id,
                 index=sample.index,
-                prompt=sample.prompt,
-                label=label_as_in_row(sample.label),
+                prompt=as_in_row(sample.prompt, "[{"),
+                label=as_in_row(sample.label),
                 metadata=copy.deepcopy(sample.metadata),
             )
             params = ctx.sampling
@@ -379,8 +379,8 @@ def _info(sample: Any, request: SampleRequest, text: str) -> dict[str, Any] | No
     """Return what a function wrote into its sample for the grader: text and data that differ from the record's, and
     attributes of its own that are JSON values."""
     known = {
-        "prompt": request.prompt,
-        "label": label_as_in_row(request.label),
+        "prompt": as_in_row(request.prompt, "[{"),
+        "label": as_in_row(request.label),
         "metadata": request.metadata,
         "response": text,
     }

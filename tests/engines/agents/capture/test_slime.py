@@ -125,7 +125,7 @@ async def several_turns(args, samples, evaluation=False):
     assert (evaluation, args.max_turns, args.context_parallel_size) == (False, 2, 1)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1/chat/completions"
     for sample in samples:
-        conversation = [{"role": "user", "content": "Hello."}]
+        conversation = sample.prompt
         for turn in range(args.max_turns):
             output = await post(url, {"messages": conversation})
             response = output["choices"][0]["message"]["content"]
@@ -177,7 +177,8 @@ def generated(engine: TransformersEngine, talker: Path, tmp_path_factory: pytest
     function = GenerateFunction(f"{file}:generate", search, str(talker), timeout=60.0, options=options)
 
     def generated(name: str) -> GeneratedSample:
-        requested = SampleRequest(0, 0, [20, 21, 22], 7, metadata={"as": name})
+        prompt = '[{"role": "user", "content": "Hello."}]'
+        requested = SampleRequest(0, 0, [20, 21, 22], 7, prompt=prompt, metadata={"as": name})
         with closing(samples.generate([requested], params, function)) as stream:  # type: ignore[type-var]
             (result,) = [sample for part in stream if isinstance(part, list) for sample in part]
         return result
@@ -235,6 +236,8 @@ def test_a_sample_without_tokens_is_what_the_record_says(generated: Any, tokeniz
     assert tokenizer.decode(trajectory.segments[2].ids) == "Bye now.<|im_end|>"
     assert trajectory.reward == 0.5
     metadata = {"as": "several_turns", "turns": 2}
+    assert trajectory.info is not None
+    assert len(trajectory.info.pop("prompt")) == 3, "the function has extended the messages"
     assert trajectory.info == {"response": "Bye now.", "tool_calls": 1, "metadata": metadata}
 
 
