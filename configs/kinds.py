@@ -521,7 +521,6 @@ def _names(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
 
 _OF_SLIME = {
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "check_reward_nonzero_std",
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted": None,
     "slime.rollout.sglang_rollout.generate": "single_turn",
     "slime.rollout.data_source.RolloutDataSource": None,
     "slime.rollout.data_source.RolloutDataSourceWithBuffer": None,

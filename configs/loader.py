@@ -324,13 +324,16 @@ def _with_recorded_names(values: dict[str, Any]) -> dict[str, Any]:
         for section in sections:
             owners = [below for owner in owners for below in _copied(owner, section)]
         for owner in owners:
-            if isinstance(name := owner.get(last), str):
-                try:
-                    owner[last] = canonical(option, name)
-                except BadPlugin as error:
-                    problems.append(f"{option}: {error}")
-                if owner[last] is None:
-                    del owner[last]
+            named = owner.get(last)
+            try:
+                if isinstance(named, list):
+                    owner[last] = [canonical(option, one) if isinstance(one, str) else one for one in named]
+                elif isinstance(named, str):
+                    owner[last] = canonical(option, named)
+                    if owner[last] is None:  # the default is meant
+                        del owner[last]
+            except BadPlugin as error:
+                problems.append(f"{option}: {error}")
     if problems:
         raise ConfigError(problems)
     return values

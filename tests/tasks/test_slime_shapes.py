@@ -15,6 +15,7 @@ from cairn.configs.loader import parse
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.slime import values_read
+from cairn.configs.view import reads_under
 from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
@@ -272,6 +273,9 @@ def test_args_have_the_flags_of_slime_and_megatron(tmp_path: Path, tiny_assets: 
     with GraderPool(config.reward, args=values) as grader:
         (graded,) = grader.grade([Sample("", None)])
     assert graded.components is not None
+    counted = reads_under(config, ("reward.custom_rm_path",))
+    assert {"training.max_tokens_per_gpu", "training.megatron", "rollout.custom_config"} <= {*counted}
+    assert "training.lr" not in counted
     model = json.loads((tiny_assets / "model" / "config.json").read_text())
     assert graded.components["read"] == [
         *(1, 512, model["num_hidden_layers"], str(tiny_assets / "model"), []),
