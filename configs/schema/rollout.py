@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
 from cairn.configs.schema.base import Code, DataPath, EngineOptions, FromStore, Section, ServerUrl, Text, rule
-from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, when
+from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, read, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
 
@@ -156,18 +156,12 @@ _CHOSEN = When(
     "set rollout.buffer_filter_path=priority or stratified",
 )
 _TOOL_CALLS = when("rollout.custom_generate_function_path", "tool_calls")
+_CALLING_USERS = (
+    *("rollout.custom_generate_function_path", "rollout.dynamic_sampling_filter", "rollout.rollout_sample_filter_path"),
+    *("rollout.buffer_filter_path", "reward.custom_rm_path", "data.get_samples_path"),
+)
 _OF_USERS = When(
-    lambda run: any(
-        "." in (name or "")
-        for name in (
-            *(
-                run.rollout.custom_generate_function_path,
-                run.rollout.dynamic_sampling_filter,
-                run.reward.custom_rm_path,
-            ),
-            *(run.rollout.rollout_sample_filter_path, run.rollout.buffer_filter_path, run.data.get_samples_path),
-        )
-    ),
+    lambda run: any("." in (read(run, option) or "") for option in _CALLING_USERS),
     lambda run: "no function of yours generates, grades or filters samples",
     "set rollout.custom_generate_function_path or reward.custom_rm_path",
 )
