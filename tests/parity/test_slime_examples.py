@@ -1,4 +1,4 @@
-"""What `make slime-examples` recorded: slime's examples, unchanged, trained for three iterations without a failed sample."""
+"""What `make slime-examples` recorded: each example trained for three iterations, and no sample failed."""
 
 import json
 from pathlib import Path
