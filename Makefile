@@ -32,10 +32,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-proofs test-all test-ceph chaos bench
-.PHONY: clean parity
+.PHONY: clean parity slime-examples
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch first and alone: its CPU build satisfies the pin, so nothing pulls CUDA packages on a machine without a GPU.
 $(TORCH): constraints.txt
@@ -104,6 +104,9 @@ parity: setup $(VERL)/.installed ## Record what verl, TRL and the slime at SLIME
 	$(TRL)/bin/python $(PARITY)/trl_values.py $(PARITY)/batch.json $(PARITY)/values/trl.json
 	$(VERL)/bin/python $(PARITY)/slime_values.py $(SLIME) $(SLIME_COMMIT) $(PARITY)/batch.json $(PARITY)/values/slime.json
 
+slime-examples: setup ## Run the examples of the slime at SLIME=DIR, unchanged, and record what came out
+	PYTHONPATH=. $(BIN)/python -P $(PARITY)/slime_examples.py $(SLIME) $(SLIME_COMMIT) $(PARITY)/values/slime_examples.json
+
 tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build
 
@@ -112,7 +115,7 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/python -m examples.quickstart.report
 
 types: # The folders under the names by which they are imported, for who reads and does not import
-	@mkdir -p build/types/cairn && ln -sfn $(foreach file,$(ROOMS) $(wildcard cairn/*.py),../../../$(file)) build/types/cairn/
+	@mkdir -p build/types/cairn && ln -sfn $(foreach file,$(ROOMS) $(wildcard cairn/*.py) cairn/slime,../../../$(file)) build/types/cairn/
 
 lint: setup types ## Lint and check types
 	$(BIN)/ruff check .

@@ -6,13 +6,18 @@
 | `package.module.function` | user code, on the import path |
 | `file.py:function` | user code, in a file |
 
+A recipe may also write `package.module:function`, a file alone, which means its only fitting function, and the path of
+one of slime's own functions that is built in here: see `canonical`.
+
 A new built-in one is one more file in the folder; nothing else changes. A function declares with `plugin` what it needs
 and which options it reads; `cairn.engines.training.needs` holds all that follows from that. The source of user code
 counts in the digests of the steps that read the option (`cairn.tasks.durable.step`). Where a store may name code at all
 (`cairn.flows.driver.trust`), it may name it in these options. Both follow from `KINDS`.
 """
 
+import ast
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -99,8 +104,22 @@ ARGS = "args"
 
 
 def written_for_slime(function: Callable[..., Any]) -> bool:
-    """Whether a function's first argument is slime's `args`."""
-    return next(iter(inspect.signature(function).parameters), None) == ARGS
+    """Whether a function's first argument is slime's `args`, or it is a class, as slime's data sources are."""
+    if inspect.isclass(function):
+        return True
+    try:
+        return next(iter(inspect.signature(function).parameters), None) == ARGS
+    except ValueError:  # it is not written in Python
+        return False
+
+
+_SYNONYMS = {
+    "sample": r"(\w+_)?sample|s|item",
+    "samples": r"(\w+_)?samples|group|groups|batch|data",
+    "responses": r"responses|completions",
+    "num_samples": r"num_samples|n|num",
+}
+"""Other names of parameters of functions that were written for slime, as patterns."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +144,10 @@ class Kind:
     """Whether the function is a coroutine function; None: it may be either."""
     yields: bool = False
     """Whether the function may be a generator function."""
+    method: str = ""
+    """Method of a class that may stand in place of a function; empty where none may."""
+    method_takes: tuple[str, ...] = ()
+    """Names of the arguments of this method."""
 
     def built_in_names(self) -> list[str]:
         """Return the names of the built-in ones: of the files in the folder, without helpers. Imports none of them."""
@@ -165,22 +188,32 @@ class Kind:
 
         Raises BadPlugin where there is none.
         """
+        takes = (self.method_takes,) if inspect.isclass(function) else self.takes
         try:
-            signature = inspect.signature(function)
+            signature = inspect.signature(self._called(name, function))
         except ValueError:  # it is not written in Python
-            return list(self.takes)
-        fitting = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
-        if len(self.takes) > 1:  # the number of arguments does not distinguish the signatures of other libraries
-            fitting = [arguments for arguments in fitting if _names(signature, arguments)]
+            return list(takes)
+        fitting = _fitting(signature, takes)
         if not fitting:
-            ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
-            named = " by these names" if len(self.takes) > 1 else ""
+            ways = " or ".join(f"({', '.join(arguments)})" for arguments in takes)
+            named = " by these names" if len(takes) > 1 else ""
             raise BadPlugin(f"the {self.name} {name!r} takes {signature}: let it take {ways}{named}")
         return fitting
 
+    def _called(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called: of a class, its method."""
+        if not inspect.isclass(function):
+            return function
+        method = getattr(function, self.method, None) if self.method else None
+        if method is None:
+            has = f", or a class with the method {self.method}" if self.method else ""
+            raise BadPlugin(f"the {self.name} {name!r} is a class: name a function{has}")
+        return partial(method, None)  # without `self`
+
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
         self.signatures_of(name, function)
-        sort = deferred(function)
+        function = self._called(name, function)
+        sort = deferred(function.func if isinstance(function, partial) else function)
         may_be = {None: (None, "a coroutine"), True: ("a coroutine",), False: (None,)}[self.waits]
         if sort in may_be or (self.yields and sort == "a generator"):
             return
@@ -272,8 +305,19 @@ REWARD = Kind(
     "cairn.tasks.rewards",
     "grade",
     frozenset({"boxed", "choices", "equality", "grader", "notation", "sample", "scorers"}),
-    (("sample",), ("samples",), ("response", "label", "metadata"), ("args", "sample"), ("args", "samples")),
+    (
+        ("sample",),
+        ("samples",),
+        ("response", "label", "metadata"),
+        ("args", "sample"),
+        ("args", "samples"),
+        ("data_source", "solution_str", "ground_truth", "extra_info"),
+        ("solution_str", "ground_truth"),
+        ("prompts", "responses"),
+    ),
     waits=None,
+    method="compute_reward",
+    method_takes=("prompts", "responses"),
 )
 FILTER = Kind(
     "filter",
@@ -289,14 +333,14 @@ SAMPLE_FILTER = Kind(
     "cairn.tasks.selecting.sample_filters",
     "remove",
     frozenset(),
-    (("groups",),),
+    (("groups",), ("args", "samples")),
 )
 SOURCE = Kind(
     "data source",
     ("data.data_source_path", "data.mixture.data_source_path", "eval.benchmarks.data_source_path"),
     "cairn.tasks.data",
     "rows",
-    frozenset({"demonstrations", "drawing", "opening", "prompts", "rows", "stream"}),
+    frozenset({"demonstrations", "drawing", "opening", "prompts", "rows", "slime_source", "stream"}),
     (("path",),),
     yields=True,
 )
@@ -307,6 +351,8 @@ STATEFUL_SOURCE = Kind(
     "get_samples",
     frozenset(),
     (("path", "state", "count", "results"),),
+    method="get_samples",
+    method_takes=("num_samples",),
 )
 CURRICULUM = Kind(
     "curriculum",
@@ -330,7 +376,7 @@ BUFFER = Kind(
     "cairn.tasks.selecting.buffers",
     "order",
     frozenset({"group"}),
-    (("groups",),),
+    (("groups",), ("args", "rollout_id", "buffer", "num_samples"), ("args", "buffer", "num_samples")),
 )
 BENCHMARK = Kind(
     "benchmark metric",
@@ -346,7 +392,15 @@ GENERATE = Kind(
     "cairn.engines.agents.generation",
     "generate",
     frozenset({"call_formats"}),
-    (("ctx", "sample"), ("args", "sample", "sampling_params")),
+    (
+        ("ctx", "sample"),
+        ("args", "sample", "sampling_params"),
+        ("args", "sample", "sampling_params", "evaluation"),
+        ("args", "sample"),
+        ("args", "samples"),
+        ("args", "samples", "evaluation"),
+        ("args", "samples", "sampling_params"),
+    ),
     waits=True,
 )
 
@@ -433,18 +487,104 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return True
 
 
+def _fitting(signature: inspect.Signature, takes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the ways in which a function with a signature can be called."""
+    fitting = [arguments for arguments in takes if _binds(signature, len(arguments))]
+    if len(takes) > 1:  # the number of arguments does not distinguish the signatures of other libraries
+        fitting = [arguments for arguments in fitting if _names(signature, arguments)]
+    return fitting
+
+
 def _names(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
     """Whether a function's positional parameters have the names of the arguments, or no names (`_`, `*args`).
 
-    For a function written for slime only the first name counts. A single parameter may have any name, unless the
-    function also takes `**kwargs`, as functions of other libraries do.
+    Functions written for slime may use `_SYNONYMS`. A single parameter may have any name, unless the function also
+    takes `**kwargs`, as functions of other libraries do.
     """
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
-    if arguments[0] == ARGS:
-        return named[:1] == [ARGS]
     if len(arguments) == 1 and all(
         one.kind is not inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()
     ):
-        return True
-    return all(name.strip("_") in ("", argument) for name, argument in zip(named, arguments, strict=False))
+        return named[:1] != [ARGS]
+    if arguments[0] == ARGS and named[:1] != [ARGS]:
+        return False
+    patterns = [_SYNONYMS.get(argument, argument) if len(arguments) > 1 else argument for argument in arguments]
+    return all(
+        name.strip("_") == "" or re.fullmatch(pattern, name.strip("_"))
+        for name, pattern in zip(named, patterns, strict=False)
+    )
+
+
+# Names as a recipe may write them.
+
+
+_OF_SLIME = {
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "check_reward_nonzero_std",
+    "slime.rollout.sglang_rollout.generate": "single_turn",
+    "slime.rollout.data_source.RolloutDataSource": None,
+    "slime.rollout.data_source.RolloutDataSourceWithBuffer": None,
+    "slime.rollout.data_source.pop_first": "oldest_first",
+    "slime.backends.megatron_utils.loss.icepop_function": "icepop",
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": "mis",
+}
+"""Built-in counterparts of functions of slime; None: what an option does without a name."""
+
+
+def canonical(option: str, name: str) -> str | None:
+    """Return the name of code in an option as it is recorded: a built-in one's, `package.module.function` or
+    `file.py:function`.
+
+    Runs no code: the functions of a file are read from its source. Raises BadPlugin where a file has no fitting
+    function, or several.
+    """
+    if (dotted := name.replace(":", ".")) in _OF_SLIME:
+        return _OF_SLIME[dotted]
+    if name.endswith(".py"):
+        return f"{name}:{_only_fitting(OPTIONS[option], name)}"
+    return name if ".py:" in name else dotted
+
+
+def _only_fitting(kind: Kind, name: str) -> str:
+    file = Path(name).expanduser()
+    try:
+        tree = ast.parse(file.read_bytes(), name)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadPlugin(f"{name} cannot be read ({error}): correct the path of the file") from None
+    functions, fitting = dict[str, inspect.Signature](), list[str]()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            functions[node.name] = signature = _signature(node.args)
+            ways = _fitting(signature, kind.takes)
+            # A single argument may have any name: only its usual name tells the function from its helpers.
+            if any(len(way) > 1 or tuple(signature.parameters)[:1] == way for way in ways):
+                fitting.append(node.name)
+        elif isinstance(node, ast.ClassDef) and kind.method:
+            names = [one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            inherits = any(
+                ast.unparse(base).endswith(("DataSource", "WithBuffer", "RewardModel")) for base in node.bases
+            )
+            fitting += [node.name] if kind.method in names or inherits else []
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        taken = " or ".join(f"({', '.join(arguments)})" for arguments in kind.takes)
+        has = ", ".join(f"{one}{signature}" for one, signature in functions.items()) or "none"
+        raise BadPlugin(f"{name} has no {kind.name}, which takes {taken}; its functions: {has}")
+    raise BadPlugin(f"{name} has several: write {' or '.join(f'{name}:{one}' for one in fitting)}")
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """Return the signature of a function in a source."""
+    kind = inspect.Parameter
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    parameters = [
+        kind(one.arg, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if place < required else None)
+        for place, one in enumerate(positional)
+    ]
+    parameters += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    parameters += [kind(one.arg, kind.KEYWORD_ONLY, default=None if value else kind.empty) for one, value in pairs]
+    parameters += [kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else []
+    return inspect.Signature(parameters)

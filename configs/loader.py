@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from cairn.configs.errors import ConfigError
+from cairn.configs.kinds import OPTIONS, canonical
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
 from cairn.configs.schema.effect import Idle, idle_options
@@ -164,6 +166,7 @@ def parse(
     Raises:
         ConfigError: lists every problem at once.
     """
+    values = _with_recorded_names(values)
     try:
         text = json.dumps(_without_empty_sections(values, RunConfig), default=str)
     except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
@@ -310,6 +313,42 @@ def _place(owner: dict[str, Any] | list[Any], key: str, override: str, name: str
             [f"--set {override}: {name} is a list of {len(owner)}; {key} is not a position in it (counted from 0)"]
         )
     return int(key)
+
+
+def _with_recorded_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return options with names of code as they are recorded: `cairn.configs.kinds.canonical`. Raises ConfigError."""
+    values, problems = dict(values), list[str]()
+    for option in OPTIONS:
+        *sections, last = option.split(".")
+        owners: list[Any] = [values]
+        for section in sections:
+            owners = [below for owner in owners for below in _copied(owner, section)]
+        for owner in owners:
+            named = owner.get(last)
+            try:
+                if isinstance(named, list):
+                    owner[last] = [canonical(option, one) if isinstance(one, str) else one for one in named]
+                elif isinstance(named, str):
+                    owner[last] = canonical(option, named)
+                    if owner[last] is None:  # the default is meant
+                        del owner[last]
+            except BadPlugin as error:
+                problems.append(f"{option}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _copied(owner: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Replace a section of `owner`, or each of a list of sections, by a copy. Return the copies."""
+    below = owner.get(name)
+    if isinstance(below, dict):
+        owner[name] = dict(below)
+        return [owner[name]]
+    if isinstance(below, list):
+        owner[name] = [dict(one) if isinstance(one, dict) else one for one in below]
+        return [one for one in owner[name] if isinstance(one, dict)]
+    return []
 
 
 def _without_empty_sections(values: Any, schema: type[BaseModel]) -> Any:

@@ -1,15 +1,20 @@
-"""Import of code by name: `package.module.function` on the import path, or `file.py:function`."""
+"""Import of code by name: `package.module.function` on the import path, or `file.py:function`.
+
+A file may import its neighbours, the modules in its own folder. Code that imports `slime` gets the modules of
+`cairn.slime`, and for the rest those of a slime on the import path.
+"""
 
 import functools
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import find_spec
+from importlib.util import find_spec, spec_from_file_location
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +77,8 @@ def module_of(path: str) -> ModuleType:
     place, name = _split(path)
     if not place or not name:
         raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")
+    if "slime" not in sys.modules and _SLIME not in sys.meta_path:
+        sys.meta_path.insert(0, _SLIME)
     return _load_file(Path(place).expanduser().resolve()) if ".py:" in path else _import_module(place, path)
 
 
@@ -129,7 +136,7 @@ def specs(name: str) -> Iterator[ModuleSpec]:
 
 def _split(path: str) -> tuple[str, str]:
     """Split a path into the place of the code and its name there."""
-    place, _, name = path.rpartition(":" if ".py:" in path else ".")
+    place, _, name = path.rpartition(":" if ":" in path else ".")
     return place, name
 
 
@@ -165,6 +172,7 @@ def _load_file(file: Path) -> ModuleType:
     spec = _Files.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
+    _add_neighbours(file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -174,6 +182,27 @@ def _load_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise BadPlugin(f"{file} cannot be loaded: running it failed with {error!r}; correct it") from error
     return module
+
+
+def _add_neighbours(file: Path) -> None:
+    """Put the folder of a file at the end of the import path.
+
+    Raises BadPlugin where a module beside the file would be another one under its name.
+    """
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    for name in sorted(
+        set(re.findall(r"^\s*(?:from|import)\s+(\w+)", file.read_text("utf-8", "replace"), re.MULTILINE))
+    ):
+        beside = [file.parent / f"{name}.py", file.parent / name / "__init__.py"]
+        if name in sys.stdlib_module_names or not any(one.is_file() for one in beside):
+            continue
+        spec = find_spec(name)
+        if spec is not None and spec.origin and Path(spec.origin).resolve() not in beside:
+            raise BadPlugin(
+                f"{file} imports {name}, which is {spec.origin} here and not the one in its own folder: rename one"
+            )
 
 
 def _name_of(file: Path) -> str:
@@ -201,5 +230,22 @@ class _Files(MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, file, loader=_Source(fullname, file))
 
 
+class _Slime(MetaPathFinder):
+    """Finds the package `slime`: Cairn's, then the folders of a slime on the import path, for modules that Cairn's
+    lacks."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of the package; None for other names. Implements `importlib.abc.MetaPathFinder`."""
+        if fullname != "slime":
+            return None
+        own = find_spec("cairn.slime")
+        assert own is not None
+        assert own.origin is not None
+        folders = [str(Path(own.origin).parent), *(os.path.join(entry or ".", "slime") for entry in sys.path)]
+        found = [folder for folder in folders if os.path.isfile(os.path.join(folder, "__init__.py"))]
+        return spec_from_file_location(fullname, own.origin, submodule_search_locations=found)
+
+
+_SLIME = _Slime()
 __path__: list[str] = []  # the files' modules lie below this one
 sys.meta_path.append(_Files())

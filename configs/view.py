@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from cairn.configs.kinds import OPTIONS, code_options, declared, named
+from cairn.configs.kinds import OPTIONS, code_options, declared, named, written_for_slime
 from cairn.configs.schema.base import Section
+from cairn.configs.slime import options_read
 
 CHANGES_NO_BITS: Mapping[str, str] = {
     "model": "the inputs contain the digests of the folders, and the name of a teacher that a server runs",
@@ -92,7 +93,8 @@ def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
     """Return the options that a step or an engine reads: `reads`, and those that user code declares.
 
     The user code is the code that options of `reads` name. It declares options of its section with
-    `cairn.plugin(reads=…)`. All of them count in the digests.
+    `cairn.plugin(reads=…)`; code written for slime reads those of `cairn.configs.slime`. All of them count in the
+    digests.
 
     Args:
         config: a `RunConfig`, or an object with the sections that name the code.
@@ -106,6 +108,8 @@ def reads_under(config: Any, reads: tuple[str, ...]) -> tuple[str, ...]:
         section = option.rpartition(".")[0]
         for path in named(config, option).values():
             if "." in path:
-                own = (f"{section}.{name}" for name in sorted(declared(OPTIONS[option].load(path)).reads))
+                function = OPTIONS[option].load(path)
+                own = [f"{section}.{name}" for name in sorted(declared(function).reads)]
+                own += options_read(function) if written_for_slime(function) else ()
                 options += [name for name in own if not is_covered(name, tuple(options))]
     return tuple(options)

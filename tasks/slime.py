@@ -9,6 +9,7 @@ from typing import Any
 
 from cairn.configs.slime import Arguments as Arguments
 from cairn.configs.slime import Status as Status
+from cairn.configs.slime import as_in_row
 from cairn.engines.agents import slime as generating
 from cairn.tasks.rewards import sample as graders
 
@@ -22,8 +23,8 @@ _UNAVAILABLE = {
 
 @dataclass
 class Sample:
-    """Fields of slime's `Sample` for a response that is or can be graded. What a function writes into it is lost: only
-    its return value counts."""
+    """Fields of slime's `Sample` for a response that is or can be graded, and the attributes that the generate function
+    set. What a function writes into it is lost, but for `remove_sample` of a filter: its return value counts."""
 
     prompt: str = ""
     """Prompt as the model read it."""
@@ -33,11 +34,13 @@ class Sample:
     """Response as text, without special tokens."""
     response_length: int = 0
     """Response tokens."""
-    label: str | None = None
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     """Reward; None before grading."""
     metadata: dict[str, Any] = field(default_factory=dict)
     status: Status = Status.COMPLETED
+    remove_sample: bool = False
+    """Whether a filter of samples takes it out of the loss."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError with an explanation. Python calls this for missing attributes only."""
@@ -78,13 +81,15 @@ class DynamicFilterOutput:
 
 
 def to_grade(sample: graders.Sample) -> Sample:
-    """Return the sample that a grader receives."""
-    return Sample(
+    """Return the sample that a grader receives, with what the generate function wrote into it."""
+    own = Sample(
         prompt=sample.prompt,
         tokens=[*sample.prompt_ids, *sample.response_ids],
         response=sample.response,
         response_length=sample.length,
-        label=sample.label,
+        label=as_in_row(sample.label),
         metadata=dict(sample.metadata),
         status=Status(sample.status),
     )
+    vars(own).update((sample.infos and sample.infos[-1]) or {})
+    return own

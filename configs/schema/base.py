@@ -33,6 +33,7 @@ class FromStore(StrEnum):
     MODEL_FOLDER = "model folder"
     DATA = "data"
     TEMPLATE_ARGUMENTS = "template arguments"
+    WORDS = "words"
     ENGINE_OPTIONS = "engine options"
     SERVER = "server"
     SERVICE = "service"

@@ -145,6 +145,10 @@ class RewardConfig(Section):
     """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`). Takes precedence
     over `rm_type`. slime: `--custom-rm-path`."""
 
+    custom_rm_model_path: Annotated[ModelFolder | None, when("reward.custom_rm_path")] = Field(None, min_length=1)
+    """Folder of a model that a grader of your own loads: the constructor of a class with `compute_reward` gets it as
+    `model_path`."""
+
     rm_type_key: Text | None = "rm_type"
     """Key of a row's metadata that names a built-in grader for this row. It takes precedence over `rm_type`, but not
     over `custom_rm_path`. Null: rows name none."""

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
-from cairn.configs.schema.base import Code, DataPath, EngineOptions, Section, ServerUrl, Text, rule
-from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, when
+from cairn.configs.schema.base import Code, DataPath, EngineOptions, FromStore, Section, ServerUrl, Text, rule
+from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, read, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
 
@@ -156,6 +156,15 @@ _CHOSEN = When(
     "set rollout.buffer_filter_path=priority or stratified",
 )
 _TOOL_CALLS = when("rollout.custom_generate_function_path", "tool_calls")
+_CALLING_USERS = (
+    *("rollout.custom_generate_function_path", "rollout.dynamic_sampling_filter", "rollout.rollout_sample_filter_path"),
+    *("rollout.buffer_filter_path", "reward.custom_rm_path", "data.get_samples_path"),
+)
+_OF_USERS = When(
+    lambda run: any("." in (read(run, option) or "") for option in _CALLING_USERS),
+    lambda run: "no function of yours generates, grades or filters samples",
+    "set rollout.custom_generate_function_path or reward.custom_rm_path",
+)
 _CALLED = When(
     lambda run: run.rollout.custom_generate_function_path != "single_turn",
     lambda run: "rollout.custom_generate_function_path is single_turn",
@@ -327,13 +336,17 @@ class RolloutConfig(Section):
     """Format of tool calls in `tool_calls`. `template`: the format of the model's chat template, which gets the tools.
     `tags`: `<search>text</search>`, with the result as `<result>…</result>`, for models without such a template."""
 
-    max_turns: Annotated[int, _TOOL_CALLS] = Field(16, ge=1)
+    max_turns: Annotated[int, _TOOL_CALLS | _OF_USERS] = Field(16, ge=1)
     """Largest number of responses of the policy in an episode of `tool_calls`; an episode that calls tools in its last
-    response is truncated."""
+    response is truncated. Functions written for slime read it as `args.max_turns`."""
 
-    rollout_max_context_len: Annotated[int | None, _TOOL_CALLS] = Field(None, ge=2)
+    rollout_max_context_len: Annotated[int | None, _TOOL_CALLS | _OF_USERS] = Field(None, ge=2)
     """Longest episode of `tool_calls` in tokens, prompt and responses together; a longer one is truncated. By default
     the model's context length. slime: `--rollout-max-context-len`."""
+
+    custom_config: Annotated[dict[str, Any], FromStore.WORDS, _OF_USERS] = Field(default_factory=dict)
+    """Attributes of `args` for functions written for slime, besides those of slime's flags, see
+    docs/coming-from-slime.md. slime: `--custom-config-path`, whose file has them."""
 
     num_episode_workers: int = Field(1, ge=1)
     """Number of workers of each engine that run a coroutine function of your own, next to the engine or on other

@@ -48,7 +48,7 @@ class _Process:
             require_sandboxes(options.tools, options.tool_options)
             allow_network(options.tool_options.network)
             tools = cache(partial(load_tools, options.tools, options.tool_options))
-            runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
+            runner = Runner(loop, load_generate(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
             deadlines, hung = (function.timeout, function.episode_timeout), partial(self._post, "hung")
             with Watchdog(loop, runner, samples, *deadlines, hung, self._heartbeat) as watchdog:
@@ -114,7 +114,8 @@ def main(connection_fd: int, parent: int, heartbeat_fd: int) -> None:
     _Process(Connection(connection_fd), heartbeat).run()
 
 
-def _load(name: str) -> Generate:
+def load_generate(name: str) -> Generate:
+    """Import a generate function; one that was written for slime is adapted. Raises BadPlugin."""
     function = GENERATE.load(name)
     if not written_for_slime(function):
         return function

@@ -130,6 +130,8 @@ class Trajectory:
     """Role of the agent, where several act: rewards are compared within the same role."""
     truncated: bool = False
     """Whether it was cut off before its end: the sample then counts as truncated, however its last reply ended."""
+    info: dict[str, Any] | None = None
+    """JSON values for the grader, which finds them in `infos` of the sample, where user code sets some."""
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -266,6 +268,8 @@ class GeneratedSample:
     """Role of each trajectory, where one has a role."""
     retold: int = 0
     """Number of its sampled tokens that a later prompt repeats as other tokens."""
+    infos: tuple[dict[str, Any] | None, ...] | None = None
+    """Values for the grader of each trajectory, where user code set some."""
 
     @property
     def key(self) -> SampleKey:
@@ -276,16 +280,16 @@ class GeneratedSample:
     def trajectories(self) -> list[Trajectory]:
         """Its trajectories in order; where there are several, without empty segments."""
         none = (None,) * len(self.lengths or (0,))
-        rewards, roles = self.rewards or none, self.roles or none
+        rewards, roles, infos = self.rewards or none, self.roles or none, self.infos or none
         if self.lengths is None:
-            return [replace(self.trajectory, reward=rewards[0], role=roles[0])]
+            return [replace(self.trajectory, reward=rewards[0], role=roles[0], info=infos[0])]
         segments = [segment for segment in self.trajectory.segments if len(segment)]
         ends = np.cumsum([len(segment) for segment in segments])
         cuts = np.searchsorted(ends, np.cumsum(self.lengths)) + 1
-        spans = zip(pairwise((0, *cuts.tolist())), self.prompts or none, rewards, roles, strict=True)
+        spans = zip(pairwise((0, *cuts.tolist())), self.prompts or none, rewards, roles, infos, strict=True)
         return [
-            Trajectory(segments[start:end], prompt, reward=reward, role=role)
-            for (start, end), prompt, reward, role in spans
+            Trajectory(segments[start:end], prompt, reward=reward, role=role, info=info)
+            for (start, end), prompt, reward, role, info in spans
         ]
 
     @classmethod

@@ -201,8 +201,9 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     """Check a recipe without starting anything, and print it with every option filled in.
 
     The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
-    against the context; your own rewards and filters; and every row of local data files, of which it renders at most
-    1000 training rows. No GPU is needed. Exits with 2 if something is wrong.
+    against the context; your own functions, of which it calls rewards and filters on one synthetic sample; and every
+    row of local data files, of which it renders at most 1000 training rows. No GPU is needed. Exits with 2 if something
+    is wrong.
 
     Examples:
 
@@ -211,12 +212,14 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     """
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
+    from cairn.flows.driver.trial import trial_problems
     from cairn.flows.driver.validation import data_problems, setup_problems
 
     notes: list[str] = []
     try:
         config = load(recipe, overrides or [])
-        problems = setup_problems(config) or data_problems(config, notes.append)
+        problems = setup_problems(config) or data_problems(config, lambda one: notes.append(f"data: {one}"))
+        problems = problems or trial_problems(config, notes.append)
         if problems:
             raise ConfigError(problems)
         config = with_length(config)
@@ -230,12 +233,12 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
 
 def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
-    """Yield the recipe with every option filled in, and then print the notes on its data and a summary to stderr."""
+    """Yield the recipe with every option filled in, and then print the notes and a summary to stderr."""
     import yaml
 
     yield yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).removesuffix("\n")
     for note in notes:
-        print_stderr(f"data: {note}")
+        print_stderr(note)
     kinds = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
     rows = kinds.get(config.algorithm.learns_from, config.algorithm.learns_from)
     print_stderr(

@@ -33,7 +33,7 @@ from cairn.tasks.data.prompts import PromptData
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.plugin_sources import defining_file_digest, digest_of_all, source_digest
 from cairn.tasks.grading.graders import row_check
-from cairn.tasks.grading.opening import ReturnedRewards, open_grader
+from cairn.tasks.grading.opening import ReturnedRewards, grader_args, open_grader
 from cairn.tasks.grading.outside.reward_model import Scorer
 from cairn.tasks.grading.reward import reward
 from cairn.tasks.rewards.grader import Grading
@@ -122,6 +122,8 @@ def input_digests(
     folders = dict(config.model.folders)
     if config.reward.reward_model is not None:
         folders["reward_model"] = config.reward.reward_model.path
+    if config.reward.custom_rm_model_path is not None:
+        folders["reward_model"] = config.reward.custom_rm_model_path
     digests |= {name: folder_digest(Path(path), recorded.get(name)) for name, path in folders.items()}
     if config.model.teacher_url is not None:  # its weights cannot be read
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
@@ -158,7 +160,7 @@ def open_graders(
     tokenizer = cache(partial(load_tokenizer, config.model.path))
 
     def opened(own: RewardConfig) -> Grading:
-        grader = open_grader(view(own, reader, "reward"), config.retry.grader, store, reward_model)
+        grader = open_grader(view(own, reader, "reward"), config.retry.grader, store, reward_model, grader_args(config))
         stack.callback(grader.close)
         return ReturnedRewards(grader, tokenizer) if for_slime else grader
 

@@ -180,6 +180,10 @@ RULES: Mapping[FromStore, tuple[Callable[[Any, Store], bool], str]] = {
         _are_plain_arguments,
         "a store may only pass numbers, switches and text to a chat template, not a template",
     ),
+    FromStore.WORDS: (
+        lambda values, store: all(map(_is_plain, values.values())),
+        "a store may only set numbers, switches and single words there, which name neither files nor modules",
+    ),
     FromStore.SERVER: (_is_server_here, "a store may not send weights or samples to another machine"),
     FromStore.SERVICE: (
         _is_service,

@@ -274,11 +274,13 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:
+    reported = set[str]()
     for option, kind in OPTIONS.items():
         for place, name in named(config, option).items():
             try:
                 function = kind.load(name)
             except BadPlugin as error:
+                reported.add(str(error))
                 yield f"{place}: {error}"
             else:
                 yield from _unknown_reads(config, place, name, declared(function).reads)
@@ -287,7 +289,7 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
         get_grader(config.reward)
         stores_answers(config.reward)
     except BadPlugin as error:
-        if config.reward.custom_rm_path is None or config.reward.group_rm:  # else its option's check reports it
+        if str(error) not in reported:
             yield f"reward: {error}"
     yield from _unread_grader_options(config)
     for index, benchmark in enumerate(config.eval.benchmarks):

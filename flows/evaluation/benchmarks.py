@@ -22,6 +22,7 @@ from cairn.tasks.evaluation.compute import Sampled
 from cairn.tasks.evaluation.evaluate import eval_shard
 from cairn.tasks.evaluation.questions import Questions, own_questions
 from cairn.tasks.grading.graders import get_grader, named_by_row, rows_name_graders
+from cairn.tasks.grading.opening import grader_args
 
 # A run's own benchmarks (`eval.benchmarks`), evaluated apart from the run, under the same names.
 #
@@ -47,12 +48,13 @@ class OwnBenchmark:
         own = self.benchmark
         reward = self.config.reward.of(own.rm_type)
         data = PromptData.open(own, own.path, tokenizer)
-        graders = [get_grader(reward)]
+        args = grader_args(self.config)
+        graders = [get_grader(reward, args)]
         if rows_name_graders(reward) and own.metadata_key is not None:
             named = {named_by_row(reward, data.row(index).metadata) for index in range(len(data))}
-            graders += [get_grader(reward.of(name)) for name in sorted(filter(None, named))]
+            graders += [get_grader(reward.of(name), args) for name in sorted(filter(None, named))]
         graded_by = ", ".join(f"{grader.name} {grader.version}" for grader in graders)
-        return own_questions(self.config, own, data, graded_by=graded_by, grader=reward)
+        return own_questions(self.config, own, data, graded_by=graded_by, grader=reward, args=args)
 
 
 def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:

@@ -283,6 +283,7 @@ def _graded(
 ) -> tuple[float | None, str | None]:
     """Return the reward that the grader computes now, or why it was not called."""
     from cairn.tasks.grading.graders import get_grader, grader_version, named_by_row
+    from cairn.tasks.grading.opening import grader_args
     from cairn.tasks.grading.pool import GraderPool
     from cairn.tasks.grading.shaping import Overlong, sampled_tokens
     from cairn.tasks.rewards.grader import OUTSIDE
@@ -320,11 +321,12 @@ def _graded(
         reward = reward.model_copy(update={"custom_rm_path": f"{sources / contents.grader}:{function}"})
     if reward.custom_rm_path is None and reward.rm_type in OUTSIDE:
         return None, "its grader calls an external service"
-    grader = get_grader(reward.of(named_by_row(reward, sample.metadata)))
+    args = grader_args(config.model_copy(update={"reward": reward}))
+    grader = get_grader(reward.of(named_by_row(reward, sample.metadata)), args)
     if grader_version(grader) != recorded["grader_version"]:
         return None, f"its grader here has version {grader_version(grader)}, but it was {recorded['grader_version']}"
     with ExitStack() as stack:
-        pool = stack.enter_context(GraderPool(reward, config.retry.grader))
+        pool = stack.enter_context(GraderPool(reward, config.retry.grader, args))
         (answer,) = pool.grade([sample])
     overlong = Overlong.of(config)
     if overlong is not None:

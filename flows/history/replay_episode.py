@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow.compute as pc
 
 from cairn.configs.errors import BadInput
-from cairn.configs.kinds import GENERATE
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.context import Context, EpisodeOptions
 from cairn.engines.agents.episodes.offline import NotRecorded, replay
 from cairn.engines.agents.episodes.recorder import EpisodeDiverged
 from cairn.engines.agents.episodes.runner import Generate, error_message
 from cairn.engines.agents.tools.tool import load_tools
+from cairn.engines.agents.user_process import load_generate
 from cairn.engines.models.tokenizers import read_tokenizer, stop_clock
 from cairn.engines.types.trajectories import (
     BadTrajectory,
@@ -126,7 +126,7 @@ def _replayed(
     tools = [tool for tool in config.rollout.tools if "." in tool]
     if tools and digest_of_all(map(source_digest, tools)) != ledger.terms.plugin_digest("rollout.tools"):
         changed = True
-    function, options = GENERATE.load(name), EpisodeOptions.of(config.rollout)
+    function, options = load_generate(name), EpisodeOptions.of(config)
     answers = 0
 
     def count(record: CallRecord) -> None:

@@ -36,7 +36,7 @@ from cairn.storage.store.errors import Retired
 from cairn.tasks.data.opening import open_data
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.grading.graders import require_findable_answer
-from cairn.tasks.grading.opening import open_grader
+from cairn.tasks.grading.opening import grader_args, open_grader
 from cairn.tasks.grading.reward import graded_columns, graded_shard, prompt_rows
 from cairn.tasks.grading.shaping import Overlong
 from cairn.tasks.rewards.grader import Grading
@@ -187,7 +187,8 @@ def rescore(
     numbers = _chosen(ledger, iterations)
     config = changed_config(ledger, overrides)
     parts_of: dict[int, list[pa.Table]] = {}
-    with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
+    own = _all_cores(config.reward)
+    with closing(open_grader(own, config.retry.grader, ledger.store, args=grader_args(config))) as grader:
         if ledger.manifest.imported and grader.sees_messages:
             raise CannotRescore(
                 f"{grader.name} reads prompts as messages, which an imported run does not have: use another grader"

@@ -120,10 +120,17 @@ TURN_REWARDS = pa.field("turn_rewards", pa.list_(pa.float64()), nullable=True)
 for those without. Null: none has one."""
 
 RETOKENIZED = pa.field("retold_tokens", pa.int32(), nullable=True)
-"""A column of the same tables, if a later prompt of the sample tokenizes sampled text in another way: the number of
-response tokens that this affects. Null: none."""
+"""A column of the same tables, if a later prompt of the sample, or the returned trajectory, tokenizes sampled text in
+another way: the number of response tokens that this affects. Null: none."""
 
-SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, RETOKENIZED)
+TRAJECTORY_INFOS = pa.field("trajectory_infos", pa.list_(pa.string()), nullable=True)
+"""A column of the same tables, if user code set values for the grader: those of each trajectory as a JSON object, null
+for those without. Null: no trajectory has any."""
+
+SEQUENCES = (
+    *(TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, RETOKENIZED),
+    TRAJECTORY_INFOS,
+)
 """Columns that describe the trajectories of a sample."""
 
 ROUTED = pa.field(

@@ -202,7 +202,14 @@ SAMPLES = View(
         "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "role of each trajectory; NULL: none"),
         "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "reward that user code set for each segment; NULL: none"),
         "retold_tokens": column(
-            "INTEGER", "b.retold_tokens", "sampled tokens that a later prompt repeats as other tokens; NULL: none"
+            "INTEGER",
+            "b.retold_tokens",
+            "sampled tokens that a later prompt, or the code's result, has as other tokens; NULL: none",
+        ),
+        "trajectory_infos": column(
+            "VARCHAR[]",
+            "b.trajectory_infos",
+            "values for the grader that user code set, JSON of each trajectory; NULL: none",
         ),
         "images": column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",

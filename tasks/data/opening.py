@@ -1,10 +1,12 @@
 """Opening of the data that a run trains on."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.slime import values_read
 from cairn.tasks.data.demonstrations import DemonstrationData
 from cairn.tasks.data.drawing import MixedData, Prompts
 from cairn.tasks.data.prompts import Check, PromptData
@@ -39,7 +41,7 @@ def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None) -> 
     """
     data = config.data
     if config.samples_responses and data.get_samples_path is not None:
-        return StatefulPrompts(data, tokenizer, template_tools(config.rollout))
+        return StatefulPrompts(data, tokenizer, template_tools(config.rollout), partial(values_read, config))
     if config.samples_responses and data.mixture:
         return MixedData.open(data.mixture, tokenizer, check, template_tools(config.rollout))
     if config.samples_responses:

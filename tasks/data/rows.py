@@ -14,7 +14,7 @@ The columns of a row are checked by type. Other values raise an error that names
 | prompt, response | text, or messages | JSON of messages |
 | a message's content | text; parts of text and images where the model sees images | parts of text alone |
 | a tool call's arguments | a mapping | JSON of a mapping |
-| label | text | a number; a whole one is written without a point |
+| label | text | a number; a whole one is written without a point; a mapping, which becomes its JSON |
 | metadata | a mapping | JSON of a mapping |
 | tools | a list of mappings | JSON of the list, or of each tool |
 """
@@ -83,7 +83,9 @@ def label_of(row: Mapping[str, Any], format: RowFormat, where: str) -> str | Non
 
 
 def label_text(value: Any, key: str, where: str) -> str | None:
-    """Return the text of the label in column `key`. Raises BadData."""
+    """Return the text of the label in column `key`, of a mapping its JSON. Raises BadData."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True)
     if not _is_text_or_number(value):
         raise BadData(
             f"{where}: {key!r} is a label and holds {_shown(value)}, which is not text or a number: write it as text, "

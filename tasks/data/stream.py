@@ -7,8 +7,10 @@ row at every position. So the cursor is all that a run has to store, and it is t
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import isclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +21,7 @@ from cairn.configs.kinds import STATEFUL_SOURCE
 from cairn.configs.schema.data import DataConfig
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.data.prompts import PromptData, PromptRow, Row, RowImages
+from cairn.tasks.data.slime_source import as_function
 
 # Results of a round's prompts, for a curriculum or a data source with a state.
 
@@ -184,8 +187,19 @@ class StatefulPrompts:
     The function's source is digested like that of any plug-in; of `path` only the string is.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, tools: list[Any] | None = None) -> None:
-        """Create the source. `tools`: default tools for the chat template."""
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        tools: list[Any] | None = None,
+        args: Callable[[Any], Mapping[str, Any]] = lambda source: {},
+    ) -> None:
+        """Create the source. Raises BadPlugin.
+
+        Args:
+            tools: default tools for the chat template.
+            args: returns the values of `args` for a class that was written for slime.
+        """
         assert config.get_samples_path is not None
         self.path = config.path
         self.name = config.get_samples_path
@@ -194,11 +208,15 @@ class StatefulPrompts:
         self._tokenizer = tokenizer
         self._tools = tools
         self._function = STATEFUL_SOURCE.load(config.get_samples_path)
+        self._reads_file = isclass(self._function) and Path(self.path).is_file()
+        if isclass(self._function):
+            self._function = as_function(self._function, self.name, args(self._function))
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the path that the function receives."""
-        return hashlib.sha256(self.path.encode()).hexdigest()
+        """SHA-256, in hex, of the path that the function receives, and for a class of the file that it names."""
+        content = Path(self.path).read_bytes() if self._reads_file else b""
+        return hashlib.sha256(self.path.encode() + content).hexdigest()
 
     def draw(
         self,

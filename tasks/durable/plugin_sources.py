@@ -5,7 +5,8 @@
 | the named module, and the one that defines the function behind decorators and `partial` | yes |
 | a user module that one of these imports, at the top or within a function, recursively | yes |
 | an installed module outside the named module's own package | no: the environment records its version where it counts |
-| a module that is imported under a name known only at run time | no |
+| a user module whose dotted path is a string there, as for slime's `load_function` | yes |
+| a module that is imported under another name known only at run time | no |
 
 Imports are read from the source: nothing is executed to find them.
 """
@@ -14,6 +15,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -33,6 +35,7 @@ _CAIRN = [
     if spec is not None
     for folder in spec.submodule_search_locations or ()
 ]
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
@@ -124,14 +127,16 @@ def _defining(function: Callable[..., Any]) -> Iterator[ModuleType]:
 
 
 def imported_names(file: Path, package: str) -> Iterator[str]:
-    """Yield the absolute names that a source file imports. For `from a import b` these are `a` and `a.b`, which need
-    not be a module."""
+    """Yield the absolute names that a source file imports, or has in a string. For `from a import b` these are `a` and
+    `a.b`, which need not be a module."""
     try:
         tree = parsed(file.read_bytes(), str(file))
     except SyntaxError:  # its import reports the error
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            yield node.value
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             origin = node.module or ""

@@ -218,7 +218,7 @@ def compute(
             samples, environment = sampled.samples, sampled.environment
         generated = time.perf_counter()
         assert questions.grader is not None
-        with closing(open_grader(questions.grader, store=attempt.store)) as grader:
+        with closing(open_grader(questions.grader, store=attempt.store, args=questions.args)) as grader:
             rows, _ = grade(grader, questions, tokenizer, samples)
         graded = time.perf_counter()
     return commit_result(

@@ -6,7 +6,8 @@ differences come from the weights.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from cairn.configs.schema.evaluation import BenchmarkConfig, EngineOptions
@@ -42,6 +43,8 @@ class Questions:
     """Metric of the score; None for the mean reward."""
     grader: RewardConfig | None = None
     """Configuration of the grader; None if the caller has it running already, as a run has."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Values for a grader written for slime."""
     graded_part: Callable[[str], str] = lambda response: response
     """Function that returns the part of a response that the grader sees."""
 
@@ -97,6 +100,7 @@ def own_questions(
     *,
     graded_by: str,
     grader: RewardConfig | None = None,
+    args: Mapping[str, Any] = MappingProxyType({}),
 ) -> Questions:
     """Return the questions of a run's own benchmark. Raises BadPrompt. `graded_by`: name and version of the grader."""
     without = {"name", "path", "rm_type"}
@@ -118,6 +122,7 @@ def own_questions(
         ),
         seed=config.seed,
         grader=grader,
+        args=args,
         metric=benchmark.metric,
         settings={
             "asked": canonical.digest(benchmark.model_dump(mode="json", exclude=without)),

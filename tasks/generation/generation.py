@@ -255,7 +255,7 @@ def generate_function(run: RunContext) -> GenerateFunction:
         os.path.abspath(run.config.model.path),
         rollout.custom_generate_timeout,
         rollout.episode_timeout,
-        EpisodeOptions.of(rollout),
+        EpisodeOptions.of(run.config),
     )
 
 

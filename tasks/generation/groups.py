@@ -33,6 +33,7 @@ from cairn.storage.ledger.schemas import (
     SEQUENCES,
     SUPPORT,
     TRAJECTORIES,
+    TRAJECTORY_INFOS,
     TRAJECTORY_PROMPTS,
     TRAJECTORY_REWARDS,
     TRAJECTORY_ROLES,
@@ -46,6 +47,7 @@ from cairn.tasks.batch.sequences import last_trajectory, routed_column, routes_o
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.generation.calls import read_calls
+from cairn.tasks.rewards.sample import read_infos
 
 _IMAGE = ("sha256", "height", "width")
 
@@ -154,6 +156,7 @@ def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSam
             roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
             error=sample["error"],
             retold=sample.get(RETOKENIZED.name) or 0,
+            infos=read_infos(sample.get(TRAJECTORY_INFOS.name)) or None,
         )
         for sample in samples
     }
@@ -241,7 +244,7 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     """Return the schema of `sample_table`. Samples may have several trajectories, rewards and roles if generation is
     not single-turn, or was not when the continued groups began."""
     parts = [part for group in groups.values() for part in group.parts.values()]
-    begun = any(part.lengths or part.rewards or part.roles for part in parts)
+    begun = any(part.lengths or part.rewards or part.roles or part.infos for part in parts)
     several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
     routed = run.config.algorithm.use_rollout_routing_replay
     images = run.config.data.has_images or any(group.prompt.images for group in groups.values())
@@ -341,7 +344,14 @@ def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array
         TRAJECTORY_ROLES.name: pa.array([sample.roles for sample in samples], TRAJECTORY_ROLES.type),
         TURN_REWARDS.name: pa.array([_turn_rewards(sample) for sample in samples], TURN_REWARDS.type),
         RETOKENIZED.name: pa.array([sample.retold or None for sample in samples], RETOKENIZED.type),
+        TRAJECTORY_INFOS.name: pa.array([_infos(sample) for sample in samples], TRAJECTORY_INFOS.type),
     }
+
+
+def _infos(sample: GeneratedSample) -> list[str | None] | None:
+    if sample.infos is None:
+        return None
+    return [None if info is None else json.dumps(info, sort_keys=True) for info in sample.infos]
 
 
 def _turn_rewards(sample: GeneratedSample) -> list[float | None] | None:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cairn.storage.ledger.schemas import TRAJECTORY_INFOS
 from cairn.storage.store.canonical import from_json
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample, read_infos
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,7 @@ class GradedSample(Sample):
             error=row.get("error"),
             log_probs=tuple(row["log_probs"] or ()),
             loss_mask=tuple(row.get("loss_mask", ())),
+            infos=read_infos(row.get(TRAJECTORY_INFOS.name)),
         )
 
     @property

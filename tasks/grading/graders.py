@@ -5,6 +5,10 @@
 | `grade(response, label, metadata)` | the text without special tokens, and the label and metadata of the data row |
 | `grade(sample)` | a `cairn.tasks.rewards.sample.Sample`, which holds everything |
 | `grade(samples)` | a list of them: `reward.rm_batch_size` at most, or with `reward.group_rm` all of one group |
+| `grade(args, sample)`, `grade(args, samples)` | as in slime: see `cairn.tasks.slime` |
+| `compute_score(data_source, solution_str, ground_truth, extra_info)` | as in verl: `data_source` is in the metadata |
+| `compute_score(solution_str, ground_truth)` | response and label |
+| `compute_reward(prompts, responses)` | texts; a function, or a method of a class, which is made once in each process |
 
 Each may be a coroutine function. A grader returns a number, or a mapping with the number under `reward` (another name:
 `reward.reward_key`) and other JSON values to record. A grader of several samples returns a list of these; an exception
@@ -19,29 +23,45 @@ that it needs and none of the others.
 import hashlib
 import importlib.metadata
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cairn.configs.kinds import REWARD, declared
 from cairn.configs.plugins import BadPlugin, deferred
 from cairn.configs.schema.reward import RewardConfig
+from cairn.storage.store import canonical
 from cairn.tasks import rewards
-from cairn.tasks.rewards.grader import BOXED, OUTSIDE, Grader, NamedGrader, Takes, paid
+from cairn.tasks.rewards.grader import (
+    BOXED,
+    MODEL_PATH,
+    OUTSIDE,
+    Grader,
+    NamedGrader,
+    Takes,
+    constructor_arguments,
+    paid,
+)
 
 _FOLDER = Path(rewards.__file__).parent
 
 
-def get_grader(config: "RewardConfig") -> NamedGrader:
+def get_grader(config: "RewardConfig", args: Mapping[str, Any] = MappingProxyType({})) -> NamedGrader:
     """Return the grader that the configuration names: `custom_rm_path` before `rm_type`.
 
     A user's grader is loaded, so that an error appears before anything starts; a built-in one is not. Raises BadPlugin
     if no grader has that name, or if it takes other arguments.
+
+    Args:
+        args: values for a grader written for slime: `cairn.configs.slime.values_read`.
     """
     path = config.custom_rm_path
     if path is not None:
-        grader = _user_grader(path)
+        model = config.custom_rm_model_path
+        grader = _user_grader(path, dict(args) | ({} if model is None else {MODEL_PATH: os.path.abspath(model)}))
     else:
         grader = _outside(config) if config.rm_type in OUTSIDE else _built_in(config.rm_type)
     if config.group_rm and not grader.takes.several:
@@ -54,7 +74,9 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
 
 def grader_version(grader: NamedGrader) -> str:
     """Return the version of the code that a new process would import now."""
-    return _version_of_source(grader.path) if grader.path == grader.name else _version_of_built_in(grader.name)
+    if grader.path != grader.name:
+        return _version_of_built_in(grader.name)
+    return _version_of_user_grader(grader.path, grader.args)
 
 
 def require_findable_answer(name: str) -> None:
@@ -77,9 +99,14 @@ def returns_only_a_number(grader: NamedGrader) -> bool:
     return inspect.signature(REWARD.load(grader.name.removeprefix(BOXED))).return_annotation is float
 
 
-def _user_grader(path: str) -> NamedGrader:
+def _user_grader(path: str, args: Mapping[str, Any]) -> NamedGrader:
     function = REWARD.load(path)
-    return NamedGrader(path, path, _version_of_source(path), _takes(path, function), deferred(function) is not None)
+    method = getattr(function, REWARD.method) if inspect.isclass(function) else function
+    takes, waits = _takes(path, function), deferred(method) is not None
+    if inspect.isclass(function):
+        constructor_arguments(path, function, args)
+    args = args if takes.of_slime or inspect.isclass(function) else {}
+    return NamedGrader(path, path, _version_of_user_grader(path, args), takes, waits, args=args)
 
 
 def _outside(config: "RewardConfig") -> NamedGrader:
@@ -112,10 +139,11 @@ def _built_in(name: str) -> NamedGrader:
     return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), takes, waits, wrong=wrong)
 
 
-def _version_of_source(path: str) -> str:
+def _version_of_user_grader(path: str, args: Mapping[str, Any]) -> str:
+    """Return the digest of the grader's source, and of the values of `args` where it has any."""
     from cairn.tasks.durable.plugin_sources import source_digest  # a grader process has no need of it
 
-    return source_digest(path)[:16]
+    return source_digest(path)[:16] + (f" {canonical.digest(dict(args))[:16]}" if args else "")
 
 
 def _version_of_built_in(name: str) -> str:
@@ -152,15 +180,20 @@ def _takes(path: str, grader: Grader) -> Takes:
     If it accepts one argument, and its first parameter is called `sample` or `samples`, the name decides. Else a grader
     of two arguments is written for slime, one of three takes texts, and any other takes a sample.
     """
-    counts = {len(way) for way in REWARD.signatures_of(path, grader)}
+    ways = REWARD.signatures_of(path, grader)
+    if ("prompts", "responses") in ways and len(ways) == 1:
+        return Takes.PROMPTS
+    if len(ways) == 1 and ", ".join(ways[0]) in (Takes.VERL, Takes.SOLUTION):
+        return Takes(", ".join(ways[0]))
+    counts = {len(way) for way in ways}
     try:
-        first, *more = inspect.signature(grader).parameters
+        first, *_ = inspect.signature(grader).parameters
     except ValueError:  # it is not written in Python
         return Takes.TEXTS
     if 1 in counts and first in (Takes.SAMPLE, Takes.SAMPLES):
         return Takes(first)
     if 2 in counts:
-        return Takes.SLIME_SAMPLES if Takes.SAMPLES in more[:1] else Takes.SLIME_SAMPLE
+        return Takes.SLIME_SAMPLES if ("args", "samples") in ways else Takes.SLIME_SAMPLE
     return Takes.TEXTS if 3 in counts else Takes.SAMPLE
 
 

@@ -1,14 +1,17 @@
 """Open the grader that a configuration names, in processes or outside, with or without stored answers."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from cairn.configs.kinds import REWARD, declared
+from cairn.configs.kinds import REWARD, declared, written_for_slime
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.slime import values_read
 from cairn.storage.ledger.schemas import TRAJECTORY_REWARDS
 from cairn.storage.logs.answers import Answer, Answers, prompt_digest, question_digest
 from cairn.storage.store.store import Store
@@ -135,12 +138,12 @@ class CachedGrader(_Wrapper[Rememberable]):
 
 
 def _hashed_fields(sample: Sample) -> dict[str, Any]:
-    """Return all of a sample, without empty fields of rewards and roles.
+    """Return all of a sample, without empty fields of rewards, roles and infos.
 
     Only user code fills those fields. Without them the digest is equal to that of answers of earlier versions.
     """
     seen = asdict(sample)
-    for name in ("rewards", "roles"):
+    for name in ("rewards", "roles", "infos"):
         if not seen[name]:
             del seen[name]
     for segment in seen["segments"]:
@@ -204,6 +207,7 @@ class ReturnedRewards(_Wrapper[Grading]):
                 segments=segments,
                 rewards=(),
                 roles=sample.roles[trajectory : trajectory + 1],
+                infos=sample.infos[trajectory : trajectory + 1],
             )
         if self._grader.sees_whole_samples:
             return sample
@@ -224,16 +228,18 @@ def open_grader(
     retries: GraderRetries | None = None,
     store: Store | None = None,
     reward_model: Callable[[], Scorer] | None = None,
+    args: Mapping[str, Any] = MappingProxyType({}),
 ) -> Grading:
     """Return the grader, which the caller closes. Raises BadPlugin.
 
     Args:
+        args: values for a grader written for slime: `grader_args`.
         store: where its answers are stored, if the configuration stores them.
         reward_model: returns the engine of `reward_model` once it is up; None: the model runs in this process.
     """
     grader: Rememberable
     if config.custom_rm_path is not None or config.rm_type not in OUTSIDE:
-        grader = GraderPool(config, retries)
+        grader = GraderPool(config, retries, args)
     elif config.rm_type == NAME:
         grader = RewardModelGrader(config, reward_model)
     else:
@@ -242,6 +248,13 @@ def open_grader(
         return grader
     calls = config.num_workers * max(CHUNKS_PER_WORKER, config.rm_concurrency)
     return CachedGrader(grader, store, calls, config.reward_key)
+
+
+def grader_args(config: RunConfig) -> dict[str, Any]:
+    """Return the values of `args` for the grader of a run: empty unless it was written for slime. Raises BadPlugin."""
+    path = config.reward.custom_rm_path
+    function = None if path is None else REWARD.load(path)
+    return values_read(config, function) if function is not None and written_for_slime(function) else {}
 
 
 def stores_answers(config: RewardConfig) -> bool:

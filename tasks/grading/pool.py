@@ -28,11 +28,12 @@ place. A problem that the sample did not cause is an error of the step, which is
 
 import queue
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from cairn.configs.schema.operations import GraderRetries
@@ -41,7 +42,7 @@ from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading.graders import get_grader, named_by_row
 from cairn.tasks.grading.process import Cause, GraderProcess, Lost
 from cairn.tasks.grading.worker import Answer, ErrorCause, Terms
-from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.grader import Graded, Takes
 from cairn.tasks.rewards.sample import Sample
 
 CHUNKS_PER_WORKER = 4
@@ -60,10 +61,16 @@ class GraderPool:
 
     sees_messages = False
 
-    def __init__(self, config: RewardConfig, retries: GraderRetries | None = None) -> None:
-        """Start the processes, without waiting for them. Raises BadPlugin if the grader is unknown."""
+    def __init__(
+        self,
+        config: RewardConfig,
+        retries: GraderRetries | None = None,
+        args: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Start the processes, without waiting for them. Raises BadPlugin if the grader is unknown. `args`: see
+        `get_grader`."""
         self._config = config
-        self._grader = get_grader(config)
+        self._grader = get_grader(config, args)
         self._retries = retries or GraderRetries()
         # The kernel ties a process to the thread that starts it: these threads live as long as the pool.
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="grader")
@@ -76,6 +83,7 @@ class GraderPool:
             transient=self._retries.errors,
             reward_key=config.reward_key,
             boxed=self._grader.boxed,
+            args=dict(self._grader.args),
         )
         self._workers = [GraderProcess(self._grader, terms) for _ in range(config.num_workers)]
         self._free: queue.SimpleQueue[GraderProcess] = queue.SimpleQueue()
@@ -291,7 +299,12 @@ class GraderPool:
         return Graded(None, error=lost.error) if wrong is None else Graded(wrong, {"error": lost.error})
 
     def _message(self, sample: Sample) -> Any:
-        return sample if self._grader.whole_sample else (sample.response, sample.label, sample.metadata)
+        if self._grader.whole_sample:
+            return sample
+        texts = sample.response, sample.label, sample.metadata
+        if self._grader.takes is Takes.SOLUTION:
+            return texts[:2]
+        return (sample.metadata.get("data_source"), *texts) if self._grader.takes is Takes.VERL else texts
 
     @contextmanager
     def _one(self) -> Iterator[GraderProcess]:

@@ -16,6 +16,7 @@ from cairn.storage.ledger.schemas import (
     RAW_REWARD,
     REWARD,
     TRAJECTORIES,
+    TRAJECTORY_INFOS,
     TRAJECTORY_REWARDS,
     TRAJECTORY_ROLES,
     TURN_REWARDS,
@@ -30,7 +31,7 @@ from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.grading.shaping import SHAPED, Overlong, sampled_tokens, with_own_rewards, with_rewards
 from cairn.tasks.rewards.grader import GRADER_OPTIONS, Graded, Grading, share_of_right
-from cairn.tasks.rewards.sample import ResponseSegment, Sample
+from cairn.tasks.rewards.sample import ResponseSegment, Sample, read_infos
 
 
 @durable(
@@ -86,6 +87,7 @@ def graded_columns(grader: Grading, overlong: Overlong | None = None, tokens: bo
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error", TRAJECTORIES.name]
     if grader.sees_whole_samples:
         columns += ["prompt_text", "finish_reason", TRAJECTORY_REWARDS.name, TRAJECTORY_ROLES.name]
+        columns.append(TRAJECTORY_INFOS.name)
         columns += ["prompt_ids", TURN_REWARDS.name] if tokens else []
     if overlong is not None or (grader.sees_whole_samples and tokens):
         columns += ["response_ids", "segments"]
@@ -176,7 +178,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
     """Return the samples as the grader gets them. If a sample has several trajectories, the last one is the response.
 
     Each has `response_text`, `label` and `metadata`. For a grader of whole samples it also has `prompt_text`,
-    `finish_reason` and `status`, and `trajectory_rewards` and `trajectory_roles` where there are any. A tokenizer adds
+    `finish_reason` and `status`, and the rewards, roles and infos of trajectories where there are any. A tokenizer adds
     `response_ids`, `prompt_ids`, `segments`, `trajectories` and `turn_rewards`, and `messages` for a grader that sees
     them.
     """
@@ -184,9 +186,11 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
     none = [None] * len(columns["response_text"])
-    returned, roles, turns = (
-        columns.get(field.name, none) for field in (TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS)
+    returned, roles, turns, written = (
+        columns.get(field.name, none)
+        for field in (TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, TRAJECTORY_INFOS)
     )
+    infos = list(map(read_infos, written))
     if tokenizer is None:
         return [
             Sample(
@@ -198,6 +202,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
                 status=columns["status"][i],
                 rewards=tuple(returned[i] or ()),
                 roles=tuple(roles[i] or ()),
+                infos=infos[i],
             )
             for i, (text, label, metadata) in enumerate(simple)
         ]
@@ -223,6 +228,7 @@ def grader_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequen
             messages=columns["messages"][i] if sees_messages else (),
             rewards=tuple(returned[i] or ()),
             roles=tuple(roles[i] or ()),
+            infos=infos[i],
         )
         for i, (text, label, metadata) in enumerate(simple)
     ]

@@ -20,17 +20,18 @@ import time
 import traceback
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from inspect import isawaitable
+from inspect import isawaitable, isclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import load_callable
 from cairn.engines.processes.child import die_with
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.rewards.boxed import in_box
-from cairn.tasks.rewards.grader import Grader, Takes, TryAgain
+from cairn.tasks.rewards.grader import Grader, Takes, TryAgain, constructor_arguments
 
 
 class ErrorCause(StrEnum):
@@ -75,6 +76,8 @@ class Terms:
     """Entry of a mapping that is the reward."""
     boxed: bool = False
     """Whether the grader gets the content of the last box in place of the response."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Values of slime's `args`: `NamedGrader.args`."""
 
     @property
     def at_once(self) -> int:
@@ -96,6 +99,8 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
 
         resource.setrlimit(resource.RLIMIT_DATA, (settings.memory, settings.memory))
     grader: Grader = load_callable(path)
+    if isclass(grader):
+        grader = getattr(grader(**constructor_arguments(path, grader, settings.args)), REWARD.method)
     # The pool may be gone, perhaps before it had read the last answer. One event loop serves all messages, so that what
     # a coroutine leaves open, such as the client of a service, stays open between them.
     with suppress(EOFError, ConnectionError), asyncio.Runner() as runner:
@@ -168,18 +173,20 @@ def timeout_message(seconds: float) -> str:
 
 
 def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
-    """Return the arguments of the grader. For a grader of texts a sample is a tuple of its three arguments."""
-    if terms.takes in (Takes.SLIME_SAMPLE, Takes.SLIME_SAMPLES):
+    """Return the arguments of the grader. For a grader of texts a sample is a tuple of its arguments."""
+    if terms.takes.of_slime:
         from cairn.tasks import slime  # no other grader needs it
 
-        args, own = slime.Arguments({"reward.reward_key": terms.reward_key}), list(map(slime.to_grade, samples))
+        args, own = slime.Arguments(terms.args), list(map(slime.to_grade, samples))
         return [args, own if terms.takes.several else own[0]]
+    if terms.takes is Takes.PROMPTS:
+        return [[sample.prompt for sample in samples], [sample.response for sample in samples]]
     if terms.boxed:
         samples = [in_box(sample) for sample in samples]
     if terms.takes is Takes.SAMPLES:
         return [list(samples)]
     (sample,) = samples
-    return sample if terms.takes is Takes.TEXTS else [sample]
+    return sample if terms.takes in (Takes.TEXTS, Takes.VERL, Takes.SOLUTION) else [sample]
 
 
 def _answers_of_result(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:

@@ -1,18 +1,22 @@
 """Interface between steps and graders, whether they run in processes (`pool`) or outside (`outside`)."""
 
-from collections.abc import Callable, Hashable, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from typing import Any, Protocol
 
-from cairn.configs.kinds import REWARD
+from cairn.configs.kinds import ARGS, REWARD
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.slime import Arguments
 from cairn.tasks.rewards.sample import Sample
 
 GRADER_OPTIONS = (
     "reward.rm_type",
     "reward.rm_type_key",
     "reward.custom_rm_path",
+    "reward.custom_rm_model_path",
     "reward.group_rm",
     "reward.reward_key",
     "reward.rm_timeout",
@@ -101,6 +105,24 @@ class Rememberable(Grading, Protocol):
 
 Grader = Callable[..., Any]
 
+MODEL_PATH = "model_path"
+"""Parameter of a reward model's constructor: `reward.custom_rm_model_path`."""
+
+
+def constructor_arguments(path: str, grader: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the constructor of a grader that is a class, by the names of its parameters: `args`, and
+    `model_path` or another name for `reward.custom_rm_model_path`. Raises BadPlugin where it needs others."""
+    given: dict[str, Any] = {}
+    for name, one in inspect.signature(grader).parameters.items():
+        if name == ARGS:
+            given[name] = Arguments(values)
+        elif name in (MODEL_PATH, "model_name_or_path", "path") and MODEL_PATH in values:
+            given[name] = values[MODEL_PATH]
+        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            hint = "set reward.custom_rm_model_path" if "path" in name else "give it a default"
+            raise BadPlugin(f"the grader {path!r} needs {name} for its constructor{inspect.signature(grader)}: {hint}")
+    return given
+
 
 BOXED = "boxed_"
 """Prefix of the name of a built-in grader that gets the content of the last box in place of the response."""
@@ -127,11 +149,22 @@ class Takes(StrEnum):
     """Arguments as in slime: see `cairn.tasks.slime`."""
     SLIME_SAMPLES = "args, samples"
     """Arguments as in slime, with a list of samples."""
+    VERL = "data_source, solution_str, ground_truth, extra_info"
+    """Arguments as in verl: `data_source` of the row's metadata, response, label and metadata."""
+    SOLUTION = "solution_str, ground_truth"
+    """Response and label."""
+    PROMPTS = "prompts, responses"
+    """Texts of several prompts and of their responses."""
 
     @property
     def several(self) -> bool:
         """Whether one call grades several samples."""
-        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
+        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES, Takes.PROMPTS)
+
+    @property
+    def of_slime(self) -> bool:
+        """Whether the first argument is slime's `args`."""
+        return self in (Takes.SLIME_SAMPLE, Takes.SLIME_SAMPLES)
 
 
 @dataclass(frozen=True)
@@ -149,6 +182,8 @@ class NamedGrader:
     wrong: float | None = None
     """Reward of a wrong answer, for a built-in grader that reads responses; also of an answer over which its process is
     lost. None: such a sample fails."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `args` for a grader written for slime, and under `model_path` the folder of a reward model."""
 
     @property
     def boxed(self) -> bool:
@@ -158,7 +193,7 @@ class NamedGrader:
     @property
     def whole_sample(self) -> bool:
         """Whether the grader takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
-        return self.takes is not Takes.TEXTS
+        return self.takes not in (Takes.TEXTS, Takes.VERL, Takes.SOLUTION)
 
     @property
     def sees_tokens(self) -> bool:

@@ -1,7 +1,10 @@
 """The parts of a sample that a grader may see."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from cairn.storage.store.canonical import from_json
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Sample:
     none."""
     roles: tuple[str | None, ...] = ()
     """Role of each trajectory; empty where none has one."""
+    infos: tuple[dict[str, Any] | None, ...] = ()
+    """Values that user code set for each trajectory during generation (`cairn.Trajectory.info`); empty where there are
+    none."""
 
     @property
     def length(self) -> int:
@@ -66,6 +72,11 @@ class Sample:
     def truncated(self) -> bool:
         """Whether the response was cut off: it might have continued after its last words."""
         return self.finish_reason == "length"
+
+
+def read_infos(written: Sequence[str | None] | None) -> tuple[dict[str, Any] | None, ...]:
+    """Return `infos` from the JSON of each."""
+    return tuple(None if one is None else from_json(one) for one in written or ())
 
 
 def required_label(sample: Sample, grader: str) -> str:

@@ -24,8 +24,9 @@ recorded, too."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from cairn.configs.errors import Failure
+from cairn.configs.slime import values_read
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import (
     BUFFER_KEY,
@@ -45,6 +47,7 @@ from cairn.storage.ledger.schemas import (
     Status,
 )
 from cairn.storage.store.canonical import from_json
+from cairn.tasks.batch.batch import with_optional
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import number
 from cairn.tasks.durable.step import Outcome, StepCall, durable
@@ -52,9 +55,9 @@ from cairn.tasks.durable.versions import sampled_as_newest, sampled_from, token_
 from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.sample_metrics import generated_metrics
 from cairn.tasks.grading.shaping import as_graded
-from cairn.tasks.selecting.buffers import BufferPolicy, get_policy
+from cairn.tasks.selecting.buffers import BufferPolicy, get_policy, in_order_of_slime
 from cairn.tasks.selecting.buffers.group import JudgedGroup
-from cairn.tasks.selecting.filters import get_filter, takes_samples
+from cairn.tasks.selecting.filters import get_filter, slime_sample, takes_samples
 from cairn.tasks.selecting.filters.sample import ROLLOUT_COLUMNS, FilterDecision, graded_samples
 from cairn.tasks.selecting.sample_filters import removed_by
 from cairn.tasks.selecting.staleness import stale_weights
@@ -119,7 +122,7 @@ def filter_groups(
     groups = fill_batch(
         list(newest.values()),
         config.rollout_batch_size,
-        order=get_policy(config.buffer_filter_path),
+        order=get_policy(config.buffer_filter_path, partial(_order_of_slime, step.run)),
         use_spare=last_round,
         max_age=config.oldest_trained,
     )
@@ -285,7 +288,8 @@ def _weighed(run: RunContext, group: JudgedGroup, tokens: Counter[int] | None) -
 def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: Commit) -> list[JudgedGroup]:
     config, shard = run.config.rollout, generated.shard
     assert shard is not None
-    decide, whole = get_filter(config.dynamic_sampling_filter), takes_samples(config.dynamic_sampling_filter)
+    decide = get_filter(config.dynamic_sampling_filter, run.config)
+    whole = takes_samples(config.dynamic_sampling_filter)
     samples = _samples(run, generated, graded) if whole else {}
     keys = _keys(run, generated)
     rewards: dict[int, list[float | None]] = {}
@@ -348,7 +352,29 @@ def _failures(run: RunContext, rewards: Sequence[Commit]) -> _Failures:
 
 
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
-    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded))
+    return graded_samples(with_optional(run.read(generated), ROLLOUT_COLUMNS), run.read(graded))
+
+
+def _graded(run: RunContext) -> Callable[[JudgedGroup], list[GradedSample]]:
+    """Return a function that returns the samples of a group; none where one of them has no reward."""
+
+    @cache
+    def shard(iteration: int, name: str) -> dict[int, list[GradedSample]]:
+        rollout, reward = (run.committed(iteration, step, name) for step in (Step.ROLLOUT, Step.REWARD))
+        return _samples(run, rollout, reward)
+
+    return lambda group: shard(group.iteration, group.shard).get(group.group_id, [])
+
+
+def _order_of_slime(run: RunContext, function: Callable[..., Any]) -> BufferPolicy:
+    args, samples = values_read(run.config, function), _graded(run)
+    key = args["reward_key"]
+
+    def samples_of(group: JudgedGroup) -> list[Any]:
+        graded = samples(group)
+        return [slime_sample(one, len(graded), key) for one in graded]
+
+    return in_order_of_slime(function, args, run.config.rollout.rollout_batch_size, samples_of)
 
 
 def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
@@ -377,13 +403,8 @@ def _without_removed(run: RunContext, groups: Sequence[JudgedGroup]) -> list[Jud
     if name is None:
         return list(groups)
     trained = [group for group in groups if group.disposition == Disposition.TRAIN]
-    shards = {
-        place: _samples(
-            run, run.committed(place[0], Step.ROLLOUT, place[1]), run.committed(place[0], Step.REWARD, place[1])
-        )
-        for place in dict.fromkeys((group.iteration, group.shard) for group in trained)
-    }
-    removed = removed_by(name, [shards[group.iteration, group.shard][group.group_id] for group in trained])
+    samples = _graded(run)
+    removed = removed_by(name, [samples(group) for group in trained], run.config)
     return [replace(group, removed=tuple(removed.get(group.group_id, ()))) for group in groups]
 
 

@@ -19,10 +19,9 @@ from cairn.tasks.selecting.filters.sample import FilterDecision
 from cairn.tasks.slime import Sample as SlimeSample
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
-# As they stand in a project that uses slime, but for the first line, which is `from slime.utils.types import Sample`
-# and `from slime.rollout.filter_hub.base_types import DynamicFilterOutput` there.
+# As they stand in a project that uses slime.
 REWARDS = """\
-from cairn.slime import Sample
+from slime.utils.types import Sample
 
 
 async def reward_func(args, sample: Sample, **kwargs):
@@ -41,14 +40,6 @@ async def rank_in_group(args, samples: list[Sample], **kwargs):
     return [lengths.index(sample.response_length) / len(lengths) for sample in samples]
 
 
-def threshold(args, sample):
-    return float(sample.response_length > args.rollout_max_response_len / 2)
-
-
-def hooks(args, sample):
-    return float(args.rollout_sample_hook_path is None)
-
-
 def by_place(args, sample):
     return sample.index % 7
 
@@ -57,7 +48,8 @@ def by_place(args, sample):
 FILTERS = """\
 import torch
 
-from cairn.slime import DynamicFilterOutput, Sample
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.utils.types import Sample
 
 
 def odd_places(args, samples: list[Sample], **kwargs):
@@ -143,24 +135,16 @@ def test_a_reward_of_a_group_is_given_all_of_it(rewards: Path) -> None:
     assert [one.reward for one in graded] == pytest.approx([2 / 3, 0, 1 / 3, 1 / 3, 1 / 3, 0])
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("threshold", "args.rollout_max_response_len is rollout.rollout_max_response_len here, which the step"),
-        ("hooks", "args.rollout_sample_hook_path does not exist here: the generate function returns the sample"),
-        ("by_place", "sample.index is not passed to a grader: the same text gets the same reward"),
-    ],
-)
-def test_what_args_do_not_hold_is_told(rewards: Path, name: str, says: str) -> None:
-    with GraderPool(RewardConfig(custom_rm_path=f"{rewards}:{name}")) as grader:
+def test_a_field_that_a_grader_does_not_get_says_why(rewards: Path) -> None:
+    with GraderPool(RewardConfig(custom_rm_path=f"{rewards}:by_place")) as grader:
         (graded,) = grader.grade([Sample("", None)])
     assert graded.reward is None
-    assert says in (graded.error or "")
+    assert "sample.index is not passed to a grader: the same text gets the same reward" in (graded.error or "")
 
 
-def test_a_flag_that_slime_has_not_is_no_attribute():
-    args = Arguments({"reward.reward_key": "reward"})
-    assert (getattr(args, "my_penalty", 0.5), args.reward_key) == (0.5, "reward")
+def test_a_name_that_no_flag_has_is_no_attribute() -> None:
+    args = Arguments({"reward_key": "score"})
+    assert (getattr(args, "my_penalty", 0.5), args.reward_key, args.rollout_sample_hook_path) == (0.5, "score", [])
     with pytest.raises(BadPlugin, match="slime has no such flag"):
         _ = args.my_penalty
     with pytest.raises(BadPlugin, match=r"args\.rm_url is reward\.rm_url here"):

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cairn.configs.kinds import REWARD
+from cairn.configs.kinds import GENERATE, REWARD, written_for_slime
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.rollout import ToolOptions
+from cairn.configs.slime import values_read
 from cairn.engines.agents.episodes.recorder import Recorder, SampleAborted, UncertainEffect, next_call, outside_code
 from cairn.engines.agents.episodes.returned import Continuation, checked_sample
 from cairn.engines.agents.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
@@ -41,7 +42,7 @@ from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 
 if TYPE_CHECKING:
-    from cairn.configs.schema.rollout import RolloutConfig
+    from cairn.configs.schema.run import RunConfig
 
 
 # Settings of the run that episodes use, besides sampling. Plain values, since they go to another process.
@@ -56,16 +57,21 @@ class EpisodeOptions:
     tool_call_format: Literal["template", "tags"] = "template"
     max_turns: int = 16
     max_context_len: int | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `args` for a generate function written for slime."""
 
     @classmethod
-    def of(cls, rollout: "RolloutConfig") -> "EpisodeOptions":
-        """Return the options of a run's configuration."""
+    def of(cls, config: "RunConfig") -> "EpisodeOptions":
+        """Return the options of a run's configuration. Raises BadPlugin."""
+        rollout = config.rollout
+        function = GENERATE.load(rollout.custom_generate_function_path)
         return cls(
             rollout.tools,
             rollout.tool_options,
             rollout.tool_call_format,
             rollout.max_turns,
             rollout.rollout_max_context_len,
+            values_read(config, function) if written_for_slime(function) else {},
         )
 
 

@@ -1,15 +1,18 @@
 """Validation of what `generate` returns against the calls of the policy."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
+from typing import Any
 
 import numpy as np
 
 from cairn.engines.types.trajectories import BadTrajectory, GeneratedSample, Segment, Trajectory
 from cairn.engines.types.types import FinishReason
+from cairn.storage.store.canonical import from_json
 
 # Rewards and roles that user code assigns to trajectories and segments.
 
@@ -47,6 +50,20 @@ def checked_role(role: object) -> str | None:
     raise BadTrajectory(f"generate gave a trajectory the role {role!r}; it has to be a word, such as 'solver'")
 
 
+def checked_info(info: object) -> dict[str, Any] | None:
+    """Return the values of a trajectory for the grader. Raises BadTrajectory for what is not a mapping of JSON
+    values."""
+    if info is None:
+        return None
+    try:
+        read = from_json(json.dumps(info))
+    except (TypeError, ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise BadTrajectory(f"generate gave a trajectory the info {info!r}; it has to be a mapping of JSON values")
+    return read
+
+
 @dataclass(frozen=True)
 class Continuation:
     """A finished call of `ctx.sample`: its input tokens and the sampled segment."""
@@ -66,7 +83,7 @@ def checked_sample(
     trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
     several = len(trajectories) > 1
     prompts, parts = list[np.ndarray | None](), list[list[Segment]]()
-    rewards, roles = list[float | None](), list[str | None]()
+    rewards, roles, infos = list[float | None](), list[str | None](), list[dict[str, Any] | None]()
     for number, one in enumerate(trajectories, 1):
         if isinstance(one, Trajectory):
             where = f" of trajectory {number}" if several else ""
@@ -75,6 +92,7 @@ def checked_sample(
             parts.append(_segments(one, before, calls, where))
             rewards.append(reward_of(one, parts[-1]))
             roles.append(checked_role(one.role))
+            infos.append(checked_info(one.info))
     if not parts or len(parts) < len(trajectories):
         other = next((type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)), None)
         kind = "an empty list" if other is None else f"a list with {other}" if several else other
@@ -94,6 +112,7 @@ def checked_sample(
         rewards=None if all(reward is None for reward in rewards) else tuple(rewards),
         roles=None if all(role is None for role in roles) else tuple(roles),
         retold=sum(one.retold for one in trajectories if isinstance(one, Trajectory)),
+        infos=tuple(infos) if any(infos) else None,
     )
 
 

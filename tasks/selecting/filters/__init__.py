@@ -1,7 +1,7 @@
 """Dynamic sampling: which groups are worth training on. One filter a file, `keep(rewards)` or `keep(samples)`."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from cairn.configs.kinds import FILTER
 from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.slime import values_read
 from cairn.tasks import slime
 from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.selecting.filters.sample import Filter, FilterDecision
@@ -16,20 +18,28 @@ from cairn.tasks.selecting.filters.sample import Filter, FilterDecision
 # Filters written for slime: see `cairn.tasks.slime`.
 
 
-def slime_sample(sample: GradedSample, group_size: int) -> slime.GroupSample:
-    """Return a sample as a filter written for slime gets it."""
-    return slime.GroupSample(
-        **{**vars(slime.to_grade(sample)), "reward": sample.reward},
+def slime_sample(sample: GradedSample, group_size: int, reward_key: str | None = None) -> slime.GroupSample:
+    """Return a sample as functions written for slime get it. `reward_key`: entry of the reward, which is a mapping
+    then, as the grader returned it."""
+    reward: Any = sample.reward
+    if reward_key is not None and sample.components:
+        reward = {**sample.components, reward_key: sample.reward}
+    found = slime.GroupSample(
         group_index=sample.group_id,
         index=sample.group_id * group_size + sample.sample_index,
         loss_mask=list(sample.loss_mask),
     )
+    vars(found).update(vars(slime.to_grade(sample)), reward=reward)
+    return found
 
 
-def decision_of_slime_filter(keep: Callable[..., Any], samples: Sequence[GradedSample]) -> FilterDecision:
+def decision_of_slime_filter(
+    keep: Callable[..., Any], args: Mapping[str, Any], samples: Sequence[GradedSample]
+) -> FilterDecision:
     """Return the decision of a filter written for slime about a group. Raises BadPlugin where it returns something
     else."""
-    returned = keep(slime.Arguments({}), [slime_sample(sample, len(samples)) for sample in samples])
+    key = args.get("reward_key")
+    returned = keep(slime.Arguments(args), [slime_sample(sample, len(samples), key) for sample in samples])
     output = returned if hasattr(returned, "keep") else slime.DynamicFilterOutput(returned)
     kept, reason = bool(output.keep), getattr(output, "reason", None)
     if reason is not None and not isinstance(reason, str):
@@ -41,8 +51,9 @@ def decision_of_slime_filter(keep: Callable[..., Any], samples: Sequence[GradedS
 __all__ = ["Filter", "FilterDecision", "get_filter", "takes_samples"]
 
 
-def get_filter(name: str | None) -> Filter:
-    """Return the filter that `rollout.dynamic_sampling_filter` names; None keeps every group.
+def get_filter(name: str | None, config: RunConfig | None = None) -> Filter:
+    """Return the filter that `rollout.dynamic_sampling_filter` names; None keeps every group. `config` has the values
+    for a filter written for slime.
 
     A user's filter may return only whether to keep a group. Raises BadPlugin if no filter has that name, or if it takes
     other arguments. The filter raises it where it returns something else.
@@ -51,7 +62,7 @@ def get_filter(name: str | None) -> Filter:
         return lambda group: FilterDecision(keep=True)
     decide = FILTER.load(name)
     if _written_for_slime(name, decide):
-        return partial(decision_of_slime_filter, decide)
+        return partial(decision_of_slime_filter, decide, {} if config is None else values_read(config, decide))
 
     def decision(group: Any) -> FilterDecision:
         returned = decide(group)

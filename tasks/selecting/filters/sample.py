@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from cairn.storage.ledger.schemas import TRAJECTORY_INFOS
 from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.shaping import as_graded
 
@@ -42,6 +43,7 @@ ROLLOUT_COLUMNS = (
     "status",
     "label",
     "metadata",
+    TRAJECTORY_INFOS.name,
 )
 
 

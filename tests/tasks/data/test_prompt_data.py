@@ -147,7 +147,13 @@ def test_keys_and_label_pattern_cut_the_answer_out(tmp_path, tokenizer):
     assert PromptData.open(format, write_jsonl(tmp_path / "r.jsonl", rows), tokenizer).row(0).label == "1,002"
 
 
-@cases(("label", "text"), [(72, "72"), (72.0, "72"), (0.5, "0.5"), ("0.50", "0.50"), (None, None)])
+OF_MAPPING = {"target": "72"}
+
+
+@cases(
+    ("label", "text"),
+    [(72, "72"), (72.0, "72"), (0.5, "0.5"), ("0.50", "0.50"), (None, None), (OF_MAPPING, '{"target": "72"}')],
+)
 def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
     for path in (
         write_jsonl(tmp_path / "r.jsonl", [{"prompt": "p", "label": label}]),
@@ -158,7 +164,7 @@ def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
     assert PromptData.open(PLAIN, huge, tokenizer).row(0).label == "1" + 400 * "0"
 
 
-@cases("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), float("inf")])
+@cases("label", [["72"], True, float("nan"), float("inf")])
 def test_a_label_of_another_kind_is_refused(tmp_path, tokenizer, label):
     path = write_jsonl(tmp_path / "r.jsonl", [GOOD, {"prompt": "p", "label": label}])
     with pytest.raises(BadData, match=r"line 2: 'label' is a label and holds .*, which is not text or a number: write"):

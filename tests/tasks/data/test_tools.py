@@ -125,7 +125,8 @@ def test_the_corpus_of_search_counts_in_what_a_run_is_made_from(tiny_assets, tmp
         ),
         (
             {"max_turns": 3},
-            r"max_turns \(3\) has no effect while rollout.custom_generate_function_path is single_turn; set rollout",
+            r"max_turns \(3\) has no effect while rollout.custom_generate_function_path is single_turn and no function "
+            "of yours generates, grades or filters samples; set rollout",
         ),
         ({"rollout_max_context_len": 99}, r"rollout_max_context_len \(99\) has no effect while"),
         ({"custom_generate_function_path": "tool_calls"}, "tools names none"),

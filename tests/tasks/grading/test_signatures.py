@@ -286,9 +286,9 @@ def test_another_entry_of_a_mapping_may_be_the_reward(pool_of: Any) -> None:
 @cases(
     "arguments",
     [
-        "data_source, solution_str, ground_truth, extra_info=None",
+        "data_source, solution, ground_truth, extra_info=None",
         "prompt, response, label",
-        "prompts, completions",
+        "prompts, texts",
         "completions, **kwargs",
     ],
 )

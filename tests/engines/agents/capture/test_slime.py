@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cairn.engines.agents.episodes.context import EpisodeOptions
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.rollout.transformers.engine import TransformersEngine
@@ -76,6 +77,12 @@ async def asks_otherwise(args, sample, sampling_params):
     return await by_tokens(args, sample, sampling_params)
 
 
+async def asks_for_a_model(args, sample, sampling_params):
+    from slime.rollout.sglang_rollout import get_model_url
+
+    await post(get_model_url(args, "reward"), {})
+
+
 async def gives_up(args, sample, sampling_params):
     sample = await by_tokens(args, sample, sampling_params)
     sample.status = Sample.Status.ABORTED
@@ -96,9 +103,64 @@ async def scores(args, sample, sampling_params):
     return await by_tokens(args, sample, sampling_params)
 
 
+async def text_again(args, sample, sampling_params):
+    """As the generate function of slime's guides: text in, text out, tokens of the text."""
+    from slime.utils.http_utils import post as post_of_slime
+    from slime.utils.processing_utils import load_tokenizer
+    from slime.utils.types import Sample as SlimeSample
+
+    assert isinstance(sample, SlimeSample) and post_of_slime is post
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    output = await post(url, {"text": QUESTION, "sampling_params": sampling_params})
+    prompt = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    response = tokenizer(output["text"], add_special_tokens=False)["input_ids"]
+    sample.tokens, sample.response_length = prompt + response, len(response)
+    sample.response, sample.truncated = output["text"], output["meta_info"]["finish_reason"]["type"] == "length"
+    return sample
+
+
+async def several_turns(args, samples, evaluation=False):
+    """As the one of the skills: a list of samples, no tokens, a reward, its own flags."""
+    assert (evaluation, args.max_turns, args.context_parallel_size) == (False, 2, 1)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1/chat/completions"
+    for sample in samples:
+        conversation = sample.prompt
+        for turn in range(args.max_turns):
+            output = await post(url, {"messages": conversation})
+            response = output["choices"][0]["message"]["content"]
+            if turn == 0:
+                conversation.append({"role": "assistant", "content": response})
+                conversation.append({"role": "user", "content": "Bye."})
+        sample.response, sample.reward, sample.tool_calls = response, 0.5, turn
+        sample.metadata["turns"] = args.max_turns
+
+
+async def rewrites(args, sample, sampling_params):
+    """Its text is not what the policy said."""
+    sample = await text_again(args, sample, sampling_params)
+    ids = GenerateState(args).tokenizer("Bye now.", add_special_tokens=False)["input_ids"]
+    sample.tokens, sample.response_length = sample.tokens[:-sample.response_length] + ids, len(ids)
+    sample.response = "Bye now."
+    return sample
+
+
+async def in_place(args, sample, sampling_params):
+    """As slime's retool: the mask is a list that the sample extends."""
+    sample.loss_mask = masks = []
+    sample = await by_tokens(args, sample, sampling_params)
+    assert sample.loss_mask is masks
+    sample.loss_mask = masks
+    return sample
+
+
 async def generate(args, sample, sampling_params):
     """The one that the sample names: a process takes long to start."""
-    return await globals()[sample.metadata["as"]](args, sample, sampling_params)
+    function = globals()[sample.metadata["as"]]
+    if function is several_turns:
+        await several_turns(args, [sample])
+        return None
+    return await function(args, sample, sampling_params)
 '''
 
 
@@ -110,10 +172,13 @@ def generated(engine: TransformersEngine, talker: Path, tmp_path_factory: pytest
     samples = SampleEngine(engine.open, engine.abort)
     params = SamplingParams(max_new_tokens=60, temperature=0.0)
     search = (str(Path(__file__).parents[4]), *sys.path)
-    function = GenerateFunction(f"{file}:generate", search, str(talker), timeout=60.0)
+    args = {"hf_checkpoint": str(talker), "max_turns": 2, "context_parallel_size": 1, "reward_key": "score"}
+    options = EpisodeOptions(args=args)
+    function = GenerateFunction(f"{file}:generate", search, str(talker), timeout=60.0, options=options)
 
     def generated(name: str) -> GeneratedSample:
-        requested = SampleRequest(0, 0, [20, 21, 22], 7, metadata={"as": name})
+        prompt = '[{"role": "user", "content": "Hello."}]'
+        requested = SampleRequest(0, 0, [20, 21, 22], 7, prompt=prompt, metadata={"as": name})
         with closing(samples.generate([requested], params, function)) as stream:  # type: ignore[type-var]
             (result,) = [sample for part in stream if isinstance(part, list) for sample in part]
         return result
@@ -152,13 +217,64 @@ def test_text_and_ends_of_turns_are_of_exact_tokens(generated: Any, tokenizer: A
     assert len(second) > 0
 
 
+def test_text_that_is_tokenized_again_takes_the_recorded_tokens(generated: Any, tokenizer: Any) -> None:
+    sample = generated("text_again")
+    assert sample.error is None
+    (segment,) = sample.trajectories[0].segments
+    assert tokenizer.decode(segment.ids) == "Hello to you.<|im_end|>"
+    assert (segment.loss_mask.all(), sample.retold) == (True, 0)
+    assert tokenizer.decode(sample.trajectories[0].prompt_ids).startswith("<|im_start|>user\nHello.")
+    assert sample.infos == ({"truncated": False},)
+
+
+def test_a_sample_without_tokens_is_what_the_record_says(generated: Any, tokenizer: Any) -> None:
+    sample = generated("several_turns")
+    assert sample.error is None
+    (trajectory,) = sample.trajectories
+    assert [one.call is None for one in trajectory.segments] == [False, True, False]
+    assert trajectory.loss_mask.sum() == sum(len(one) for one in trajectory.segments[::2])
+    assert tokenizer.decode(trajectory.segments[2].ids) == "Bye now.<|im_end|>"
+    assert trajectory.reward == 0.5
+    metadata = {"as": "several_turns", "turns": 2}
+    assert trajectory.info is not None
+    assert len(trajectory.info.pop("prompt")) == 3, "the function has extended the messages"
+    assert trajectory.info == {"response": "Bye now.", "tool_calls": 1, "metadata": metadata}
+
+
+def test_other_text_leaves_the_sample_alive_and_is_counted(generated: Any, tokenizer: Any) -> None:
+    sample = generated("rewrites")
+    assert sample.error is None
+    (segment,) = sample.trajectories[0].segments
+    assert tokenizer.decode(segment.ids) == "Hello to you.<|im_end|>"
+    assert sample.retold == len(segment)
+    assert sample.infos[0]["response"] == "Bye now."
+
+
+def test_tokens_that_were_not_sampled_are_not_trained_on(generated: Any) -> None:
+    sample = generated("forges")
+    assert sample.error is None
+    first, given = sample.trajectories[0].segments
+    assert (first.call is None, given.call is None) == (False, True)
+    assert (first.loss_mask.all(), given.loss_mask.any()) == (True, False)
+    assert 0 < sample.retold < len(given)
+
+
+def test_a_mask_is_extended_in_place(generated: Any) -> None:
+    sample = generated("in_place")
+    assert sample.error is None
+    assert sample.trajectories[0].loss_mask.sum() == sum(len(one) for one in sample.trajectories[0].segments[::2])
+
+
+def test_a_mapping_is_a_reward_by_its_key(generated: Any) -> None:
+    assert generated("scores").rewards == (1.0,)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("forges", "trains on tokens that the policy did not sample in this context"),
         ("asks_otherwise", "temperature=0.5 is not supported (the run has 0.0)"),
         ("gives_up", "generate returned a sample whose status is aborted"),
-        ("scores", "generate returned a sample whose reward is a mapping: set the number alone, or None"),
+        ("asks_for_a_model", "no model 'reward' is served: only the policy is"),
     ],
 )
 def test_what_was_not_sampled_so_fails_its_sample(generated: Any, name: str, told: str) -> None:

@@ -1,0 +1,3 @@
+"""Results of filters."""
+
+from cairn.tasks.slime import DynamicFilterOutput as DynamicFilterOutput

@@ -1,0 +1,3 @@
+"""Coroutines in plain functions."""
+
+from asyncio import run as run

@@ -1,0 +1,3 @@
+"""slime's `Sample`."""
+
+from cairn.engines.agents.slime import Sample as Sample
