@@ -71,7 +71,9 @@ def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[Renderable
     if not found:
         yield f"no runs in {store}; `cairn train RECIPE` starts one"
         return
-    table = grid("run", "state", "iterations", "reward", "eval", "last commit", right=("iterations", "reward"))
+    why = any(status.failure is not None for status in found)
+    names = ("run", "state", "iterations", "reward", "eval", "last commit", *(("why",) if why else ()))
+    table = grid(*names, right=("iterations", "reward"))
     for status in found:
         table.add_row(
             status.run,
@@ -80,6 +82,7 @@ def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[Renderable
             number(status.reward, ".3f"),
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
+            *((Text(printable(status.failure.sentence) if status.failure else ""),) if why else ()),
         )
     yield table
 
@@ -124,6 +127,12 @@ def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[T
     if status.driver is not None:
         driver, ended = status.driver, f", {status.driver.outcome}" if status.driver.outcome else ""
         facts["driver"] = f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, began {age(driver.since)}{ended}"
+    if status.failed_samples is not None and (status.failure is None or status.failure.commonest is None):
+        facts["failed samples"] = str(status.failed_samples)
+    for name, text in () if status.failure is None else status.failure.facts():
+        facts[name] = text.replace("\n", " ")
+    if status.failure is not None:
+        facts["next"] = "; then ".join(status.failure.next)
     if len(status.written_by) > 1:
         facts["written by"] = " → ".join(
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"

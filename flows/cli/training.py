@@ -5,7 +5,6 @@ import shlex
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +14,9 @@ import typer
 from typer import Argument, Option
 
 from cairn.configs.errors import ConfigError
-from cairn.flows.cli.app import BAD_INPUT, TERMINATED, describe, exit_code
-from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.app import BAD_INPUT, TERMINATED
+from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.failing import ending_in_box
 from cairn.flows.cli.printing import print_json, print_parts, print_stderr
 from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
 from cairn.flows.driver.signals import AWAITING_APPROVAL, EXIT_CODE, INTERRUPTED, NOTICES, install_early_handlers
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from cairn.configs.schema.run import RunConfig
     from cairn.flows.deployments.up import Up
-    from cairn.flows.events import Event
     from cairn.flows.reading.views import RunStatus
     from cairn.storage.ledger.ledger import Ledger
 
@@ -174,8 +173,10 @@ def train(
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
 
-    config = with_length(load(recipe, overrides or []))
-    _drive(root, run or recipe.stem, config, takeover)
+    name = run or recipe.stem
+    with ending_in_box(root, name, recipe):
+        config = with_length(load(recipe, overrides or []))
+        _drive(root, name, config, takeover)
 
 
 def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
@@ -193,7 +194,8 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     from cairn.configs.loader import from_manifest
 
     ledger = root.ledger(run)
-    _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
+    with ending_in_box(root, run):
+        _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
@@ -290,22 +292,14 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
     with collecting_later():
         from cairn.flows.driver.approval import Withheld
         from cairn.flows.driver.preemption import Preempted
-        from cairn.flows.events import RunStarted
         from cairn.flows.train import start
         from cairn.flows.watching.progress import Progress
 
     resume_command = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
-    started = False
     progress = Progress(config)
-
-    def on_event(event: "Event") -> None:
-        nonlocal started
-        started = started or isinstance(event, RunStarted)
-        progress(event)
-
     try:
         with progress:
-            run = start(store, run, recipe, takeover, on_event)
+            run = start(store, run, recipe, takeover, progress)
     except Preempted:
         for signum in NOTICES:  # the run is released: a further signal may end the process
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
@@ -317,13 +311,4 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
     except KeyboardInterrupt:
         print_stderr(f"interrupted; nothing committed is lost. Continue with: {resume_command}")
         raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:
-        if not started:
-            raise
-        if exit_code(error) is None:
-            print_stderr("".join(traceback.format_exception(error)).rstrip())
-        else:
-            print_stderr(describe(error))
-        print_stderr(f"run {run} failed; nothing committed is lost. Continue with: {resume_command}")
-        raise typer.Exit(FAILED) from error
     print_parts(summary_lines(run_status(store, run)))

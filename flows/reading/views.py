@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.failure import RunFailure, run_failure, samples_failed
 from cairn.flows.reading.gates import blocking_gate
 from cairn.flows.reading.metrics import retries, retry_seconds
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
@@ -29,6 +31,7 @@ from cairn.storage.store.store import Store
 from cairn.storage.upkeep.self_tests import find_self_test
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.evaluation.evaluate import eval_shard
+from cairn.tasks.grading.failures import CommonError
 from cairn.tasks.halves import learning_steps, oldest_open
 from cairn.tasks.trainer.score import needs_scores
 from cairn.tasks.trainer.self_test import fingerprint
@@ -138,6 +141,10 @@ class RunStatus(Record):
     last_commit: str | None = None
     last_commit_at: float | None = None
     driver: Driver | None = None
+    failed_samples: CommonError | None = None
+    """Commonest error of the samples of the newest iteration; None where none failed."""
+    failure: RunFailure | None = None
+    """Why the run ended early; None where it has not."""
     gate: GateStatus | None = None
     """Gate at which the run waits, or was rejected."""
     written_by: tuple[WrittenBy, ...] = ()
@@ -157,11 +164,17 @@ def run_status(store: Store, run: str) -> RunStatus:
     graded = _newest(ledger, Step.ADVANTAGE, last, commits)
     newest = max(commits, key=lambda commit: commit.committed_at, default=None)
     gate = None if iteration is None else blocking_gate(ledger, iteration)
+    state, failed = _state(lease, gate, done=iteration is None), samples_failed(ledger, commits)
+    complete = config.rollout.num_rollout if iteration is None else iteration
+    failure = None
+    if lease is not None and state in (RunState.FAILED, RunState.INTERRUPTED):
+        where: dict[str, Any] = {"complete": complete, "iteration": iteration, "newest": newest}
+        failure = run_failure(ledger, config, lease, **where, version=version_of(trained), samples=failed)
     return RunStatus(
         run=run,
-        state=_state(lease, gate, done=iteration is None),
+        state=state,
         parent=ledger.manifest.parent,
-        iterations=config.rollout.num_rollout if iteration is None else iteration,
+        iterations=complete,
         num_rollout=config.rollout.num_rollout,
         iteration=iteration,
         step=step,
@@ -178,6 +191,8 @@ def run_status(store: Store, run: str) -> RunStatus:
         last_commit=newest.name if newest else None,
         last_commit_at=newest.committed_at if newest else None,
         driver=_driver(lease),
+        failed_samples=failed,
+        failure=failure,
         gate=gate,
         written_by=_written_by(ledger),
     )

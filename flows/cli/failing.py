@@ -1,0 +1,111 @@
+"""The box in which a failed command ends: what happened, the commonest error, what stands, and what to type next."""
+
+import os
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cairn.flows.cli.app import describe, exit_code
+from cairn.flows.cli.command import FAILED, Root
+from cairn.flows.cli.printing import print_stderr
+
+if TYPE_CHECKING:
+    from cairn.flows.reading.failure import RunFailure, Terminal
+
+_MEANT = re.compile(r"(\S+) is not an option; did you mean (\S+)\?$")
+_WIDTH = 80
+"""Number of characters of the box's lines."""
+
+
+@contextmanager
+def ending_in_box(root: Root, run: str, recipe: Path | None = None) -> Iterator[None]:
+    """End the command with a box, and the exit code of the error, where the block fails to start or drive a run.
+
+    `recipe`: the recipe, where the user passed one.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            print_stderr("".join(traceback.format_exception(error)).rstrip())
+        print_stderr("\n".join(box_lines(f"run {run} failed", _failure(root, run, error, recipe))))
+        raise typer.Exit(FAILED if code is None else code) from error
+
+
+def box_lines(title: str, failure: "RunFailure") -> Iterator[str]:
+    """Yield the lines of a box. A command has a line of its own, without a frame around it, to be copied."""
+    facts = failure.facts()
+    width = max(len(name) for name, _ in facts) + 2
+    yield f"━━ {title} ".ljust(_WIDTH, "━")
+    for name, text in facts:
+        first, *others = text.split("\n")
+        yield f"{name.ljust(width)}{first}"
+        yield from (f"{' ' * width}{other}" for other in others)
+    if failure.next:
+        yield "next"
+        yield from (f"  {command}" for command in failure.next)
+    yield "━" * _WIDTH
+
+
+def _failure(root: Root, run: str, error: Exception, recipe: Path | None) -> "RunFailure":
+    """Return why the command failed: as the ledger records it, where its driver owned the run."""
+    from cairn.flows.reading.failure import RunFailure, Terminal
+    from cairn.flows.reading.views import run_status
+    from cairn.storage.ledger.leases import Holder
+
+    own = Holder.this_process()
+    url = root.url if "://" in root.url else os.path.abspath(root.url)
+    terminal = Terminal(url, own.folder, own.variables)
+    words = list(own.command) or [
+        "cairn",
+        *(["resume", run] if recipe is None else ["train", str(recipe), "--run", run]),
+    ]
+    status = None
+    try:
+        status = run_status(root.store, run)
+    except FileNotFoundError:
+        stands = "nothing was started"
+    except Exception:  # which may be what the command failed of
+        stands = None
+    if status is not None:
+        if status.failure is not None and status.driver is not None and status.driver.pid == os.getpid():
+            return status.failure
+        stands = f"{status.iterations} of {status.num_rollout} iterations, {status.state}: run {run} is as it was"
+    return RunFailure(what=describe(error), stands=stands, next=tuple(_next(error, root, run, terminal, words)))
+
+
+def _next(error: Exception, root: Root, run: str, terminal: "Terminal", words: Sequence[str]) -> Iterator[str]:
+    """Yield the commands after an error before the run began. `words`: the command that failed."""
+    from cairn.configs.errors import BadInput, ConfigError
+    from cairn.flows.reading.failure import free_name, train_command, without
+    from cairn.storage.store.errors import LeaseHeld, RunDiffers
+
+    again = without(words, "--store")
+    if isinstance(error, LeaseHeld):
+        yield terminal.line("cairn", "status", run)
+        yield terminal.line(*again, "--takeover")
+    elif isinstance(error, RunDiffers) and words[1] == "train":
+        yield terminal.line(*without(again, "--run"), "--run", free_name(root.store, run))
+    elif isinstance(error, RunDiffers):
+        yield train_command(root.store, run, free_name(root.store, run)) or terminal.line("cairn", "status", run)
+    elif isinstance(error, ConfigError) and words[1] == "resume":
+        yield train_command(root.store, run) or terminal.line(*again)
+    elif isinstance(error, BadInput) and words[1] == "train":
+        meant = dict(found.groups() for problem in getattr(error, "problems", ()) if (found := _MEANT.match(problem)))
+        words = without(again, "--run")
+        yield terminal.line("cairn", "validate", *(_corrected(word, meant) for word in words[2:]))
+    else:
+        yield terminal.line(*again)
+
+
+def _corrected(word: str, meant: Mapping[str, str]) -> str:
+    option, equals, value = word.partition("=")
+    return f"{meant.get(option, option)}{equals}{value}"

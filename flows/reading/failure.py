@@ -1,0 +1,261 @@
+"""Why a run ended: what happened, the commonest error, what still stands, and the command that goes on.
+
+| the run | the command |
+|---|---|
+| failed in its samples' code, or over an option | `cairn fork` after its last complete iteration, or else another run |
+| has a damaged ledger | `cairn verify` |
+| ended in any other way | `cairn resume`, or `cairn train` where a store may not name all that the run uses |
+
+A run changes neither its code nor its options. A command is to be typed in the driver's working folder, with the
+variables on which the right to run a ledger's code depends.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.leases import DriverFailure, Holder, LeaseState, Outcome, all_leases
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import read_table
+from cairn.storage.records import Record
+from cairn.storage.store.errors import Retired
+from cairn.storage.store.store import Store
+from cairn.tasks.grading.failures import COLUMNS, CommonError, common_error
+
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|OutOfMemory", re.IGNORECASE)
+
+
+class RunFailure(Record):
+    """Why a run, or a command, ended early."""
+
+    what: str
+    """What happened, in a sentence or a few."""
+    commonest: CommonError | None = None
+    """The commonest error behind it."""
+    stands: str | None = None
+    """What is committed, and is not computed again."""
+    advice: str | None = None
+    """What to change first."""
+    next: tuple[str, ...] = ()
+    """Commands for a shell that go on from here."""
+
+    @property
+    def sentence(self) -> str:
+        """What happened and the commonest error, on one line."""
+        what = self.what.partition("\n")[0].rstrip(".")
+        return what if self.commonest is None else f"{what}: {_spelled(self.commonest)}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return (name, text) of each part that it has, without the commands."""
+        often = None
+        if self.commonest is not None:
+            one = self.commonest
+            often = f"{_spelled(one)}, {one.count} of {one.total} {one.unit}"
+        named = {"what happened": self.what, "commonest error": often, "what stands": self.stands, "first": self.advice}
+        return [(name, text) for name, text in named.items() if text]
+
+
+def _spelled(one: CommonError) -> str:
+    return one.error if one.place is None else f"{one.error} at {one.place}"
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Where commands about a store are typed."""
+
+    url: str
+    """Address of the store; of a folder its absolute path."""
+    folder: str | None = None
+    """Folder to type them in; None: any."""
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: Store, holder: Holder) -> "Terminal":
+        """Return the terminal of a driver."""
+        return cls(store.url, holder.folder, holder.variables)
+
+    def line(self, *words: str) -> str:
+        """Return a command with the store, the folder and the variables that it needs."""
+        folder = self.folder or os.getcwd()
+        place = () if self.url == folder else ("--store", _near(self.url, folder))
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        command = " ".join([*variables, shlex.join([*words, *place])])
+        return command if folder == os.getcwd() else f"cd {shlex.quote(folder)} && {command}"
+
+
+def _near(url: str, folder: str) -> str:
+    """Return a store's address, relative to a folder around it."""
+    return os.path.relpath(url, folder) if url.startswith(f"{folder}/") else url
+
+
+def samples_failed(ledger: Ledger, commits: Iterable[Commit]) -> CommonError | None:
+    """Return the commonest error of the samples that reward steps could not grade. Reads tables only where some
+    failed."""
+    graded = [commit for commit in commits if commit.step is Step.REWARD]
+    if not any(commit.metrics.get("failed_samples") for commit in graded):
+        return None
+    try:
+        return common_error(
+            read_table(ledger.store, commit.run, output, COLUMNS) for commit in graded for output in commit.outputs
+        )
+    except Retired:
+        return None
+
+
+def run_failure(
+    ledger: Ledger,
+    config: RunConfig,
+    lease: LeaseState,
+    *,
+    complete: int,
+    iteration: int | None,
+    version: int,
+    newest: Commit | None,
+    samples: CommonError | None,
+) -> RunFailure:
+    """Return why a run ended that is not complete.
+
+    Args:
+        complete: number of complete iterations.
+        iteration: where it goes on.
+        version: weight version.
+        newest: newest commit.
+        samples: of the newest iteration, see `samples_failed`.
+    """
+    terminal, failure = Terminal.of(ledger.store, lease.holder), lease.failure
+    stands = _stands(complete, iteration, version, newest)
+    if failure is None:
+        what = {
+            Outcome.FAILED: "the driver ended with an error that is not recorded",
+            Outcome.STOPPED: "a person or a program stopped the driver",
+        }.get(lease.outcome or Outcome.COMPLETED, "the driver's process is gone: it was killed, or its machine ended")
+        return RunFailure(what=what, stands=stands, next=(terminal.line("cairn", "resume", ledger.run),))
+    commonest, what = _tries(failure), failure.error
+    if failure.kind == "BatchNotFilled" and samples is not None and str(samples) in what:
+        commonest, what = samples, what.replace(str(samples), f"{samples.failed} of {samples.total} samples failed")
+    advice, commands = _way_on(ledger, config, lease, failure, terminal, complete)
+    return RunFailure(what=what, commonest=commonest, stands=stands, advice=advice, next=tuple(commands))
+
+
+def _tries(failure: DriverFailure) -> CommonError | None:
+    """Return how often a step failed, where it was more than once."""
+    count, unit = (failure.shards, "shards") if failure.shards > 1 else (failure.tries, "tries")
+    if count < 2:
+        return None
+    error = failure.error.partition("\n")[0]
+    return CommonError(error=error, count=count, failed=count, total=count, unit=f"{unit} of {failure.step}")
+
+
+def _stands(complete: int, iteration: int | None, version: int, newest: Commit | None) -> str:
+    if newest is None:
+        return "nothing is committed yet"
+    done = f"iteration{'s 0 to' if complete > 1 else ''} {complete - 1}, weight version {version}" if complete else ""
+    begun = f"iteration {iteration} up to {newest.name}" if newest.iteration == iteration else ""
+    return f"{', and '.join(filter(None, (done, begun)))}; none of it is computed again"
+
+
+def _way_on(
+    ledger: Ledger,
+    config: RunConfig,
+    lease: LeaseState,
+    failure: DriverFailure,
+    terminal: Terminal,
+    complete: int,
+) -> tuple[str | None, Sequence[str]]:
+    """Return what to change first, and the commands after it."""
+    run, options = ledger.run, list[str]()
+    advice = failure.advice
+    if failure.kind == "BatchNotFilled":
+        advice = None if advice is None else advice.partition(", and fork")[0]
+        if advice and "_with_fallback" in advice:
+            options = ["rollout.dynamic_sampling_filter=check_reward_nonzero_std_with_fallback"]
+    elif OUT_OF_MEMORY.search(failure.error) and failure.step in (Step.TRAIN, Step.SCORE):
+        options = [_smaller(config)]
+        advice = f"free memory and resume; or go on with smaller micro-batches, {options[0]}"
+        return advice, [
+            continue_command(ledger.store, run, lease, terminal),
+            *_anew(ledger, config, lease, terminal, complete, options),
+        ]
+    elif failure.kind == "NotFinite":
+        options = [f"training.lr={config.training.lr / 10:g}"]
+    elif failure.kind in ("Damaged", "ReplayDiverged"):
+        return advice, [terminal.line("cairn", "verify", run)]
+    elif failure.kind == "LeaseLost":
+        return advice, [terminal.line("cairn", "status", run)]
+    else:
+        return advice, [continue_command(ledger.store, run, lease, terminal)]
+    return advice, _anew(ledger, config, lease, terminal, complete, options)
+
+
+def _smaller(config: RunConfig) -> str:
+    """Return the option that halves the micro-batches of a configuration."""
+    if config.training.micro_batch_size is not None:
+        return f"training.micro_batch_size={max(1, config.training.micro_batch_size // 2)}"
+    return f"training.max_tokens_per_gpu={max(1, (config.training.max_tokens_per_gpu or 16384) // 2)}"
+
+
+def continue_command(store: Store, run: str, lease: LeaseState, terminal: Terminal) -> str:
+    """Return the command that continues a run with its configuration."""
+    if lease.failure is None or lease.failure.resumable:
+        return terminal.line("cairn", "resume", run)
+    return train_command(store, run) or terminal.line("cairn", "resume", run)
+
+
+def train_command(store: Store, run: str, new: str | None = None, options: Sequence[str] = ()) -> str | None:
+    """Return the command that started a run from its recipe; None where none of its drivers was started so.
+
+    Args:
+        new: name of another run to start in the same way, with `options` of the form a.b=value changed.
+    """
+    for lease in reversed(all_leases(store, run)):
+        words = list(lease.holder.command)
+        if words[1:2] == ["train"]:
+            words = without(words, "--store", "--run")
+            changed = [word for option in options for word in ("--set", option)]
+            return Terminal.of(store, lease.holder).line(*words, "--run", new or run, *changed)
+    return None
+
+
+def without(words: Sequence[str], *options: str) -> list[str]:
+    """Return a command line without some options that have a value, and without `--takeover`."""
+    left, skip = [], False
+    for word in words:
+        if not (skip or word == "--takeover" or word.startswith(tuple(f"{option}=" for option in options))):
+            left.append(word)
+            skip = word in options and bool(left.pop())
+        else:
+            skip = False
+    return left
+
+
+def _anew(
+    ledger: Ledger,
+    config: RunConfig,
+    lease: LeaseState,
+    terminal: Terminal,
+    complete: int,
+    options: Sequence[str],
+) -> list[str]:
+    """Return the commands that go on with other code or options: a fork after the last complete iteration, or another
+    run."""
+    run, name = ledger.run, free_name(ledger.store, ledger.run)
+    if complete and config.rollout.pipeline != "streaming":
+        changed = [word for option in options for word in ("--set", option)]
+        fork = terminal.line("cairn", "fork", f"{run}@{complete - 1}", name, *changed)
+        return [fork, terminal.line("cairn", "resume", name)]
+    started = train_command(ledger.store, run, name, options)
+    return [started or terminal.line("cairn", "status", run)]
+
+
+def free_name(store: Store, run: str) -> str:
+    """Return a name like that of a run which no run has: `run-2`."""
+    stem = re.sub(r"-\d+$", "", run)
+    number = 2
+    while store.exists(layout.run_manifest(f"{stem}-{number}")):
+        number += 1
+    return f"{stem}-{number}"
