@@ -5,7 +5,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -23,10 +23,10 @@ _WIDTH = 80
 
 
 @contextmanager
-def ending_in_box(root: Root, run: str, recipe: Path | None = None) -> Iterator[None]:
+def ending_in_box(root: Root, run: str, *words: str) -> Iterator[None]:
     """End the command with a box, and the exit code of the error, where the block fails to start or drive a run.
 
-    `recipe`: the recipe, where the user passed one.
+    `words`: the command, without `--store` and `--takeover`.
     """
     try:
         yield
@@ -36,7 +36,8 @@ def ending_in_box(root: Root, run: str, recipe: Path | None = None) -> Iterator[
         code = exit_code(error)
         if code is None:
             print_stderr("".join(traceback.format_exception(error)).rstrip())
-        print_stderr("\n".join(box_lines(f"run {run} failed", _failure(root, run, error, recipe))))
+        failure, owned = _failure(root, run, error, words)
+        print_stderr("\n".join(box_lines(f"run {run} {'failed' if owned else 'did not start'}", failure)))
         raise typer.Exit(FAILED if code is None else code) from error
 
 
@@ -55,8 +56,8 @@ def box_lines(title: str, failure: "RunFailure") -> Iterator[str]:
     yield "━" * _WIDTH
 
 
-def _failure(root: Root, run: str, error: Exception, recipe: Path | None) -> "RunFailure":
-    """Return why the command failed: as the ledger records it, where its driver owned the run."""
+def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "tuple[RunFailure, bool]":
+    """Return why the command failed, and whether its driver owned the run: then it is as the ledger records it."""
     from cairn.flows.reading.failure import RunFailure, Terminal
     from cairn.flows.reading.views import run_status
     from cairn.storage.ledger.leases import Holder
@@ -64,46 +65,41 @@ def _failure(root: Root, run: str, error: Exception, recipe: Path | None) -> "Ru
     own = Holder.this_process()
     url = root.url if "://" in root.url else os.path.abspath(root.url)
     terminal = Terminal(url, own.folder, own.variables)
-    words = list(own.command) or [
-        "cairn",
-        *(["resume", run] if recipe is None else ["train", str(recipe), "--run", run]),
-    ]
-    status = None
     try:
         status = run_status(root.store, run)
+        if status.driver is not None and status.driver.pid == os.getpid() and status.failure is not None:
+            return status.failure, True
+        stands = f"{status.iterations} of {status.num_rollout} iterations, {status.state}: run {run} is as it was"
     except FileNotFoundError:
         stands = "nothing was started"
     except Exception:  # which may be what the command failed of
         stands = None
-    if status is not None:
-        if status.failure is not None and status.driver is not None and status.driver.pid == os.getpid():
-            return status.failure
-        stands = f"{status.iterations} of {status.num_rollout} iterations, {status.state}: run {run} is as it was"
-    return RunFailure(what=describe(error), stands=stands, next=tuple(_next(error, root, run, terminal, words)))
+    following = tuple(_next(error, root, run, terminal, words))
+    return RunFailure(what=describe(error), stands=stands, next=following), False
 
 
 def _next(error: Exception, root: Root, run: str, terminal: "Terminal", words: Sequence[str]) -> Iterator[str]:
     """Yield the commands after an error before the run began. `words`: the command that failed."""
     from cairn.configs.errors import BadInput, ConfigError
     from cairn.flows.reading.failure import free_name, train_command, without
-    from cairn.storage.store.errors import LeaseHeld, RunDiffers
+    from cairn.storage.store.errors import LeaseHeld, RunDiffers, StoreRefused
 
-    again = without(words, "--store")
     if isinstance(error, LeaseHeld):
         yield terminal.line("cairn", "status", run)
-        yield terminal.line(*again, "--takeover")
+        yield terminal.line(*words, "--takeover")
     elif isinstance(error, RunDiffers) and words[1] == "train":
-        yield terminal.line(*without(again, "--run"), "--run", free_name(root.store, run))
+        yield terminal.line(*without(words, "--run"), "--run", free_name(root.store, run))
     elif isinstance(error, RunDiffers):
         yield train_command(root.store, run, free_name(root.store, run)) or terminal.line("cairn", "status", run)
     elif isinstance(error, ConfigError) and words[1] == "resume":
-        yield train_command(root.store, run) or terminal.line(*again)
-    elif isinstance(error, BadInput) and words[1] == "train":
-        meant = dict(found.groups() for problem in getattr(error, "problems", ()) if (found := _MEANT.match(problem)))
-        words = without(again, "--run")
-        yield terminal.line("cairn", "validate", *(_corrected(word, meant) for word in words[2:]))
+        yield train_command(root.store, run) or terminal.line(*words)
+    elif isinstance(error, BadInput) and not isinstance(error, StoreRefused) and words[1] == "train":
+        problems: Sequence[str] = getattr(error, "problems", ())
+        meant = {found[1]: found[2] for problem in problems if (found := _MEANT.match(problem))}
+        recipe = [_corrected(word, meant) for word in without(words, "--run")[2:]]
+        yield replace(terminal, url=os.getcwd()).line("cairn", "validate", *recipe)
     else:
-        yield terminal.line(*again)
+        yield terminal.line(*words)
 
 
 def _corrected(word: str, meant: Mapping[str, str]) -> str:

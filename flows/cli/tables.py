@@ -129,10 +129,8 @@ def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[T
         facts["driver"] = f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, began {age(driver.since)}{ended}"
     if status.failed_samples is not None and (status.failure is None or status.failure.commonest is None):
         facts["failed samples"] = str(status.failed_samples)
-    for name, text in () if status.failure is None else status.failure.facts():
-        facts[name] = text.replace("\n", " ")
     if status.failure is not None:
-        facts["next"] = "; then ".join(status.failure.next)
+        facts |= {name: text.replace("\n", " ") for name, text in (*status.failure.facts(), *status.failure.commands())}
     if len(status.written_by) > 1:
         facts["written by"] = " → ".join(
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"

@@ -174,7 +174,8 @@ def train(
     from cairn.flows.driver.length import with_length
 
     name = run or recipe.stem
-    with ending_in_box(root, name, recipe):
+    changed = [word for override in overrides or [] for word in ("--set", override)]
+    with ending_in_box(root, name, "cairn", "train", str(recipe), "--run", name, *changed):
         config = with_length(load(recipe, overrides or []))
         _drive(root, name, config, takeover)
 
@@ -194,7 +195,7 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     from cairn.configs.loader import from_manifest
 
     ledger = root.ledger(run)
-    with ending_in_box(root, run):
+    with ending_in_box(root, run, "cairn", "resume", run):
         _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
 
 

@@ -7,9 +7,10 @@ The lease records how the driver ended. A killed driver records nothing, and its
 gone.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -24,7 +25,8 @@ from cairn.flows.driver.preemption import OnLease, Preempted
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.events import Event
-from cairn.flows.reading.views import current_iteration
+from cairn.flows.reading.failure import RunFailure
+from cairn.flows.reading.views import current_iteration, run_status
 from cairn.flows.text import shortened
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
@@ -253,3 +255,16 @@ def driver_failure(error: BaseException, given_up: Sequence[GivenUp], resumable:
     shards = [one for one in given_up if one.place[:2] == own.place[:2] and type(one.error) is type(error)]
     where = {"iteration": iteration, "step": str(step), "shards": len(shards) if shard else 0}
     return failure.model_copy(update={**where, "tries": own.tries})
+
+
+def why_failed(store: Store, run: str, error: Exception, given_up: Sequence[GivenUp] = ()) -> RunFailure:
+    """Return why this process could not drive a run: as the ledger has it, where it owned or owns the run."""
+    with suppress(Exception):  # the store may be what failed
+        status = run_status(store, run)
+        if status.driver is not None and status.driver.pid == os.getpid():
+            if status.failure is None:
+                resumable = is_resumable(Ledger.open(store, run))
+                status = run_status(store, run, driver_failure(error, given_up, resumable))
+            if status.failure is not None:
+                return status.failure
+    return RunFailure(what=str(error) or type(error).__name__)

@@ -59,6 +59,10 @@ class RunFailure(Record):
         named = {"what happened": self.what, "commonest error": often, "what stands": self.stands, "first": self.advice}
         return [(name, text) for name, text in named.items() if text]
 
+    def commands(self) -> list[tuple[str, str]]:
+        """Return (name, command) of each command."""
+        return list(zip(("next", "then", "at last"), self.next, strict=False))
+
 
 def _spelled(one: CommonError) -> str:
     return one.error if one.place is None else f"{one.error} at {one.place}"

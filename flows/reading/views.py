@@ -21,7 +21,7 @@ from cairn.flows.reading.metrics import retries, retry_seconds
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import GateState, GateStatus
-from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
+from cairn.storage.ledger.leases import DriverFailure, LeaseState, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent, list_runs
 from cairn.storage.logs.sample_log import waiting_groups
@@ -151,12 +151,17 @@ class RunStatus(Record):
     """Versions of the code, in chronological order."""
 
 
-def run_status(store: Store, run: str) -> RunStatus:
+def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> RunStatus:
     """Return the status of a run. Raises FileNotFoundError if there is no such run, Damaged if its newest commits are
-    damaged."""
+    damaged.
+
+    `ending`: the error with which its driver is about to end.
+    """
     ledger = Ledger.open(store, run)
     config = from_manifest(ledger.manifest.config)
     lease = newest_lease(store, run)
+    if lease is not None and ending is not None:
+        lease = lease.model_copy(update={"outcome": Outcome.FAILED, "failure": ending})
     last = ledger.last_iteration()
     commits = ledger.commits(last) if last is not None else []
     iteration, step = _place(ledger, config, last, commits)

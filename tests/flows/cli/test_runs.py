@@ -107,10 +107,8 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     grader.write_text("def grade(response, label, metadata):\n    raise RuntimeError('no grade')\n")
     failing = run("train", "short.yaml", "--run", "failing", PREFECT_API_URL=api_url)
     assert failing.returncode == 1
-    assert "iteration 0: 16 of 16 samples failed, 16 of them with: RuntimeError: no grade" in failing.stderr
-    assert failing.stderr.endswith(
-        "run failing failed; nothing committed is lost. Continue with: cairn resume failing\n"
-    )
+    assert "commonest error  RuntimeError: no grade at grader.py:2, 16 of 16 samples\n" in failing.stderr
+    assert "\n  cairn train short.yaml --run failing-2\n" in failing.stderr
     assert "Traceback" not in failing.stderr
     assert status("failing")["state"] == "failed"
 
