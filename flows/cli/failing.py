@@ -59,16 +59,16 @@ def box_lines(title: str, failure: "RunFailure") -> Iterator[str]:
 def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "tuple[RunFailure, bool]":
     """Return why the command failed, and whether its driver owned the run: then it is as the ledger records it."""
     from cairn.flows.reading.failure import RunFailure, Terminal
-    from cairn.flows.reading.views import run_status
+    from cairn.flows.reading.views import own_failure, run_status
     from cairn.storage.ledger.leases import Holder
 
     own = Holder.this_process()
     url = root.url if "://" in root.url else os.path.abspath(root.url)
     terminal = Terminal(url, own.folder, own.variables)
     try:
+        if (failure := own_failure(root.store, run, error)) is not None:
+            return failure, True
         status = run_status(root.store, run)
-        if status.driver is not None and status.driver.pid == os.getpid() and status.failure is not None:
-            return status.failure, True
         stands = f"{status.iterations} of {status.num_rollout} iterations, {status.state}: run {run} is as it was"
     except FileNotFoundError:
         stands = "nothing was started"

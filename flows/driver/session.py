@@ -26,11 +26,11 @@ from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.events import Event
 from cairn.flows.reading.failure import RunFailure
-from cairn.flows.reading.views import current_iteration, run_status
+from cairn.flows.reading.views import current_iteration, own_failure
 from cairn.flows.text import shortened
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.leases import DriverFailure, Lease, Outcome
+from cairn.storage.ledger.leases import DriverFailure, Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import RunDiffers, StoreError
@@ -260,11 +260,10 @@ def driver_failure(error: BaseException, given_up: Sequence[GivenUp], resumable:
 def why_failed(store: Store, run: str, error: Exception, given_up: Sequence[GivenUp] = ()) -> RunFailure:
     """Return why this process could not drive a run: as the ledger has it, where it owned or owns the run."""
     with suppress(Exception):  # the store may be what failed
-        status = run_status(store, run)
-        if status.driver is not None and status.driver.pid == os.getpid():
-            if status.failure is None:
-                resumable = is_resumable(Ledger.open(store, run))
-                status = run_status(store, run, driver_failure(error, given_up, resumable))
-            if status.failure is not None:
-                return status.failure
+        lease = newest_lease(store, run)
+        ending = None
+        if lease is not None and lease.outcome is None and lease.holder.pid == os.getpid():
+            ending = driver_failure(error, given_up, is_resumable(Ledger.open(store, run)))
+        if (failure := own_failure(store, run, error, ending)) is not None:
+            return failure
     return RunFailure(what=str(error) or type(error).__name__)

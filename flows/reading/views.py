@@ -4,6 +4,7 @@ A run's status needs its newest iteration's commits, a few single ones and folde
 iterations as after ten thousand.
 """
 
+import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -201,6 +202,17 @@ def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> R
         gate=gate,
         written_by=_written_by(ledger),
     )
+
+
+def own_failure(store: Store, run: str, error: Exception, ending: DriverFailure | None = None) -> RunFailure | None:
+    """Return why a run failed of which this process was the driver, or still is until it ends with `ending`; None where
+    the error came before it owned the run."""
+    lease = newest_lease(store, run)
+    if lease is None or lease.holder.pid != os.getpid():
+        return None
+    recorded = ending or lease.failure
+    same = recorded is not None and recorded.kind == type(error).__name__
+    return run_status(store, run, ending).failure if same else None
 
 
 def current_iteration(ledger: Ledger, config: RunConfig) -> int | None:
