@@ -112,9 +112,7 @@ def differing_inputs(first: Ledger, second: Ledger) -> list[OtherInput]:
     found = []
     for name in sorted({*one.inputs, *other.inputs}):
         code = options[0].get(name) or options[1].get(name)
-        before, after = (
-            (one.plugin_digest(name), other.plugin_digest(name)) if code else (one.inputs.get(name), other.inputs.get(name))
-        )
+        before, after = (terms.plugin_digest(name) if code else terms.inputs.get(name, "") for terms in (one, other))
         if name.endswith(":modules") or before == after or not (code or (before and after)):
             continue
         label = name if code is None else ", ".join(dict.fromkeys(path.rpartition(":")[0] or path for path in code))

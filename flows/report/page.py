@@ -153,9 +153,7 @@ _HIDDEN = re.compile(
 """Invisible characters, and characters that move surrounding text; the same as in `assets/text.js`."""
 
 
-def write_page(
-    facts: Mapping[str, Any], blocks: Mapping[str, bytes], template: str = "page.html"
-) -> Iterator[bytes]:
+def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes], template: str = "page.html") -> Iterator[bytes]:
     """Yield the page in pieces.
 
     Args:
