@@ -220,9 +220,18 @@ def train_command(store: Store, run: str, new: str | None = None, options: Seque
         words = list(lease.holder.command)
         if words[1:2] == ["train"]:
             words = without(words, "--store", "--run")
-            changed = [word for option in options for word in ("--set", option)]
-            return Terminal.of(store, lease.holder).line(*words, "--run", new or run, *changed)
+            for option in options:
+                words = _set(words, option)
+            return Terminal.of(store, lease.holder).line(*words, "--run", new or run)
     return None
+
+
+def _set(words: Sequence[str], option: str) -> list[str]:
+    """Return a command line with an option of the form a.b=value, in place of another value for it."""
+    name = option.partition("=")[0]
+    old = [place for place, word in enumerate(words) if word.startswith(f"{name}=") and words[place - 1] == "--set"]
+    kept = [word for place, word in enumerate(words) if place not in old and place + 1 not in old]
+    return [*kept, "--set", option]
 
 
 def without(words: Sequence[str], *options: str) -> list[str]:

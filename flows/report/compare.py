@@ -91,7 +91,7 @@ class Compared(Record):
     """Iteration whose metrics are compared: the last of which both have some, or that was asked for; None for two."""
     metrics: tuple[Pair, ...]
     evaluations: tuple[Pair, ...]
-    """The newest score of each benchmark."""
+    """The newest score of each benchmark, up to those iterations."""
     sample: OtherSample | None
     cost: Cost
 
@@ -166,7 +166,7 @@ def compare(
         parting=parting,
         iteration=places[0] if places[0] == places[1] and common >= 0 else None,
         metrics=tuple(_metrics(histories, places)),
-        evaluations=tuple(_evaluations(first, second, histories, untils)),
+        evaluations=tuple(_evaluations(first, second, histories, places)),
         sample=_first_sample(first, second, parting, common),
         cost=_cost(histories, untils),
     )
