@@ -336,7 +336,7 @@ def compare(
             raise BadInput(f"run {ledger.run!r} has no iteration {until}; it has {has}")
     with reporting() as progress:
         found, histories = compared(*ledgers, one_until, other_until, lambda what, done, of: progress(what))
-    text: list[RenderableType] = [". ".join(found.sentences()) + ".", ""]
+    text: list[RenderableType] = [found.paragraph, ""]
     lines = [(pair.name, shown(pair.first), shown(pair.second), shown(pair.change), pair.unit) for pair in found.pairs]
     values = grid("", *found.names, "change", "unit", right=(*found.names, "change"))
     for line in lines:
@@ -346,7 +346,7 @@ def compare(
         with writing(page):
             write_comparison(found, histories, page)
         text.append(f"{page}: both runs' curves")
-    return Shown({**found.model_dump(mode="json"), "paragraph": ". ".join(found.sentences()) + "."}, text)
+    return Shown({**found.model_dump(mode="json"), "paragraph": found.paragraph}, text)
 
 
 def _run_or_iteration(place: str) -> tuple[str, int | None]:

@@ -1,7 +1,7 @@
 """Two runs side by side, or one at two iterations: what differs, how it went, and the first sample that differs."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from cairn.flows.report.blocks import Block
 from cairn.flows.report.build import write_file
 from cairn.flows.report.data import History, Progress, read_history
 from cairn.flows.report.facts import duration
-from cairn.flows.report.page import PANELS, meaning, write_page
+from cairn.flows.report.page import PANELS, chosen_panels, meaning, write_page
 from cairn.flows.text import number, shortened
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record, code_version
@@ -130,6 +130,11 @@ class Compared(Record):
                 (str(second), cost.seconds.second, cost.tokens.second),
             )
         )
+
+    @property
+    def paragraph(self) -> str:
+        """The sentences, one after the other."""
+        return " ".join(sentence if sentence.endswith("…") else f"{sentence}." for sentence in self.sentences())
 
     @property
     def names(self) -> tuple[str, str]:
@@ -286,10 +291,11 @@ def write_comparison(found: Compared, histories: tuple[History, History], file: 
     names = found.names
     facts = {
         "names": names,
-        "sentences": list(found.sentences()),
+        "paragraph": found.paragraph,
         "options": found.parting.options,
         "inputs": found.parting.inputs,
         "pairs": found.pairs,
+        "evaluations": found.evaluations,
         "shown": shown,
         "sample": found.sample,
         "made": {"version": code_version().package},
@@ -308,11 +314,12 @@ def _curves(histories: tuple[History, History], untils: tuple[int, int], names: 
     block = Block(len(numbers))
     block.numbers("iteration", np.array(numbers, np.int32))
     panels: list[dict[str, Any]] = []
+    drawn = {curve for each in own for curve in _worth_drawing(list(each.values()))}
     for panel in PANELS:
         for metric, label in panel.curves:
-            values = [np.array([each.get(at, {}).get(metric, np.nan) for at in numbers]) for each in own]
-            if not np.isfinite(np.concatenate(values)).any():
+            if metric not in drawn:
                 continue
+            values = [np.array([each.get(at, {}).get(metric, np.nan) for at in numbers]) for each in own]
             curves = []
             for side, name in enumerate(names):
                 block.numbers(f"{side}:{metric}", values[side].astype(np.float64))
@@ -329,6 +336,13 @@ def _curves(histories: tuple[History, History], untils: tuple[int, int], names: 
         block.value(name, value)
     block.value("meanings", {})
     return block
+
+
+def _worth_drawing(iterations: Sequence[Mapping[str, float]]) -> set[str]:
+    """Return the metrics that the report of a run draws."""
+    names = {name for metrics in iterations for name in metrics}
+    curves = {name: [metrics.get(name, np.nan) for metrics in iterations] for name in names}
+    return {curve["metric"] for panel in chosen_panels(curves) for curve in panel["curves"]}
 
 
 def _benchmarks(histories: Sequence[History]) -> list[str]:

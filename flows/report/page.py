@@ -120,7 +120,7 @@ _OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfra
 """Metrics that are only drawn where they are not zero throughout."""
 
 
-def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
+def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Return the panels of a run, with the meaning of each metric, in the form of the page's scripts. Of equal curves,
     only the first is drawn."""
     panels = []
