@@ -8,6 +8,7 @@ A run has at most one driver: the run's lease rejects a second one, with a messa
 `cairn up` started ends in order when `cairn up` ends.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -94,6 +95,10 @@ def _failed(error: Exception) -> State[Any]:
         failure = why_failed(open_store(store), run, error)
     except Exception:  # there is no such store
         failure = RunFailure(what=str(error) or type(error).__name__)
+    # The process of the flow run ends with the error, which Prefect would log as unexpected.
+    logging.getLogger("prefect.flow_runs").addFilter(
+        lambda record: not (record.exc_info and record.exc_info[1] is error)
+    )
     return failed_state(error, failure, run)
 
 

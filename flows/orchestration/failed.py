@@ -5,6 +5,7 @@ A traceback of Cairn's own code is of no use to the reader of an expected error:
 """
 
 import logging
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -21,14 +22,15 @@ def failed_state(error: Exception, failure: RunFailure, run: str) -> "State[Any]
     """Return the state that the body of the current flow run must return; its caller then gets the error. Publishes
     the artifact `failure-<run>`."""
     level = logging.DEBUG if is_expected(error) else logging.ERROR
-    get_run_logger().log(level, "Where the error was raised", exc_info=error)
-    get_run_logger().error(failure.sentence)
+    trace = "".join(traceback.format_exception(error))
+    get_run_logger().log(level, "Where the error was raised\n%s", trace)
     with suppress(Exception):  # the server may be what failed
         create_markdown_artifact(
             key=f"failure-{slug(run) or 'run'}", markdown=failure_page(failure), description=failure.sentence[:200]
         )
     others = [fact for fact in failure.facts()[1:] if fact[0] != "commonest error"]
     lines = [failure.sentence, *(f"{name}: {text}" for name, text in (*others, *failure.commands()))]
+    get_run_logger().error("\n".join(lines))
     return Failed(message="\n".join(lines), data=error)
 
 

@@ -47,15 +47,15 @@ class RunFailure(Record):
     @property
     def sentence(self) -> str:
         """What happened and the commonest error, on one line."""
-        what = self.what.partition("\n")[0].rstrip(".")
-        return what if self.commonest is None else f"{what}: {_spelled(self.commonest)}"
+        what, one = self.what.partition("\n")[0].rstrip("."), self.commonest
+        return what if one is None or one.error in what else f"{what}: {_spelled(one)}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (name, text) of each part that it has, without the commands."""
-        often = None
-        if self.commonest is not None:
-            one = self.commonest
-            often = f"{_spelled(one)}, {one.count} of {one.total} {one.unit}"
+        often, one = None, self.commonest
+        if one is not None:
+            spelled = "this" if one.error in self.what else _spelled(one)
+            often = f"{spelled}, {one.count} of {one.total} {one.unit}"
         named = {"what happened": self.what, "commonest error": often, "what stands": self.stands, "first": self.advice}
         return [(name, text) for name, text in named.items() if text]
 
