@@ -50,9 +50,10 @@ def box_lines(title: str, failure: "RunFailure") -> Iterator[str]:
         first, *others = text.split("\n")
         yield f"{name.ljust(width)}{first}"
         yield from (f"{' ' * width}{other}" for other in others)
-    if failure.next:
-        yield "next"
-        yield from (f"  {command}" for command in failure.next)
+    for name, commands in (("next", failure.next), ("or", failure.instead)):
+        if commands:
+            yield name
+            yield from (f"  {command}" for command in commands)
     yield "━" * _WIDTH
 
 

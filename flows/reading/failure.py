@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger import layout
@@ -42,7 +43,9 @@ class RunFailure(Record):
     advice: str | None = None
     """What to change first."""
     next: tuple[str, ...] = ()
-    """Commands for a shell that go on from here."""
+    """Commands for a shell that go on from here, one after the other."""
+    instead: tuple[str, ...] = ()
+    """Other commands that do, in place of those."""
 
     @property
     def sentence(self) -> str:
@@ -61,7 +64,8 @@ class RunFailure(Record):
 
     def commands(self) -> list[tuple[str, str]]:
         """Return (name, command) of each command."""
-        return list(zip(("next", "then", "at last"), self.next, strict=False))
+        names = [*("next", "then")[: len(self.next)], *("or", "and then")[: len(self.instead)]]
+        return list(zip(names, (*self.next, *self.instead), strict=True))
 
 
 def _spelled(one: CommonError) -> str:
@@ -131,19 +135,18 @@ def run_failure(
         newest: newest commit.
         samples: of the newest iteration, see `samples_failed`.
     """
-    terminal, failure = Terminal.of(ledger.store, lease.holder), lease.failure
+    ways, failure = _Ways(ledger, config, lease, complete), lease.failure
     stands = _stands(complete, iteration, version, newest)
     if failure is None:
         what = {
             Outcome.FAILED: "the driver ended with an error that is not recorded",
             Outcome.STOPPED: "a person or a program stopped the driver",
         }.get(lease.outcome or Outcome.COMPLETED, "the driver's process is gone: it was killed, or its machine ended")
-        return RunFailure(what=what, stands=stands, next=(terminal.line("cairn", "resume", ledger.run),))
+        return RunFailure(what=what, stands=stands, next=ways.resume())
     commonest, what = _tries(failure), failure.error
     if failure.kind == "BatchNotFilled" and samples is not None and str(samples) in what:
         commonest, what = samples, what.replace(str(samples), f"{samples.failed} of {samples.total} samples failed")
-    advice, commands = _way_on(ledger, config, lease, failure, terminal, complete)
-    return RunFailure(what=what, commonest=commonest, stands=stands, advice=advice, next=tuple(commands))
+    return RunFailure(what=what, commonest=commonest, stands=stands, **ways.after(failure))
 
 
 def _tries(failure: DriverFailure) -> CommonError | None:
@@ -163,37 +166,55 @@ def _stands(complete: int, iteration: int | None, version: int, newest: Commit |
     return f"{', and '.join(filter(None, (done, begun)))}; none of it is computed again"
 
 
-def _way_on(
-    ledger: Ledger,
-    config: RunConfig,
-    lease: LeaseState,
-    failure: DriverFailure,
-    terminal: Terminal,
-    complete: int,
-) -> tuple[str | None, Sequence[str]]:
-    """Return what to change first, and the commands after it."""
-    run, options = ledger.run, list[str]()
-    advice = failure.advice
-    if failure.kind == "BatchNotFilled":
-        advice = None if advice is None else advice.partition(", and fork")[0]
-        if advice and "_with_fallback" in advice:
-            options = ["rollout.dynamic_sampling_filter=check_reward_nonzero_std_with_fallback"]
-    elif OUT_OF_MEMORY.search(failure.error) and failure.step in (Step.TRAIN, Step.SCORE):
-        options = [_smaller(config)]
-        advice = f"free memory and resume; or go on with smaller micro-batches, {options[0]}"
-        return advice, [
-            continue_command(ledger.store, run, lease, terminal),
-            *_anew(ledger, config, lease, terminal, complete, options),
-        ]
-    elif failure.kind == "NotFinite":
-        options = [f"training.lr={config.training.lr / 10:g}"]
-    elif failure.kind in ("Damaged", "ReplayDiverged"):
-        return advice, [terminal.line("cairn", "verify", run)]
-    elif failure.kind == "LeaseLost":
-        return advice, [terminal.line("cairn", "status", run)]
-    else:
-        return advice, [continue_command(ledger.store, run, lease, terminal)]
-    return advice, _anew(ledger, config, lease, terminal, complete, options)
+@dataclass(frozen=True)
+class _Ways:
+    """How a run goes on."""
+
+    ledger: Ledger
+    config: RunConfig
+    lease: LeaseState
+    complete: int
+    """Number of complete iterations."""
+
+    def after(self, failure: DriverFailure) -> dict[str, Any]:
+        """Return the fields `advice`, `next` and `instead` of `RunFailure`."""
+        advice, run = failure.advice, self.ledger.run
+        if failure.kind == "BatchNotFilled":
+            advice = None if advice is None else advice.partition(", and fork")[0]
+            easier = ["rollout.dynamic_sampling_filter=check_reward_nonzero_std_with_fallback"]
+            return {"advice": advice, "next": self.anew(easier if advice and "_with_fallback" in advice else [])}
+        if OUT_OF_MEMORY.search(failure.error) and failure.step in (Step.TRAIN, Step.SCORE):
+            smaller = _smaller(self.config)
+            advice = f"free memory; or go on with smaller micro-batches, {smaller}"
+            return {"advice": advice, "next": self.resume(), "instead": self.anew([smaller])}
+        if failure.kind == "ClusterError" and self.config.fleet.ray_address is not None:
+            advice = "start the cluster; or go on with one of the run's own, without fleet.ray_address"
+            return {"advice": advice, "next": self.resume(), "instead": self.anew(["fleet.ray_address=null"])}
+        if failure.kind == "NotFinite":
+            return {"advice": advice, "next": self.anew([f"training.lr={self.config.training.lr / 10:g}"])}
+        command = {"Damaged": "verify", "ReplayDiverged": "verify", "LeaseLost": "status"}.get(failure.kind)
+        return {"advice": advice, "next": self.resume() if command is None else (self.line(command, run),)}
+
+    def line(self, *words: str) -> str:
+        """Return a command of Cairn, for the terminal of the driver."""
+        return Terminal.of(self.ledger.store, self.lease.holder).line("cairn", *words)
+
+    def resume(self) -> tuple[str, ...]:
+        """Return the command that continues the run with its configuration."""
+        store, run = self.ledger.store, self.ledger.run
+        trusted = self.lease.failure is None or self.lease.failure.resumable
+        started = None if trusted else train_command(store, run)
+        return (started or self.line("resume", run),)
+
+    def anew(self, options: Sequence[str]) -> tuple[str, ...]:
+        """Return the commands that go on with other code, or with `options` of the form a.b=value changed: a fork after
+        the last complete iteration, or another run."""
+        run, name = self.ledger.run, free_name(self.ledger.store, self.ledger.run)
+        if self.complete and self.config.rollout.pipeline != "streaming":
+            changed = [word for option in options for word in ("--set", option)]
+            return self.line("fork", f"{run}@{self.complete - 1}", name, *changed), self.line("resume", name)
+        started = train_command(self.ledger.store, run, name, options)
+        return (started or self.line("status", run),)
 
 
 def _smaller(config: RunConfig) -> str:
@@ -201,13 +222,6 @@ def _smaller(config: RunConfig) -> str:
     if config.training.micro_batch_size is not None:
         return f"training.micro_batch_size={max(1, config.training.micro_batch_size // 2)}"
     return f"training.max_tokens_per_gpu={max(1, (config.training.max_tokens_per_gpu or 16384) // 2)}"
-
-
-def continue_command(store: Store, run: str, lease: LeaseState, terminal: Terminal) -> str:
-    """Return the command that continues a run with its configuration."""
-    if lease.failure is None or lease.failure.resumable:
-        return terminal.line("cairn", "resume", run)
-    return train_command(store, run) or terminal.line("cairn", "resume", run)
 
 
 def train_command(store: Store, run: str, new: str | None = None, options: Sequence[str] = ()) -> str | None:
@@ -244,25 +258,6 @@ def without(words: Sequence[str], *options: str) -> list[str]:
         else:
             skip = False
     return left
-
-
-def _anew(
-    ledger: Ledger,
-    config: RunConfig,
-    lease: LeaseState,
-    terminal: Terminal,
-    complete: int,
-    options: Sequence[str],
-) -> list[str]:
-    """Return the commands that go on with other code or options: a fork after the last complete iteration, or another
-    run."""
-    run, name = ledger.run, free_name(ledger.store, ledger.run)
-    if complete and config.rollout.pipeline != "streaming":
-        changed = [word for option in options for word in ("--set", option)]
-        fork = terminal.line("cairn", "fork", f"{run}@{complete - 1}", name, *changed)
-        return [fork, terminal.line("cairn", "resume", name)]
-    started = train_command(ledger.store, run, name, options)
-    return [started or terminal.line("cairn", "status", run)]
 
 
 def free_name(store: Store, run: str) -> str:
