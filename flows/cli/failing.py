@@ -4,18 +4,20 @@ import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
+from cairn.configs.errors import Failure
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.cli.command import FAILED, Root
 from cairn.flows.cli.printing import print_stderr
 
 if TYPE_CHECKING:
     from cairn.flows.reading.failure import RunFailure, Terminal
+    from cairn.storage.store.store import Store
 
 _MEANT = re.compile(r"(\S+) is not an option; did you mean (\S+)\?$")
 _WIDTH = 80
@@ -23,7 +25,7 @@ _WIDTH = 80
 
 
 @contextmanager
-def ending_in_box(root: Root, run: str, *words: str) -> Iterator[None]:
+def ending_in_box(root: Root, run: str, words: Sequence[str]) -> Iterator[None]:
     """End the command with a box, and the exit code of the error, where the block fails to start or drive a run.
 
     `words`: the command, without `--store` and `--takeover`.
@@ -33,12 +35,29 @@ def ending_in_box(root: Root, run: str, *words: str) -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:
+        from cairn.flows.reading.failure import OUT_OF_MEMORY
+
         code = exit_code(error)
-        if code is None:
+        if code is None and not OUT_OF_MEMORY.search(str(error)):
             print_stderr("".join(traceback.format_exception(error)).rstrip())
         failure, owned = _failure(root, run, error, words)
         print_stderr("\n".join(box_lines(f"run {run} {'failed' if owned else 'did not start'}", failure)))
         raise typer.Exit(FAILED if code is None else code) from error
+
+
+def going_on(store: "Store", run: str, words: Sequence[str]) -> str:
+    """Return the command that continues a run of this process: without the recipe, where a store may name all that the
+    run uses. `words`: the command that drives it."""
+    from cairn.flows.driver.session import is_resumable
+    from cairn.flows.reading.failure import Terminal
+    from cairn.storage.ledger.leases import Holder
+    from cairn.storage.ledger.ledger import Ledger
+
+    terminal = Terminal.of(store, Holder.this_process())
+    with suppress(FileNotFoundError, Failure):  # interrupted before there was a run
+        if is_resumable(Ledger.open(store, run)):
+            return terminal.line("cairn", "resume", run)
+    return terminal.line(*words)
 
 
 def box_lines(title: str, failure: "RunFailure") -> Iterator[str]:

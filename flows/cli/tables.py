@@ -153,12 +153,14 @@ def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
     return lines
 
 
-def summary_lines(status: "RunStatus") -> Iterator[str]:
-    """Yield the results of a run, and commands for a closer look."""
+def summary_lines(status: "RunStatus", line: Callable[..., str]) -> Iterator[str]:
+    """Yield the results of a run, and commands for a closer look. `line` returns a command with the options that it
+    needs here."""
     for name, scores in status.eval.items():
         yield f"{name}: {_change(scores)}"
     last = status.num_rollout - 1
-    yield f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}"
+    show, verify = line("cairn", "show", status.run, str(last)), line("cairn", "verify", status.run)
+    yield f"look at samples: {show}; check every byte: {verify}"
 
 
 def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> "Iterator[RenderableType]":

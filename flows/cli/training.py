@@ -1,7 +1,6 @@
 """Commands that start or prepare a run: up, train, resume, validate."""
 
 import os
-import shlex
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from typer import Argument, Option
 from cairn.configs.errors import ConfigError
 from cairn.flows.cli.app import BAD_INPUT, TERMINATED
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input
-from cairn.flows.cli.failing import ending_in_box
+from cairn.flows.cli.failing import ending_in_box, going_on
 from cairn.flows.cli.printing import print_json, print_parts, print_stderr
 from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
 from cairn.flows.driver.signals import AWAITING_APPROVAL, EXIT_CODE, INTERRUPTED, NOTICES, install_early_handlers
@@ -175,9 +174,10 @@ def train(
 
     name = run or recipe.stem
     changed = [word for override in overrides or [] for word in ("--set", override)]
-    with ending_in_box(root, name, "cairn", "train", str(recipe), "--run", name, *changed):
+    words = ["cairn", "train", str(recipe), "--run", name, *changed]
+    with ending_in_box(root, name, words):
         config = with_length(load(recipe, overrides or []))
-        _drive(root, name, config, takeover)
+        _drive(root, name, config, takeover, words)
 
 
 def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
@@ -195,8 +195,9 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     from cairn.configs.loader import from_manifest
 
     ledger = root.ledger(run)
-    with ending_in_box(root, run, "cairn", "resume", run):
-        _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
+    words = ["cairn", "resume", run]
+    with ending_in_box(root, run, words):
+        _drive(root, run, from_manifest(ledger.manifest.config), takeover, words, ledger)
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
@@ -257,9 +258,11 @@ def _handle_signals() -> None:
     install_early_handlers()
 
 
-def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "Ledger | None" = None) -> None:
-    """Train with progress on the terminal. `ledger`: that of the run, if the configuration comes from it and not from
-    the user."""
+def _drive(
+    root: Root, run: str, config: "RunConfig", takeover: bool, words: Sequence[str], ledger: "Ledger | None" = None
+) -> None:
+    """Train with progress on the terminal. `words`: the command. `ledger`: that of the run, if the configuration comes
+    from it and not from the user."""
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
@@ -296,7 +299,6 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
         from cairn.flows.train import start
         from cairn.flows.watching.progress import Progress
 
-    resume_command = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
     progress = Progress(config)
     try:
         with progress:
@@ -304,12 +306,14 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
     except Preempted:
         for signum in NOTICES:  # the run is released: a further signal may end the process
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
-        print_stderr(f"preempted; nothing committed is lost. Continue with: {resume_command}")
+        print_stderr(f"preempted; nothing committed is lost. Continue with: {going_on(store, run, words)}")
         raise typer.Exit(EXIT_CODE) from None
     except Withheld as error:
         print_stderr(str(error))
         raise typer.Exit(AWAITING_APPROVAL) from None
     except KeyboardInterrupt:
-        print_stderr(f"interrupted; nothing committed is lost. Continue with: {resume_command}")
+        print_stderr(f"interrupted; nothing committed is lost. Continue with: {going_on(store, run, words)}")
         raise typer.Exit(INTERRUPTED) from None
-    print_parts(summary_lines(run_status(store, run)))
+    from cairn.flows.reading.failure import Terminal
+
+    print_parts(summary_lines(run_status(store, run), Terminal(store.url).line))

@@ -28,6 +28,7 @@ from cairn.storage.store.errors import Retired
 from cairn.storage.store.store import Store
 from cairn.tasks.grading.failures import COLUMNS, CommonError, common_error
 
+_CHECKPOINT = re.compile(r"/iterations/(\d+)/checkpoint/")
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|OutOfMemory", re.IGNORECASE)
 
 
@@ -144,6 +145,9 @@ def run_failure(
         }.get(lease.outcome or Outcome.COMPLETED, "the driver's process is gone: it was killed, or its machine ended")
         return RunFailure(what=what, stands=stands, next=ways.resume())
     commonest, what = _tries(failure), failure.error
+    if failure.iteration is not None and not what.startswith(f"iteration {failure.iteration}"):
+        memory = ", out of memory" if OUT_OF_MEMORY.search(what) else ""
+        what = f"iteration {failure.iteration}, {failure.step}{memory}: {what}"
     if failure.kind == "BatchNotFilled" and samples is not None and str(samples) in what:
         commonest, what = samples, what.replace(str(samples), f"{samples.failed} of {samples.total} samples failed")
     return RunFailure(what=what, commonest=commonest, stands=stands, **ways.after(failure))
@@ -192,6 +196,9 @@ class _Ways:
             return {"advice": advice, "next": self.resume(), "instead": self.anew(["fleet.ray_address=null"])}
         if failure.kind == "NotFinite":
             return {"advice": advice, "next": self.anew([f"training.lr={self.config.training.lr / 10:g}"])}
+        if (place := _CHECKPOINT.search(failure.error)) is not None and failure.kind == "Damaged":
+            advice = "restore the file from a backup; or go on from before that checkpoint"
+            return {"advice": advice, "next": self.resume(), "instead": self.anew([], int(place[1]))}
         command = {"Damaged": "verify", "ReplayDiverged": "verify", "LeaseLost": "status"}.get(failure.kind)
         return {"advice": advice, "next": self.resume() if command is None else (self.line(command, run),)}
 
@@ -206,13 +213,14 @@ class _Ways:
         started = None if trusted else train_command(store, run)
         return (started or self.line("resume", run),)
 
-    def anew(self, options: Sequence[str]) -> tuple[str, ...]:
+    def anew(self, options: Sequence[str], complete: int | None = None) -> tuple[str, ...]:
         """Return the commands that go on with other code, or with `options` of the form a.b=value changed: a fork after
-        the last complete iteration, or another run."""
+        the first `complete` iterations, by default all that are, or another run."""
         run, name = self.ledger.run, free_name(self.ledger.store, self.ledger.run)
-        if self.complete and self.config.rollout.pipeline != "streaming":
+        complete = self.complete if complete is None else complete
+        if complete and self.config.rollout.pipeline != "streaming":
             changed = [word for option in options for word in ("--set", option)]
-            return self.line("fork", f"{run}@{self.complete - 1}", name, *changed), self.line("resume", name)
+            return self.line("fork", f"{run}@{complete - 1}", name, *changed), self.line("resume", name)
         started = train_command(self.ledger.store, run, name, options)
         return (started or self.line("status", run),)
 
