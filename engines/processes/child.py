@@ -119,7 +119,7 @@ class Child:
             path = list(sys.path if search is None else search)
             code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{main_arguments!r})"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-u", "-c", code],  # a print is there when the process is killed after it
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
