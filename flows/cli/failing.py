@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from json import dumps
 from typing import TYPE_CHECKING
 
 import typer
@@ -78,24 +79,36 @@ def box_lines(title: str, failure: "RunFailure") -> Iterator[str]:
 
 def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "tuple[RunFailure, bool]":
     """Return why the command failed, and whether its driver owned the run: then it is as the ledger records it."""
-    from cairn.flows.reading.failure import RunFailure, Terminal
+    from cairn.flows.reading.failure import RunFailure, Terminal, free_name
     from cairn.flows.reading.views import own_failure, run_status
     from cairn.storage.ledger.leases import Holder
+    from cairn.storage.store.errors import RunDiffers
 
     own = Holder.this_process()
     url = root.url if "://" in root.url else os.path.abspath(root.url)
     terminal = Terminal(url, own.folder, own.variables)
+    instead: tuple[str, ...] = ()
     try:
         if (failure := own_failure(root.store, run, error)) is not None:
             return failure, True
         status = run_status(root.store, run)
         stands = f"{status.iterations} of {status.num_rollout} iterations, {status.state}: run {run} is as it was"
+        if isinstance(error, RunDiffers) and status.iterations:
+            new = free_name(root.store, run)
+            options = [
+                word
+                for option, _, value in error.differences
+                if not option.startswith("digest of ")
+                for word in ("--set", f"{option}={dumps(value, ensure_ascii=False)}")
+            ]
+            fork = terminal.line("cairn", "fork", f"{run}@{status.iterations - 1}", new, *options)
+            instead = fork, terminal.line("cairn", "resume", new)
     except FileNotFoundError:
         stands = "nothing was started"
     except Exception:  # which may be what the command failed of
         stands = None
     following = tuple(_next(error, root, run, terminal, words))
-    return RunFailure(what=describe(error), stands=stands, next=following), False
+    return RunFailure(what=describe(error), stands=stands, next=following, instead=instead), False
 
 
 def _next(error: Exception, root: Root, run: str, terminal: "Terminal", words: Sequence[str]) -> Iterator[str]:

@@ -44,14 +44,20 @@ class CommonError(Record):
 
 def common_error(tables: Iterable[pa.Table]) -> CommonError | None:
     """Return the commonest error in tables of rewards with `COLUMNS`; None where no sample failed."""
+    return commonest(
+        row for table in tables for row in zip(*(table.column(n).to_pylist() for n in COLUMNS), strict=True)
+    )
+
+
+def commonest(samples: Iterable[tuple[str | None, str | None]]) -> CommonError | None:
+    """Return the commonest error of samples, each a status and an error; None where none failed."""
     total, alike = 0, defaultdict[tuple[str, str | None], Counter[str]](Counter)
-    for table in tables:
-        total += table.num_rows
-        for status, text in zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True):
-            if status == Status.FAILED:
-                message, place = split_place((text or "no reason is recorded").removeprefix(_OF_ITS_GROUP))
-                error = message.partition("\n")[0]
-                alike[error if place is None else _kind(error), place][error] += 1
+    for status, text in samples:
+        total += 1
+        if status == Status.FAILED:
+            message, place = split_place((text or "no reason is recorded").removeprefix(_OF_ITS_GROUP))
+            error = message.partition("\n")[0]
+            alike[error if place is None else _kind(error), place][error] += 1
     if not alike:
         return None
     (_, place), errors = max(alike.items(), key=lambda item: item[1].total())
