@@ -20,7 +20,7 @@ from typing import Any
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.leases import DriverFailure, Holder, LeaseState, Outcome, all_leases
+from cairn.storage.ledger.leases import VARIABLES, DriverFailure, Holder, LeaseState, Outcome, all_leases
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.records import Record
@@ -85,8 +85,10 @@ class Terminal:
 
     @classmethod
     def of(cls, store: Store, holder: Holder) -> "Terminal":
-        """Return the terminal of a driver."""
-        return cls(store.url, holder.folder, holder.variables)
+        """Return the terminal of a driver. Only the variables that a driver records count: a store may hold others."""
+        return cls(
+            store.url, holder.folder, {name: holder.variables[name] for name in VARIABLES if name in holder.variables}
+        )
 
     def line(self, *words: str) -> str:
         """Return a command with the store, the folder and the variables that it needs."""
@@ -239,7 +241,7 @@ def train_command(store: Store, run: str, new: str | None = None, options: Seque
         new: name of another run to start in the same way, with `options` of the form a.b=value changed.
     """
     for lease in reversed(all_leases(store, run)):
-        words = list(lease.holder.command)
+        words = ["cairn", *lease.holder.command[1:]]  # whatever the store calls the program
         if words[1:2] == ["train"]:
             words = without(words, "--store", "--run")
             for option in options:

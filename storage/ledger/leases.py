@@ -53,7 +53,8 @@ _SAME_START = 2.0
 """Greatest difference in seconds between two readings of one process's start time. The start time is derived from a
 clock that can be adjusted."""
 _PROGRAM = "cairn"
-_VARIABLES = ("PYTHONPATH", "CAIRN_SERVICES")
+VARIABLES = ("PYTHONPATH", "CAIRN_SERVICES")
+"""Environment variables on which the right of a process to run the code of a ledger depends."""
 _START_FIELD = 22
 """Number of the field of /proc/<pid>/stat with the clock ticks between the boot and the start of the process."""
 
@@ -77,7 +78,7 @@ class Holder(Record):
     command: tuple[str, ...] = ()
     """Its command line, such as `cairn train my.yaml`; empty for a process that another program started."""
     variables: dict[str, str] = Field(default_factory=dict)
-    """Those of its environment variables on which its right to run the code of a ledger depends."""
+    """Values of `VARIABLES`, where they are set."""
 
     @classmethod
     def this_process(cls) -> "Holder":
@@ -91,7 +92,7 @@ class Holder(Record):
             start_ticks=_start_ticks(os.getpid()),
             folder=os.getcwd(),
             command=(_PROGRAM, *sys.argv[1:]) if Path(sys.argv[0]).name == _PROGRAM else (),
-            variables={name: value for name in _VARIABLES if (value := os.environ.get(name))},
+            variables={name: value for name in VARIABLES if (value := os.environ.get(name))},
         )
 
     def is_gone(self) -> bool | None:
