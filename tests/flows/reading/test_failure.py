@@ -11,8 +11,9 @@ import pytest
 from cairn.flows.reading.failure import RunFailure, Terminal
 from cairn.flows.reading.views import run_status
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.leases import DriverFailure, Outcome
+from cairn.storage.ledger.leases import DriverFailure, Holder, Outcome
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_store
 from cairn.tasks.grading.failures import common_error
 from tests.commands import cairn
 from tests.flows.written_runs import SHARDS, new_run, reward_table, write_iteration, write_run
@@ -132,3 +133,5 @@ def test_a_command_names_the_folder_the_variables_and_the_store(
     )
     assert Terminal(os.getcwd(), os.getcwd()).line("cairn", "resume", "toy") == "cairn resume toy"
     assert Terminal("s3://b/x").line("cairn", "runs") == "cairn runs --store s3://b/x"
+    forged = Holder.this_process().model_copy(update={"variables": {"LD_PRELOAD": "x", "PYTHONPATH": "y"}})
+    assert Terminal.of(open_store(str(tmp_path)), forged).line("cairn", "runs") == "PYTHONPATH=y cairn runs"
