@@ -19,10 +19,11 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.approval import Withheld, wait_for_approval
 from cairn.flows.driver.preemption import Ending, Preempted, ending_in_order
-from cairn.flows.driver.session import open_run
+from cairn.flows.driver.session import open_run, why_failed
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
 from cairn.flows.history.fork import CannotFork, fork, is_fork
 from cairn.flows.orchestration.artifacts.publishing import Pages
+from cairn.flows.orchestration.failed import failed_state
 from cairn.flows.orchestration.flow_runs import (
     PrefectSteps,
     confirm_cancel,
@@ -129,6 +130,9 @@ def start(
                     drive(context, events, ending)
                 except Withheld as error:
                     return end_of_driver(error, run, store)
+                except Exception as error:
+                    opened_store, given_up = context.ledger.store, context.retries.given_up
+                    return failed_state(error, why_failed(opened_store, run, error, given_up), run)
                 return None
 
             try:
@@ -152,10 +156,13 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to resume with the one in the ledger.
         takeover: Take over the run from a driver that is still alive.
     """
+    opened_store = open_for_runs(store)
     try:
-        start_in_flow(open_for_runs(store), run, config, takeover)
+        start_in_flow(opened_store, run, config, takeover)
     except Withheld as error:
         return end_of_driver(error, run, store)
+    except Exception as error:
+        return failed_state(error, why_failed(opened_store, run, error), run)
     return None
 
 

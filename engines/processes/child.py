@@ -3,15 +3,17 @@ descendants."""
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +23,10 @@ EXTERNAL_SIGNALS = frozenset(
 )
 """Signals that a process does not cause itself: it was killed from outside."""
 
-_STDERR = 2
+OUTPUT = Path(".cairn/output")
+"""Folder for what foreign code prints, below the working directory, on the machine of its process."""
+_MOST_OUTPUT = 2**24
+"""Bytes of a file there from which on the next process begins it anew."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ROUNDS = 5
@@ -57,6 +62,28 @@ class Ended:
             return f"signal {-self.code}"
 
 
+def output_file(source: str) -> Path:
+    """Return the file for what code prints. `source`: its name, such as `rewards.py:grade`."""
+    return OUTPUT / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', source.rpartition('/')[2])}.log"
+
+
+@contextmanager
+def _opened(source: str | None) -> Iterator[int]:
+    """Open the file for what code prints; yield stderr where there is none: prints are no output of this program."""
+    try:
+        if source is None:
+            raise OSError
+        file = output_file(source)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        mode = "wb" if file.exists() and file.stat().st_size > _MOST_OUTPUT else "ab"
+        opened = file.open(mode)
+    except OSError:  # such as a folder that cannot be written
+        yield 2
+        return
+    with opened:
+        yield opened.fileno()
+
+
 class Child:
     """A fresh Python process that runs foreign code, with a connection to it.
 
@@ -73,6 +100,7 @@ class Child:
         search: Sequence[str] | None = None,
         files: Sequence[int] = (),
         adopts_orphans: bool = False,
+        source: str | None = None,
     ) -> None:
         """Start the process.
 
@@ -80,19 +108,21 @@ class Child:
             arguments: values that `repr` can reproduce.
             search: the `sys.path` of the process, by default that of this process.
             files: other file descriptors that it inherits.
+            source: name of the code, for the file of what it prints; None: it prints to stderr.
             adopts_orphans: whether the module calls `adopt_orphans`, so that all descendants can be killed with it.
         """
         self.connection, there = Pipe()
         self._adopts_orphans = adopts_orphans
         self._lock = threading.Lock()
-        with there:
+        with there, _opened(source) as output:
             main_arguments = (there.fileno(), os.getpid(), *arguments)
             path = list(sys.path if search is None else search)
             code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{main_arguments!r})"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-u", "-c", code],  # a print is there when the process is killed after it
                 stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # prints of such code are no output of this program
+                stdout=output,
+                stderr=output,
                 pass_fds=[there.fileno(), *files],
                 start_new_session=True,  # its descendants are killed with it; the driver handles Ctrl-C
                 env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order

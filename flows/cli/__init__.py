@@ -8,7 +8,7 @@ from cairn.flows.cli.command import command
 from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
 from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import bundle, convert, export, unbundle
-from cairn.flows.cli.history import diff, fork, replay, rescore, whatif
+from cairn.flows.cli.history import compare, diff, fork, replay, rescore, whatif
 from cairn.flows.cli.housekeeping import delete, gc, probe, verify
 from cairn.flows.cli.plan import plan
 from cairn.flows.cli.query import sql
@@ -34,6 +34,7 @@ LOOKING = (
     rescore,
     whatif,
     diff,
+    compare,
     benchmarks,
 )
 WORKING = (train, resume, validate, plan, fork, convert, export, probe, up)

@@ -86,10 +86,14 @@ def describe(error: Exception) -> str:
         return f"no space is left: {error}; free some"
     if not isinstance(error, RunDiffers):
         return str(error)
-    lines = [
-        f"  {field}: {dumps(old, ensure_ascii=False)} in the ledger, {dumps(new, ensure_ascii=False)} requested"
-        for field, old, new in error.differences
-    ]
+    lines = []
+    for field, old, new in error.differences:
+        if field.startswith("digest of "):
+            if not field.endswith(":modules"):
+                lines.append(f"  {field}: {str(old)[:4]}… in the ledger, {str(new)[:4]}… now")
+            continue
+        before, now = (dumps(value, ensure_ascii=False) for value in (old, new))
+        lines.append(f"  {field}: {before} in the ledger, {now} requested")
     return "\n".join(
         [
             "the run exists with another configuration:",

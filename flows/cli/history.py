@@ -1,4 +1,4 @@
-"""Commands that use a run's history: rescore, whatif, fork, replay, diff."""
+"""Commands that use a run's history: rescore, whatif, fork, replay, diff, compare."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from typer import Argument, Option
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input, writing
 from cairn.flows.cli.printing import print_message, print_parts
-from cairn.flows.cli.tables import numbers, reporting
+from cairn.flows.cli.tables import grid, numbers, reporting
 from cairn.flows.cli.training import SetOption
 from cairn.storage.ledger.layout import LAST_NUMBER
 
@@ -183,22 +183,24 @@ def fork(
     - `cairn fork quickstart@19 warmer --set rollout.rollout_temperature=1.2` then `cairn resume warmer`
     - `cairn fork quickstart@39 longer --set rollout.num_rollout=80`
     """
-    from cairn.flows.history.diff import differing_options
+    from cairn.flows.history.diff import differing_inputs, differing_options
     from cairn.flows.history.fork import fork as forked
 
     run, iteration = _run_and_iteration(origin, "quickstart@19")
     parent = root.ledger(run)
     with bad_input(ValueError):
         created = forked(parent, iteration, new, overrides or [])
-    changed = differing_options(parent, created)
+    changed, inputs = differing_options(parent, created), differing_inputs(parent, created)
     options = {name: {"parent": old, "fork": new_value} for name, old, new_value in changed}
     last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]
     text = [
         f"run {new} shares iterations 0 to {iteration} with {parent.run} and computes {iteration + 1} to {last} itself",
         *(f"  {name}: {old} → {new_value}" for name, old, new_value in changed),
+        *(f"  {input}" for input in inputs),
         f"continue with: cairn resume {new}" + ("" if root.url == "." else f" --store {root.url}"),
     ]
-    return Shown({"run": new, "parent": {"run": parent.run, "iteration": iteration}, "options": options}, text)
+    origin_of = {"run": parent.run, "iteration": iteration}
+    return Shown({"run": new, "parent": origin_of, "options": options, "inputs": inputs}, text)
 
 
 def replay(
@@ -300,6 +302,58 @@ def _replayed(step: "Replayed") -> Iterator[str]:
         yield f"  environment: {sentence}"
 
 
+def compare(
+    root: Root,
+    first: Annotated[str, Argument(metavar="A[@ITER]", help="A run, or up to one of its iterations.")],
+    second: Annotated[
+        str, Argument(metavar="B[@ITER]", help="Another run of the same store, or another iteration of the same run.")
+    ],
+    page: Annotated[
+        Path | None, Option("--page", metavar="FILE", help="Write it as one HTML page too, with both runs' curves.")
+    ] = None,
+) -> Shown:
+    """Compare two runs: options, code and data, curves, evaluations, the first sample that differs, time and tokens.
+
+    The metrics are those of the last iteration that both have, or of the iterations that you name. `cairn diff` tells
+    by its exit code whether two runs are equal, bit for bit.
+
+    Examples:
+
+    - `cairn compare quickstart warmer --page both.html`
+    - `cairn compare quickstart@9 quickstart@39`
+    - `cairn compare quickstart warmer --json | jq .parting.inputs`
+    """
+    from cairn.flows.report.compare import compare as compared
+    from cairn.flows.report.compare import shown, write_comparison
+
+    if page is not None and not page.absolute().parent.is_dir():
+        raise BadInput(f"{page} cannot be written: there is no folder {page.absolute().parent}")
+    (one, one_until), (other, other_until) = map(_run_or_iteration, (first, second))
+    ledgers = root.ledger(one), root.ledger(other)
+    for ledger, until in zip(ledgers, (one_until, other_until), strict=True):
+        last = ledger.last_iteration()
+        if until is not None and (last is None or until > last):
+            has = "none yet" if last is None else f"0 to {last}"
+            raise BadInput(f"run {ledger.run!r} has no iteration {until}; it has {has}")
+    with reporting() as progress:
+        found, histories = compared(*ledgers, one_until, other_until, lambda what, done, of: progress(what))
+    text: list[RenderableType] = [found.paragraph, ""]
+    lines = [(pair.name, shown(pair.first), shown(pair.second), shown(pair.change), pair.unit) for pair in found.pairs]
+    values = grid("", *found.names, "change", "unit", right=(*found.names, "change"))
+    for line in lines:
+        values.add_row(*line)
+    text.append(values)
+    if page is not None:
+        with writing(page):
+            write_comparison(found, histories, page)
+        text.append(f"{page}: both runs' curves")
+    return Shown({**found.model_dump(mode="json"), "paragraph": found.paragraph}, text)
+
+
+def _run_or_iteration(place: str) -> tuple[str, int | None]:
+    return _run_and_iteration(place, "quickstart@39") if "@" in place else (place, None)
+
+
 def diff(
     root: Root,
     first: Annotated[str, Argument(metavar="A", help="A run.")],
@@ -308,7 +362,7 @@ def diff(
     """Name the first step at which two runs differ, and what differs there. Exits with 1 if they differ.
 
     Only the results of steps are compared: samples, rewards, weights. Time, place and speed are not. If a needed table
-    is no longer stored, the command names it and compares what follows.
+    is no longer stored, the command names it and compares what follows. `cairn compare` shows how both runs went.
 
     Examples:
 
@@ -324,6 +378,8 @@ def diff(
 def _parting(first: str, second: str, found: "Parting") -> Iterator[str]:
     for name, one, other in found.options:
         yield f"  {name}: {one} in {first}, {other} in {second}"
+    for input in found.inputs:
+        yield f"  {input}"
     equal = f"{found.compared} commits are equal" + (f", {found.shared} of them shared" if found.shared else "")
     for sentence in found.retired:
         yield f"  {sentence}"

@@ -1,6 +1,7 @@
 """Commands that read and change nothing: runs, status, show, costs, timeline, report."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,6 +89,7 @@ def show(
     - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
     """
     from cairn.flows.reading.samples import iteration_samples, with_episodes
+    from cairn.tasks.grading.failures import commonest
 
     ledger = root.ledger(run)
     with bad_input(LookupError):
@@ -95,7 +97,9 @@ def show(
     if sample is not None and sample >= len(found):
         raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, not {sample}")
     chosen = with_episodes(ledger, found[:limit] if sample is None else [found[sample]])
-    return Shown(chosen, tables.sample_lines(chosen, len(found)))
+    failed = commonest((view.status, view.error) for view in found)
+    head = [] if failed is None or sample is not None else [str(failed)]
+    return Shown(chosen, chain(head, tables.sample_lines(chosen, len(found))))
 
 
 def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:

@@ -71,7 +71,9 @@ def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[Renderable
     if not found:
         yield f"no runs in {store}; `cairn train RECIPE` starts one"
         return
-    table = grid("run", "state", "iterations", "reward", "eval", "last commit", right=("iterations", "reward"))
+    why = any(status.failure is not None for status in found)
+    names = ("run", "state", "iterations", "reward", "eval", "last commit", *(("why",) if why else ()))
+    table = grid(*names, right=("iterations", "reward"))
     for status in found:
         table.add_row(
             status.run,
@@ -80,6 +82,7 @@ def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[Renderable
             number(status.reward, ".3f"),
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
+            *((Text(printable(status.failure.sentence) if status.failure else ""),) if why else ()),
         )
     yield table
 
@@ -127,6 +130,10 @@ def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[T
     if status.driver is not None:
         driver, ended = status.driver, f", {status.driver.outcome}" if status.driver.outcome else ""
         facts["driver"] = f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, began {age(driver.since)}{ended}"
+    if status.failed_samples is not None and (status.failure is None or status.failure.commonest is None):
+        facts["failed samples"] = str(status.failed_samples)
+    if status.failure is not None:
+        facts |= {name: text.replace("\n", " ") for name, text in (*status.failure.facts(), *status.failure.commands())}
     if len(status.written_by) > 1:
         facts["written by"] = " → ".join(
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
@@ -149,12 +156,14 @@ def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
     return lines
 
 
-def summary_lines(status: "RunStatus") -> Iterator[str]:
-    """Yield the results of a run, and commands for a closer look."""
+def summary_lines(status: "RunStatus", line: Callable[..., str]) -> Iterator[str]:
+    """Yield the results of a run, and commands for a closer look. `line` returns a command with the options that it
+    needs here."""
     for name, scores in status.eval.items():
         yield f"{name}: {_change(scores)}"
     last = status.num_rollout - 1
-    yield f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}"
+    show, verify = line("cairn", "show", status.run, str(last)), line("cairn", "verify", status.run)
+    yield f"look at samples: {show}; check every byte: {verify}"
 
 
 def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> "Iterator[RenderableType]":

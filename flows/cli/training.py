@@ -1,11 +1,9 @@
 """Commands that start or prepare a run: up, train, resume, validate."""
 
 import os
-import shlex
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +13,9 @@ import typer
 from typer import Argument, Option
 
 from cairn.configs.errors import ConfigError
-from cairn.flows.cli.app import BAD_INPUT, TERMINATED, describe, exit_code
-from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.app import BAD_INPUT, TERMINATED
+from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.failing import ending_in_box, going_on
 from cairn.flows.cli.printing import print_json, print_parts, print_stderr
 from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
 from cairn.flows.driver.signals import AWAITING_APPROVAL, EXIT_CODE, INTERRUPTED, NOTICES, install_early_handlers
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from cairn.configs.schema.run import RunConfig
     from cairn.flows.deployments.up import Up
-    from cairn.flows.events import Event
     from cairn.flows.reading.views import RunStatus
     from cairn.storage.ledger.ledger import Ledger
 
@@ -174,8 +172,12 @@ def train(
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
 
-    config = with_length(load(recipe, overrides or []))
-    _drive(root, run or recipe.stem, config, takeover)
+    name = run or recipe.stem
+    changed = [word for override in overrides or [] for word in ("--set", override)]
+    words = ["cairn", "train", str(recipe), "--run", name, *changed]
+    with ending_in_box(root, name, words):
+        config = with_length(load(recipe, overrides or []))
+        _drive(root, name, config, takeover, words)
 
 
 def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
@@ -194,7 +196,9 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
 
     ledger = root.ledger(run)
     ledger.manifest.require_own("weights and no configuration to continue with")
-    _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
+    words = ["cairn", "resume", run]
+    with ending_in_box(root, run, words):
+        _drive(root, run, from_manifest(ledger.manifest.config), takeover, words, ledger)
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
@@ -258,9 +262,11 @@ def _handle_signals() -> None:
     install_early_handlers()
 
 
-def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "Ledger | None" = None) -> None:
-    """Train with progress on the terminal. `ledger`: that of the run, if the configuration comes from it and not from
-    the user."""
+def _drive(
+    root: Root, run: str, config: "RunConfig", takeover: bool, words: Sequence[str], ledger: "Ledger | None" = None
+) -> None:
+    """Train with progress on the terminal. `words`: the command. `ledger`: that of the run, if the configuration comes
+    from it and not from the user."""
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
@@ -294,40 +300,24 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
     with collecting_later():
         from cairn.flows.driver.approval import Withheld
         from cairn.flows.driver.preemption import Preempted
-        from cairn.flows.events import RunStarted
         from cairn.flows.train import start
         from cairn.flows.watching.progress import Progress
 
-    resume_command = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
-    started = False
     progress = Progress(config)
-
-    def on_event(event: "Event") -> None:
-        nonlocal started
-        started = started or isinstance(event, RunStarted)
-        progress(event)
-
     try:
         with progress:
-            run = start(store, run, recipe, takeover, on_event)
+            run = start(store, run, recipe, takeover, progress)
     except Preempted:
         for signum in NOTICES:  # the run is released: a further signal may end the process
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
-        print_stderr(f"preempted; nothing committed is lost. Continue with: {resume_command}")
+        print_stderr(f"preempted; nothing committed is lost. Continue with: {going_on(store, run, words)}")
         raise typer.Exit(EXIT_CODE) from None
     except Withheld as error:
         print_stderr(str(error))
         raise typer.Exit(AWAITING_APPROVAL) from None
     except KeyboardInterrupt:
-        print_stderr(f"interrupted; nothing committed is lost. Continue with: {resume_command}")
+        print_stderr(f"interrupted; nothing committed is lost. Continue with: {going_on(store, run, words)}")
         raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:
-        if not started:
-            raise
-        if exit_code(error) is None:
-            print_stderr("".join(traceback.format_exception(error)).rstrip())
-        else:
-            print_stderr(describe(error))
-        print_stderr(f"run {run} failed; nothing committed is lost. Continue with: {resume_command}")
-        raise typer.Exit(FAILED) from error
-    print_parts(summary_lines(run_status(store, run)))
+    from cairn.flows.reading.failure import Terminal
+
+    print_parts(summary_lines(run_status(store, run), Terminal(store.url).line))

@@ -8,8 +8,10 @@ A run has at most one driver: the run's lease rejects a second one, with a messa
 `cairn up` started ends in order when `cairn up` ends.
 """
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +46,7 @@ from cairn.flows.deployments.forms import (
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process
 from cairn.flows.events import Event, IterationDone, RunStarted
+from cairn.flows.orchestration.failed import failed_state
 from cairn.flows.text import slug
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_for_runs, open_store
@@ -63,8 +66,8 @@ Range = Annotated[str, Field(pattern="^([0-9]{1,6}(:([0-9]{1,6})?)?)?$")]
 
 
 def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, State[Any]]:
-    """Wrap a flow's body: record the process that executes the flow run, and end in order when the serving process
-    ends."""
+    """Wrap a flow's body: record the process that executes the flow run, end in order when the serving process ends,
+    and end in a state that says why where it fails."""
 
     @wraps(body)
     def run_with_server(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
@@ -74,9 +77,29 @@ def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, Stat
         if flow_run.id is not None:
             record_process(UUID(flow_run.id))
         defer_compiler()
-        return body(*args, **kwargs)
+        try:
+            return body(*args, **kwargs)
+        except Exception as error:
+            return _failed(error)
 
     return run_with_server
+
+
+def _failed(error: Exception) -> State[Any]:
+    """Return the final state of a flow run that has failed."""
+    from cairn.flows.driver.session import why_failed
+    from cairn.flows.reading.failure import RunFailure
+
+    run, store = flow_run.parameters.get("new") or _name_of_run(), _place(flow_run.parameters.get("store") or "")
+    try:
+        failure = why_failed(open_store(store), run, error)
+    except Exception:  # there is no such store
+        failure = RunFailure(what=str(error) or type(error).__name__)
+    # The process of the flow run ends with the error, which Prefect would log as unexpected.
+    logging.getLogger("prefect.flow_runs").addFilter(
+        lambda record: not (record.exc_info and record.exc_info[1] is error)
+    )
+    return failed_state(error, failure, run)
 
 
 def _end_with(parent: int) -> None:
@@ -115,8 +138,11 @@ def train(
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
         options: Overrides of the recipe. An empty option keeps the recipe's value.
     """
-    config = load(recipe_path(recipe), list(options.overrides()))
-    return _driven(open_for_runs(_place(store)), run or Path(recipe).stem, config, takeover)
+    overrides, name = list(options.overrides()), run or Path(recipe).stem
+    path = recipe_path(recipe)
+    # The run's lease records how a person can start the same from a terminal.
+    sys.argv = ["cairn", "train", str(path), "--run", name, *(word for one in overrides for word in ("--set", one))]
+    return _driven(open_for_runs(_place(store)), name, load(path, overrides), takeover)
 
 
 @flow(name="resume", flow_run_name="{run}", persist_result=False)

@@ -7,13 +7,15 @@ The lease records how the driver ended. A killed driver records nothing, and its
 gone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cairn.configs.digest import digest
+from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
@@ -21,18 +23,21 @@ from cairn.flows.driver.approval import Withheld, require_not_withheld
 from cairn.flows.driver.length import with_length
 from cairn.flows.driver.preemption import OnLease, Preempted
 from cairn.flows.driver.sources import Sources, open_graders
-from cairn.flows.driver.trust import recorded_config
+from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.events import Event
-from cairn.flows.reading.views import current_iteration
+from cairn.flows.reading.failure import RunFailure
+from cairn.flows.reading.views import current_iteration, own_failure
+from cairn.flows.text import shortened
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.leases import Lease, Outcome
+from cairn.storage.ledger.leases import DriverFailure, Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import RunDiffers, StoreError
 from cairn.storage.store.store import Store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.retries import GivenUp
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.durable.versions import weight_version_after
 from cairn.tasks.steps import rules, stale_steps
@@ -42,6 +47,10 @@ from cairn.tasks.trainer.train import train
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
+
+
+_LONGEST_ERROR = 4000
+"""Number of characters of an error that a lease records at most."""
 
 
 # Engines of a run, started concurrently with work that needs no engine yet.
@@ -166,7 +175,8 @@ def open_run(
     require_not_withheld(ledger, config, current_iteration(ledger, config))
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
-        stack.enter_context(_releasing(lease))
+        given_up: list[GivenUp] = []
+        stack.enter_context(_releasing(lease, given_up, lambda: is_resumable(ledger)))
         stack.enter_context(_lease_lost_over_divergence(lease))
         on_lease(lease, config.operations.grace_period)
         graders = open_graders(config, stack, store, lambda: fleet().scorer)
@@ -180,7 +190,9 @@ def open_run(
         fleet = stack.enter_context(
             starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, warn)
         )
-        yield sources.context(config, ledger, fleet, graders, emit, recipe)
+        context = sources.context(config, ledger, fleet, graders, emit, recipe)
+        context.retries.given_up = given_up
+        yield context
 
 
 @contextmanager
@@ -205,16 +217,53 @@ def _lease_lost_over_divergence(lease: Lease) -> Iterator[None]:
 
 
 @contextmanager
-def _releasing(lease: Lease) -> Iterator[None]:
-    """Release the lease at the end of the block, with the block's outcome."""
+def _releasing(lease: Lease, given_up: Sequence[GivenUp], resumable: Callable[[], bool]) -> Iterator[None]:
+    """Release the lease at the end of the block, with the block's outcome. `given_up`: steps that failed in it;
+    `resumable`: see `DriverFailure`."""
     try:
         yield
     except BaseException as error:
-        failed = isinstance(error, Exception) and not isinstance(error, Withheld)
-        outcome = Outcome.FAILED if failed else Outcome.STOPPED
+        failed = isinstance(error, Exception) and not isinstance(error, Withheld | Preempted)
+        outcome = Outcome.PREEMPTED if isinstance(error, Preempted) else Outcome.FAILED if failed else Outcome.STOPPED
         try:
-            lease.release(Outcome.PREEMPTED if isinstance(error, Preempted) else outcome)
+            lease.release(outcome, driver_failure(error, given_up, resumable()) if failed else None)
         except StoreError as second:  # the caller gets the first error
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
         raise
     lease.release(Outcome.COMPLETED)
+
+
+def is_resumable(ledger: Ledger) -> bool:
+    """Whether this process may continue a run from its ledger alone, without the recipe."""
+    try:
+        require_trusted(from_manifest(ledger.manifest.config), ledger.store)
+    except ConfigError:
+        return False
+    return True
+
+
+def driver_failure(error: BaseException, given_up: Sequence[GivenUp], resumable: bool) -> DriverFailure:
+    """Return the record of an error that ends a driver, with the step that it ended."""
+    kind, advice = type(error).__name__, getattr(error, "advice", None)
+    what = str(error) if advice is None else str(error.args[0])
+    what = shortened(what.strip() or kind, _LONGEST_ERROR)
+    failure = DriverFailure(kind=kind, error=what, advice=advice, resumable=resumable)
+    own = next((one for one in given_up if one.error is error), None)
+    if own is None:
+        return failure
+    iteration, step, shard = own.place
+    shards = [one for one in given_up if one.place[:2] == own.place[:2] and type(one.error) is type(error)]
+    where = {"iteration": iteration, "step": str(step), "shards": len(shards) if shard else 0}
+    return failure.model_copy(update={**where, "tries": own.tries})
+
+
+def why_failed(store: Store, run: str, error: Exception, given_up: Sequence[GivenUp] = ()) -> RunFailure:
+    """Return why this process could not drive a run: as the ledger has it, where it owned or owns the run."""
+    with suppress(Exception):  # the store may be what failed
+        lease = newest_lease(store, run)
+        ending = None
+        if lease is not None and lease.outcome is None and lease.holder.pid == os.getpid():
+            ending = driver_failure(error, given_up, is_resumable(Ledger.open(store, run)))
+        if (failure := own_failure(store, run, error, ending)) is not None:
+            return failure
+    return RunFailure(what=str(error) or type(error).__name__)

@@ -155,7 +155,7 @@ def _replayed(
     except BaseException as problem:
         if debugger:
             _debug(problem)
-        message = error_message(problem)
+        message = error_message(problem, function)
         return ended("failed", f"it failed as it did then: {message}" if message == error else message)
     if error is not None:
         return ended("differs", f"it ended with a trajectory, but is committed as failed: {error}")

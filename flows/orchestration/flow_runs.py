@@ -59,6 +59,7 @@ from prefect.states import Cancelled, Crashed, Pending, Running, State, to_state
 from prefect.utilities.annotations import opaque
 
 from cairn.flows.events import Stopping
+from cairn.flows.orchestration.failed import without_traceback
 from cairn.storage.ledger.commits import Commit
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
@@ -217,12 +218,14 @@ def driving(run: str, store_url: str, check_lease: Callable[[], None] = lambda: 
         client.update_flow_run(own.id, tags=tags.union(own.tags))
         crash_stale_runs(client, tags, besides=[own.id], check_lease=check_lease)
     task_runs = logging.getLogger("prefect.task_runs")
-    task_runs.addFilter(_says_more_than_the_state)
+    for each in (_says_more_than_the_state, without_traceback):
+        task_runs.addFilter(each)
     try:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), TagsContext(current_tags=set()):
             yield tags
     finally:
-        task_runs.removeFilter(_says_more_than_the_state)
+        for each in (_says_more_than_the_state, without_traceback):
+            task_runs.removeFilter(each)
 
 
 def _says_more_than_the_state(record: logging.LogRecord) -> bool:

@@ -22,10 +22,11 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events import emit_event
 from prefect.exceptions import Pause
-from prefect.states import Cancelled, Paused, Running, State
+from prefect.states import Cancelled, Failed, Paused, Running, State
 
 from cairn.flows.driver.approval import AwaitingApproval, Rejected, Withheld
 from cairn.flows.events import Stopping
+from cairn.flows.orchestration.failed import is_expected
 from cairn.flows.orchestration.flow_runs import current_flow_run, run_tags
 from cairn.storage.ledger.decisions import GateStatus
 
@@ -71,11 +72,13 @@ def emit_requested(driver: FlowRun, run: str, gate: GateStatus) -> None:
 
 
 def end_of_iteration(error: Exception) -> "State[Any] | None":
-    """Return the final state of an iteration that may not begin, or does not begin because its driver ends. For
-    `subflow`."""
+    """Return the final state of an iteration that may not begin, does not begin because its driver ends, or failed in
+    an expected way. For `subflow`."""
     if isinstance(error, Withheld):
         return Cancelled(name=_name(error), message=str(error))
-    return Cancelled(message=str(error)) if isinstance(error, Stopping) else None
+    if isinstance(error, Stopping):
+        return Cancelled(message=str(error))
+    return Failed(message=str(error)) if is_expected(error) else None
 
 
 def end_of_driver(error: Withheld, run: str, store_url: str) -> "State[Any]":

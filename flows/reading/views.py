@@ -4,22 +4,25 @@ A run's status needs its newest iteration's commits, a few single ones and folde
 iterations as after ten thousand.
 """
 
+import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.failure import RunFailure, run_failure, samples_failed
 from cairn.flows.reading.gates import blocking_gate
 from cairn.flows.reading.metrics import retries, retry_seconds
 from cairn.flows.reading.samples import Scores, evaluations, first_and_last_scores, generated_reward
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import GateState, GateStatus
-from cairn.storage.ledger.leases import LeaseState, Outcome, newest_lease
+from cairn.storage.ledger.leases import DriverFailure, LeaseState, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Imported, Parent, list_runs
 from cairn.storage.logs.sample_log import waiting_groups
@@ -29,6 +32,7 @@ from cairn.storage.store.store import Store
 from cairn.storage.upkeep.self_tests import find_self_test
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.evaluation.evaluate import eval_shard
+from cairn.tasks.grading.failures import CommonError
 from cairn.tasks.halves import learning_steps, oldest_open
 from cairn.tasks.trainer.score import needs_scores
 from cairn.tasks.trainer.self_test import fingerprint
@@ -140,18 +144,27 @@ class RunStatus(Record):
     last_commit: str | None = None
     last_commit_at: float | None = None
     driver: Driver | None = None
+    failed_samples: CommonError | None = None
+    """Commonest error of the samples of the newest iteration; None where none failed."""
+    failure: RunFailure | None = None
+    """Why the run ended early; None where it has not."""
     gate: GateStatus | None = None
     """Gate at which the run waits, or was rejected."""
     written_by: tuple[WrittenBy, ...] = ()
     """Versions of the code, in chronological order."""
 
 
-def run_status(store: Store, run: str) -> RunStatus:
+def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> RunStatus:
     """Return the status of a run. Raises FileNotFoundError if there is no such run, Damaged if its newest commits are
-    damaged."""
+    damaged.
+
+    `ending`: the error with which its driver is about to end.
+    """
     ledger = Ledger.open(store, run)
     config = from_manifest(ledger.manifest.config)
     lease = newest_lease(store, run)
+    if lease is not None and ending is not None:
+        lease = lease.model_copy(update={"outcome": Outcome.FAILED, "failure": ending})
     last = ledger.last_iteration()
     commits = ledger.commits(last) if last is not None else []
     imported = ledger.manifest.imported
@@ -161,12 +174,19 @@ def run_status(store: Store, run: str) -> RunStatus:
     graded = _newest(ledger, Step.ADVANTAGE, last, commits)
     newest = max(commits, key=lambda commit: commit.committed_at, default=None)
     gate = None if iteration is None else blocking_gate(ledger, iteration)
+    done = iteration is None and not (imported and _was_killed(lease))
+    state, failed = _state(lease, gate, done=done), samples_failed(ledger, commits)
+    complete = total if iteration is None else iteration
+    failure = None
+    if lease is not None and state in (RunState.FAILED, RunState.INTERRUPTED):
+        where: dict[str, Any] = {"complete": complete, "iteration": iteration, "newest": newest}
+        failure = run_failure(ledger, config, lease, **where, version=version_of(trained), samples=failed)
     return RunStatus(
         run=run,
-        state=_state(lease, gate, done=iteration is None and not (imported and _was_killed(lease))),
+        state=state,
         parent=ledger.manifest.parent,
         imported=imported,
-        iterations=total if iteration is None else iteration,
+        iterations=complete,
         num_rollout=total,
         iteration=iteration,
         step=step,
@@ -183,9 +203,22 @@ def run_status(store: Store, run: str) -> RunStatus:
         last_commit=newest.name if newest else None,
         last_commit_at=newest.committed_at if newest else None,
         driver=_driver(lease),
+        failed_samples=failed,
+        failure=failure,
         gate=gate,
         written_by=_written_by(ledger),
     )
+
+
+def own_failure(store: Store, run: str, error: Exception, ending: DriverFailure | None = None) -> RunFailure | None:
+    """Return why a run failed of which this process was the driver, or still is until it ends with `ending`; None where
+    the error came before it owned the run."""
+    lease = newest_lease(store, run)
+    if lease is None or lease.holder.pid != os.getpid():
+        return None
+    recorded = ending or lease.failure
+    same = recorded is not None and recorded.kind == type(error).__name__
+    return run_status(store, run, ending).failure if same else None
 
 
 def current_iteration(ledger: Ledger, config: RunConfig) -> int | None:

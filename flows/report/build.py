@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def write_report(
         "verification": verification,
         "made": {"version": code_version().package, "at": time.time(), "store": ledger.store.url},
     }
-    size = _write(file, facts, blocks)
+    size = write_file(file, write_page(facts, blocks))
     return Report(
         run=ledger.run,
         file=str(file),
@@ -281,12 +281,12 @@ def _samples_facts(samples: Samples, with_tokens: int, cut: int | None) -> dict[
     return {**facts, "notes": samples.notes}
 
 
-def _write(file: Path, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> int:
+def write_file(file: Path, pieces: Iterable[bytes]) -> int:
     """Write a temporary file next to the target and rename it. Return its size in bytes."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            for piece in write_page(facts, blocks):
+            for piece in pieces:
                 out.write(piece)
             size = out.tell()
         mask = os.umask(0)

@@ -120,7 +120,7 @@ _OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfra
 """Metrics that are only drawn where they are not zero throughout."""
 
 
-def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
+def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Return the panels of a run, with the meaning of each metric, in the form of the page's scripts. Of equal curves,
     only the first is drawn."""
     panels = []
@@ -153,18 +153,19 @@ _HIDDEN = re.compile(
 """Invisible characters, and characters that move surrounding text; the same as in `assets/text.js`."""
 
 
-def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> Iterator[bytes]:
+def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes], template: str = "page.html") -> Iterator[bytes]:
     """Yield the page in pieces.
 
     Args:
         facts: values for the template.
         blocks: packed columns, by the names that the scripts use.
+        template: its name in `assets/`.
     """
     own = "\n".join(["'use strict'", *(_asset(f"assets/{name}") for name in _SCRIPTS)])
     scripts = [*(_asset(f"vendor/{name}") for name in _LIBRARIES), own]
     style = "\n".join([*(_asset(f"vendor/{name}") for name in _LIBRARY_STYLES), _asset("assets/style.css")])
     licences = "\n\n".join(_asset(f"vendor/LICENSE.{name}") for name in ("uPlot", "Tabulator"))
-    html = _template().render(
+    html = _template(template).render(
         **facts,
         policy=_policy(scripts, style),
         style=Markup(style),
@@ -200,7 +201,7 @@ def _asset(name: str) -> str:
     return _SOURCE_MAP.sub("", text)
 
 
-def _template() -> Any:
+def _template(name: str) -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     environment.filters |= {
         "seen": seen,
@@ -213,7 +214,7 @@ def _template() -> Any:
         "plural": lambda count, one: f"{count:,} {one}{'' if count == 1 else 's'}",
         "size": _size,
     }
-    return environment.from_string(_asset("assets/page.html"))
+    return environment.from_string(_asset(f"assets/{name}"))
 
 
 def seen(text: Any) -> str:

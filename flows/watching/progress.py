@@ -8,6 +8,9 @@
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from math import inf
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.processes.child import OUTPUT
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
 from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, mean_reward, spell_score, step_seconds
 from cairn.flows.text import printable
@@ -41,6 +45,8 @@ class Progress:
         self._rewards: list[float] = []
         self._seconds: dict[str, float] = {}
         """Seconds of this driver's iterations, by step or `other`."""
+        self._printed = _sizes()
+        """Bytes of each file of what user code prints."""
         self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Progress":
@@ -66,6 +72,7 @@ class Progress:
                     self._working[event.step, event.shard] = time.monotonic()
                 case StepCommitted():
                     self._working.pop((event.commit.step, event.commit.shard), None)
+                    self._name_outputs()
                 case IterationDone():
                     self._iteration_done(event)
                 case Message():
@@ -103,6 +110,13 @@ class Progress:
                     )
                     self._print(f"        {benchmark.name} {score} after {trained} iterations", style="bold")
 
+    def _name_outputs(self) -> None:
+        """Name each file into which user code has begun to print."""
+        for file, size in _sizes().items():
+            if size > self._printed.get(file, 0):
+                self._print(f"code of yours prints into {file}", style="dim")
+                self._printed[file] = inf
+
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(printable(text), style=style, soft_wrap=True, highlight=False, markup=False)
 
@@ -134,6 +148,13 @@ class Progress:
             return ""
         seconds = (time.monotonic() - self._began) / done * (self._config.rollout.num_rollout - self._done)
         return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+
+
+def _sizes() -> dict[Path, float]:
+    """Return the bytes of each file of what user code prints."""
+    with suppress(OSError):
+        return {file: file.stat().st_size for file in OUTPUT.glob("*.log")}
+    return {}
 
 
 def sparkline(values: list[float]) -> str:

@@ -28,6 +28,7 @@ for people to read.
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from cairn.storage.ledger import layout
 from cairn.storage.records import Record
@@ -51,6 +52,9 @@ from cairn.storage.store.store import Store
 _SAME_START = 2.0
 """Greatest difference in seconds between two readings of one process's start time. The start time is derived from a
 clock that can be adjusted."""
+_PROGRAM = "cairn"
+VARIABLES = ("PYTHONPATH", "CAIRN_SERVICES")
+"""Environment variables on which the right of a process to run the code of a ledger depends."""
 _START_FIELD = 22
 """Number of the field of /proc/<pid>/stat with the clock ticks between the boot and the start of the process."""
 
@@ -69,6 +73,12 @@ class Holder(Record):
     start_ticks: int | None = None
     """Kernel clock ticks between the boot and the start of the process. Together with boot, namespaces and `pid` they
     identify one process. None in a lease that an earlier version wrote."""
+    folder: str | None = None
+    """Its working folder."""
+    command: tuple[str, ...] = ()
+    """Its command line, such as `cairn train my.yaml`; empty for a process that another program started."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """Values of `VARIABLES`, where they are set."""
 
     @classmethod
     def this_process(cls) -> "Holder":
@@ -80,6 +90,9 @@ class Holder(Record):
             pid=os.getpid(),
             process_started_at=psutil.Process().create_time(),
             start_ticks=_start_ticks(os.getpid()),
+            folder=os.getcwd(),
+            command=(_PROGRAM, *sys.argv[1:]) if Path(sys.argv[0]).name == _PROGRAM else (),
+            variables={name: value for name in VARIABLES if (value := os.environ.get(name))},
         )
 
     def is_gone(self) -> bool | None:
@@ -145,6 +158,27 @@ class Outcome(StrEnum):
     """The machine was reclaimed: the driver was ordered to end, and shut down cleanly."""
 
 
+class DriverFailure(Record):
+    """Error that ended a driver."""
+
+    kind: str
+    """Its class."""
+    error: str
+    """Its message."""
+    advice: str | None = None
+    """What to do about it, where it says that apart from the message."""
+    iteration: int | None = None
+    step: str | None = None
+    """Step that failed; None where the error belongs to none."""
+    shards: int = 0
+    """How many shards of the step failed with an error of this class."""
+    tries: int = 1
+    """How often the step was tried."""
+    resumable: bool = True
+    """Whether the ledger alone is enough to go on in the driver's folder: a store may not name everything that a
+    recipe may."""
+
+
 class LeaseSubject(NamedTuple):
     """Subject of a lease, by default a run."""
 
@@ -177,6 +211,8 @@ class LeaseState(Record):
     renewed_at: float
     outcome: Outcome | None = None
     """Outcome; None until the holder has recorded it."""
+    failure: DriverFailure | None = None
+    """Error that ended the holder, where one did."""
 
     def is_over(self) -> bool | None:
         """Return whether the run has no owner any more.
@@ -320,13 +356,14 @@ class Lease:
             self._ended.set()  # no sign of life of this driver belongs to that epoch
             raise LeaseLost(f"{self._owned} was deleted while this driver owned it; this driver stops")
 
-    def release(self, outcome: Outcome) -> None:
+    def release(self, outcome: Outcome, failure: DriverFailure | None = None) -> None:
         """Release the run and record the outcome. A second call does nothing."""
         if self._ended.is_set():
             return
         self._ended.set()
         self._renewer.join(self._interval)
-        end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id})
+        why = {} if failure is None else {"failure": failure.model_dump(mode="json")}
+        end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id, **why})
         if self._is_owner():
             self._store.create(self._owned.path(self.epoch, ".end"), end)
 

@@ -73,6 +73,15 @@ class Tried:
         return {"retry_wait": self.waited, "failed_tries": self.lost} if self.retries else {}
 
 
+@dataclass(frozen=True)
+class GivenUp:
+    """A step that failed and is not retried."""
+
+    place: Place
+    tries: int
+    error: Exception
+
+
 class RetryTally:
     """Retries of the steps of a run under this driver. Thread-safe."""
 
@@ -81,6 +90,8 @@ class RetryTally:
         self._lock = threading.Lock()
         self._tried: dict[Place, Tried] = {}
         self._total = 0
+        self.given_up: list[GivenUp] = []
+        """Steps that failed and are not retried."""
 
     @property
     def total(self) -> int:
@@ -102,18 +113,22 @@ class RetryTally:
         kind = error_class(error)
         with self._lock:
             if kind is None:
-                self._tried.pop(place, None)
+                self._give_up(place, error)
                 return False
             tried = self._tried.setdefault(place, Tried())
             delays = self._policy.policy(place[1], kind).delays()
             count = tried.retries[kind]
             if count >= len(delays):
-                del self._tried[place]  # a later call of the step has all its tries
+                self._give_up(place, error)  # a later call of the step has all its tries
                 return False
             tried.retries[kind] += 1
             tried.wait, tried.error = delays[count], error
             self._total += 1
             return True
+
+    def _give_up(self, place: Place, error: Exception) -> None:
+        tried = self._tried.pop(place, Tried())
+        self.given_up.append(GivenUp(place, 1 + tried.retries.total(), error))
 
     def failed(self, place: Place, seconds: float) -> None:
         """Record that a try of the step failed after `seconds`."""

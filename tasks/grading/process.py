@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from cairn.engines.processes.child import Child
+from cairn.engines.processes.child import Child, output_file
 from cairn.engines.types.errors import GraderFailed, GraderUnavailable
 from cairn.tasks.grading.graders import grader_version
 from cairn.tasks.grading.worker import Answer, ErrorCause, Terms, timeout_message
@@ -157,6 +157,8 @@ class GraderProcess:
     def __init__(self, grader: NamedGrader, terms: Terms) -> None:
         self._grader = grader
         self._terms = terms
+        self._prints = grader.path if grader.path == grader.name else None
+        """User code, for the file of what it prints."""
         self._tick = min(TICK, terms.timeout / 8)
         self._child: Child | None = None
         self._stopped = False
@@ -283,7 +285,7 @@ class GraderProcess:
         with self._lock:
             if self._stopped:
                 raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
-            self._child = Child("cairn.tasks.grading.worker", (self._grader.path, terms))
+            self._child = Child("cairn.tasks.grading.worker", (self._grader.path, terms), source=self._prints)
             return self._child
 
     def _await_ready(self, child: Child) -> str | None:
@@ -299,9 +301,8 @@ class GraderProcess:
         self.kill()
         if lost.blame is Cause.MACHINE:
             return "was killed while it loaded the grader"
-        raise GraderFailed(
-            f"the process of grader {self._grader.name} ended while it loaded the grader; see its output above"
-        )
+        place = "its output above" if self._prints is None else output_file(self._prints)
+        raise GraderFailed(f"the process of grader {self._grader.name} ended while it loaded the grader; see {place}")
 
     def _exit_cause(self, child: Child) -> Lost:
         """Return how a process ended that hung up or is gone. Its group, which may outlive it, is killed."""

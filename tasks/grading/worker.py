@@ -17,7 +17,6 @@ import os
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from typing import Any
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import load_callable
 from cairn.engines.processes.child import die_with
+from cairn.engines.types.places import with_place
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.rewards.boxed import in_box
 from cairn.tasks.rewards.grader import Grader, Takes, TryAgain, constructor_arguments
@@ -124,9 +124,9 @@ def answers(grader: Grader, samples: Sequence[Any], terms: Terms, runner: asynci
         result = grader(*_arguments(samples, terms))
         if isawaitable(result):
             result = runner.run(_result(result))
-        return _answers_of_result(result, samples, terms, alone=True)
+        return _answers_of_result(grader, result, samples, terms, alone=True)
     except (Exception, SystemExit) as error:
-        return [_failed(error, terms, alone=True)] * len(samples)
+        return [_failed(grader, error, terms, alone=True)] * len(samples)
 
 
 async def _result(result: Awaitable[Any]) -> Any:
@@ -150,9 +150,9 @@ async def _awaited(grader: Grader, samples: Sequence[Any], terms: Terms, alone: 
     async def call() -> list[Answer]:
         try:
             result = await grader(*_arguments(samples, terms))
-            return _answers_of_result(result, samples, terms, alone)
+            return _answers_of_result(grader, result, samples, terms, alone)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return [_failed(error, terms, alone)] * len(samples)
+            return [_failed(grader, error, terms, alone)] * len(samples)
 
     task = asyncio.create_task(call())
     left = terms.timeout * len(samples)
@@ -189,7 +189,7 @@ def _arguments(samples: Sequence[Any], terms: Terms) -> Sequence[Any]:
     return sample if terms.takes in (Takes.TEXTS, Takes.VERL, Takes.SOLUTION) else [sample]
 
 
-def _answers_of_result(result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:
+def _answers_of_result(grader: Grader, result: Any, samples: Sequence[Any], terms: Terms, alone: bool) -> list[Answer]:
     """Return the answers of a call, one a sample. Raises an error where the result is not valid."""
     if not terms.takes.several:
         return [_reward(result, terms)]
@@ -198,17 +198,17 @@ def _answers_of_result(result: Any, samples: Sequence[Any], terms: Terms, alone:
         raise ValueError(
             f"the grader returned {len(results)} rewards for {len(samples)} samples: let it return one for each"
         )
-    return list(_each(results, terms, alone))
+    return list(_each(grader, results, terms, alone))
 
 
-def _each(results: Sequence[Any], terms: Terms, alone: bool) -> Iterator[Answer]:
+def _each(grader: Grader, results: Sequence[Any], terms: Terms, alone: bool) -> Iterator[Answer]:
     for result in results:
         try:
             if isinstance(result, Exception):
                 raise result
             yield _reward(result, terms)
         except Exception as error:
-            yield _failed(error, terms, alone)
+            yield _failed(grader, error, terms, alone)
 
 
 def _reward(result: Any, terms: Terms) -> Answer:
@@ -236,15 +236,13 @@ def _component(value: Any) -> Any:
         return repr(value)[:1000].encode(errors="backslashreplace").decode()
 
 
-def _failed(error: BaseException, terms: Terms, alone: bool) -> Answer:
+def _failed(grader: Grader, error: BaseException, terms: Terms, alone: bool) -> Answer:
     """Return the answer for a sample that ended in an error.
 
     Args:
         alone: nothing else of this process was in flight, so that the sample itself used up limited memory.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    message = f"{type(error).__name__}: {error}{place}"
+    message = with_place(f"{type(error).__name__}: {error}", error, grader)
     message = message.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text that can be stored
     return None, None, message, cause_of_error(error, terms.transient, terms.memory is not None and alone)
 
@@ -282,9 +280,19 @@ def cause_of_error(error: BaseException, transient: Sequence[str], limited: bool
     return ErrorCause.SAMPLE if lasts else ErrorCause.SERVICE
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
 def finite(value: Any) -> float:
     """Return a value as a reward. Raises ValueError or TypeError where it is no finite float32."""
-    reward = float(value)
+    try:
+        reward = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"the grader returned {_shown(value)}, a {type(value).__name__}, which is not a reward"
+        ) from None
     if not math.isfinite(reward):
         raise ValueError(f"the grader returned {value!r}, which is not a reward")
     try:

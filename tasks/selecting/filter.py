@@ -25,7 +25,7 @@ recorded, too."""
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -52,6 +52,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import number
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import sampled_as_newest, sampled_from, token_ages
+from cairn.tasks.grading.failures import COLUMNS, CommonError, common_error
 from cairn.tasks.grading.graded import GradedSample
 from cairn.tasks.grading.sample_metrics import generated_metrics
 from cairn.tasks.grading.shaping import as_graded
@@ -66,14 +67,21 @@ AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for dropping groups that the filter kept."""
 
 
-_LOSS_ERRORS = ("generate: UncertainEffect", "EngineTimeout")
-"""Prefixes of errors that result from the loss of a process or an engine."""
+NONZERO_STD = "check_reward_nonzero_std"
+"""Filter that drops groups without a difference in reward."""
 _FAILED = "failed_sample"
 """Reason for dropping a group with a failed sample."""
 
 
 class BatchNotFilled(Failure):
     """All allowed rounds are done, and the filter has kept too few groups. Further rounds will not help."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class NoSuchMetadata(Failure):
@@ -129,19 +137,17 @@ def filter_groups(
     dispositions = Counter(group.disposition for group in groups)
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
     reasons = Counter(g.reason for g in groups if g.reason and g.disposition == Disposition.DROP)
-    failed = _failures(step.run, rewards) if missing and reasons[_FAILED] else None
+    failed = _common_error(step.run, rewards) if missing and reasons[_FAILED] else None
     if failed is not None and failed.will_recur and len(groups) > 1:
-        raise BatchNotFilled(f"iteration {step.iteration}: {failed}")
+        raise BatchNotFilled(f"iteration {step.iteration}: {failed}", _correct(failed))
     if missing and last_round:
-        advice = (
-            "raise rollout.max_refill_rounds, use check_reward_nonzero_std_with_fallback, or choose prompts of another "
-            "difficulty"
-        )
-        raise BatchNotFilled(
+        what = (
             f"iteration {step.iteration}: after {round + 1} rounds only {dispositions[Disposition.TRAIN]} of "
-            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); "
-            + (str(failed) if failed is not None and reasons.most_common(1)[0][0] == _FAILED else advice)
+            f"{config.rollout_batch_size} groups were kept ({dict(reasons)})"
         )
+        if failed is not None and reasons.most_common(1)[0][0] == _FAILED:
+            raise BatchNotFilled(f"{what}: {failed}", _correct(failed))
+        raise BatchNotFilled(what, _keep_more(config.dynamic_sampling_filter))
     if not missing:
         groups = _without_removed(step.run, groups)
     removed = sum(len(group.removed) for group in groups)
@@ -325,30 +331,23 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
     return groups
 
 
-@dataclass(frozen=True)
-class _Failures:
-    """Number of samples of some reward steps, and the errors of the failed ones."""
+def _common_error(run: RunContext, rewards: Sequence[Commit]) -> CommonError | None:
+    return common_error(run.read(graded, COLUMNS) for graded in rewards)
 
-    samples: int
-    errors: Counter[str]
 
-    @property
-    def will_recur(self) -> bool:
-        """Whether code failed on all samples, and so would fail again. The loss of a process need not recur."""
-        return self.samples == self.errors.total() and not any(error.startswith(_LOSS_ERRORS) for error in self.errors)
+def _correct(failed: CommonError) -> str:
+    what = failed.place or "the grader or the generate function"
+    return f"correct {what}, and fork the run or start another: a run cannot change its code"
 
-    def __str__(self) -> str:
-        ((error, count),) = self.errors.most_common(1)
+
+def _keep_more(name: str | None) -> str:
+    """Return what to change where the filter `name` drops too many groups."""
+    if name == NONZERO_STD:
         return (
-            f"{self.errors.total()} of {self.samples} samples failed, {count} of them with: {error}; correct the "
-            "grader or the generate function, and fork the run or start another: a run cannot change its code"
+            "all samples of those groups have the same reward: raise rollout.max_refill_rounds, use "
+            f"{NONZERO_STD}_with_fallback, or choose prompts of another difficulty"
         )
-
-
-def _failures(run: RunContext, rewards: Sequence[Commit]) -> _Failures:
-    rows = [row for graded in rewards for row in run.read(graded, ["status", "error"]).to_pylist()]
-    errors = (str(row["error"]).partition("\n")[0] for row in rows if row["status"] == Status.FAILED)
-    return _Failures(len(rows), Counter(errors))
+    return "raise rollout.max_refill_rounds, or let rollout.dynamic_sampling_filter keep more groups"
 
 
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:

@@ -488,5 +488,5 @@ async def generate(ctx, sample):
             if row["error"] is not None
         }
         assert failed.keys() == {1, 2}
-        assert failed[2] == "generate: ValueError: no such tool"
+        assert failed[2].startswith("generate: ValueError: no such tool (bad.py:")
         assert "ended with exit code 3" in failed[1]

@@ -165,11 +165,9 @@ def test_a_batch_that_cannot_be_filled_names_the_reasons(tiny_assets: Path, tmp_
 
 def test_where_every_sample_fails_the_first_round_ends_with_their_error(tiny_assets: Path, tmp_path: Path) -> None:
     grader = tmp_path / "raises.py"
-    grader.write_text("def grade(response, label, metadata):\n    return metadata['answer']\n")
+    grader.write_text("def grade(response, label, metadata):\n    return metadata[response]\n")
     config = tiny_config(tiny_assets, rollout={"num_rollout": 1}, reward={"custom_rm_path": f"{grader}:grade"})
-    says = (
-        r"iteration 0: 16 of 16 samples failed, 16 of them with: KeyError: 'answer' \(raises.py:2\); correct the grader"
-    )
+    says = r"iteration 0: 16 of 16 samples failed, 16 of them with: KeyError: .* \(raises.py:2\); correct raises.py:2"
     with tiny_context(str(tmp_path / "a"), config) as (run, _), pytest.raises(BatchNotFilled, match=says):
         iteration(run, DirectSteps(run), 0)
     with tiny_context(str(tmp_path / "a"), config) as (run, _):

@@ -32,6 +32,7 @@ from cairn.engines.agents.episodes.recorder import (
 from cairn.engines.agents.tools.results import shortened
 from cairn.engines.agents.tools.tool import Tool
 from cairn.engines.types.errors import RequestRefused
+from cairn.engines.types.places import with_place
 from cairn.engines.types.trajectories import (
     NEVER,
     BadTrajectory,
@@ -317,7 +318,7 @@ async def outcome(
         return context.aborted()
     except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
         failure = recorder.failure or error
-        return context.aborted() if aborted() else GeneratedSample.failed(sample, error_message(failure))
+        return context.aborted() if aborted() else GeneratedSample.failed(sample, error_message(failure, generate))
     except (BadTrajectory, KeyboardInterrupt):
         raise
     # User code may raise anything: it is the result of this sample and must not affect others.
@@ -325,15 +326,15 @@ async def outcome(
         failure = recorder.failure or error
         if isinstance(failure, SampleAborted):
             return context.aborted()
-        return GeneratedSample.failed(sample, error_message(failure))
+        return GeneratedSample.failed(sample, error_message(failure, generate))
 
 
-def error_message(error: BaseException) -> str:
-    """Return the message of an error of a sample's code."""
+def error_message(error: BaseException, generate: Generate) -> str:
+    """Return the message of an error of a sample's code, with its place there."""
     if isinstance(error, RequestRefused):
         return "; ".join(error.refused.values())
     try:
         text = str(error)
     except Exception:
         text = "its message cannot be read"
-    return shortened(f"generate: {type(error).__name__}: {text}", _LONGEST_ERROR)
+    return with_place(shortened(f"generate: {type(error).__name__}: {text}", _LONGEST_ERROR), error, generate)

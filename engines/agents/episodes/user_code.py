@@ -82,7 +82,10 @@ class UserCode:
     def __init__(self, function: GenerateFunction) -> None:
         self._function = function
         with Heartbeat.shared() as (self._heartbeat, fd):
-            self._child = Child("cairn.engines.agents.user_process", [fd], search=function.search, files=[fd])
+            source = function.name if "." in function.name else None
+            self._child = Child(
+                "cairn.engines.agents.user_process", [fd], search=function.search, files=[fd], source=source
+            )
         self._idle = True
         self._killed = False
         self._sending = threading.Lock()

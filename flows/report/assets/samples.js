@@ -4,6 +4,7 @@ const FATES = { train: "trained", buffer: "stored for later", continue: "to be c
 const WHY = ["", "", "one of the best", "one of the worst", "in the middle", "drawn at random"]
 
 async function showSamples() {
+  if (!find("#data-samples")) return
   const rows = await openBlock("samples")
   if (!rows.rows) return
   const samples = new SampleTable(rows)

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -52,6 +53,12 @@ def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subproc
     return subprocess.run(
         [CAIRN, *arguments], cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=DEADLINE
     )
+
+
+def asked(api_url: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    """What Prefect's API answers."""
+    found: list[dict[str, Any]] = httpx.post(f"{api_url}{path}", json=body, timeout=60).raise_for_status().json()
+    return found
 
 
 def status(name: str) -> dict[str, Any]:
@@ -99,7 +106,8 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
                 break
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, errors
-    assert errors.endswith("interrupted; nothing committed is lost. Continue with: cairn resume short\n")
+    message = r"interrupted; nothing committed is lost\. Continue with: (PYTHONPATH=\S+ )?cairn resume short\n$"
+    assert re.search(message, errors)
     interrupted = status("short")
     assert (interrupted["state"], 1 <= interrupted["iterations"] < 6) == ("interrupted", True)
 
@@ -107,12 +115,18 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     grader.write_text("def grade(response, label, metadata):\n    raise RuntimeError('no grade')\n")
     failing = run("train", "short.yaml", "--run", "failing", PREFECT_API_URL=api_url)
     assert failing.returncode == 1
-    assert "iteration 0: 16 of 16 samples failed, 16 of them with: RuntimeError: no grade" in failing.stderr
-    assert failing.stderr.endswith(
-        "run failing failed; nothing committed is lost. Continue with: cairn resume failing\n"
-    )
+    assert "commonest error  RuntimeError: no grade at grader.py:2, 16 of 16 samples\n" in failing.stderr
+    assert "cairn train short.yaml --run failing-2\n" in failing.stderr
     assert "Traceback" not in failing.stderr
     assert status("failing")["state"] == "failed"
+    (flow_run,) = asked(api_url, "/flow_runs/filter", flow_runs={"name": {"any_": ["failing"]}})
+    said = flow_run["state"]["message"].splitlines()
+    assert said[0] == "iteration 0: 16 of 16 samples failed: RuntimeError: no grade at grader.py:2"
+    assert said[-1].endswith("cairn train short.yaml --run failing-2")
+    (artifact,) = asked(api_url, "/artifacts/filter", artifacts={"key": {"any_": ["failure-failing"]}})
+    assert (artifact["flow_run_id"], artifact["description"]) == (flow_run["id"], said[0])
+    logged = asked(api_url, "/logs/filter", logs={"flow_run_id": {"any_": [flow_run["id"]]}})
+    assert not [record for record in logged if "Traceback" in record["message"]]
 
     grader.write_text(sound)
     resumed = run("resume", "short")

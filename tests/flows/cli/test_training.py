@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -77,8 +78,13 @@ def test_train_refuses_a_bad_recipe_and_writes_nothing(recipe: Path, tmp_path: P
     store = tmp_path / "store"
     result = cairn("train", recipe, "--store", store, "--set", "rollout.rollout_batchsize=1")
     assert result.exit_code == 2
-    assert result.stderr == "rollout.rollout_batchsize is not an option; did you mean rollout.rollout_batch_size?\n"
+    meant = "rollout.rollout_batchsize is not an option; did you mean rollout.rollout_batch_size?"
+    assert result.stderr.splitlines()[1:3] == [f"what happened  {meant}", "what stands    nothing was started"]
     assert not store.exists()
+    following = shlex.split(result.stderr.splitlines()[-2])
+    validate = following[following.index("cairn") + 1 :]
+    assert validate[0] == "validate"
+    assert cairn(*validate).exit_code == 0, "the next command has the option that was meant"
 
 
 def test_train_refuses_a_missing_model_before_a_run_exists(recipe: Path, tmp_path: Path) -> None:
@@ -114,13 +120,14 @@ def test_train_shows_how_an_existing_run_differs_and_leaves_it_alone(recipe: Pat
     Ledger.create(store, "tiny", load(recipe).model_dump(mode="json"), {})
     result = cairn("train", recipe, "--store", tmp_path, "--set", "training.lr=0.5", "--set", "seed=7")
     assert result.exit_code == 2
-    assert result.stderr == (
-        "the run exists with another configuration:\n"
-        "  seed: 42 in the ledger, 7 requested\n"
-        "  training.lr: 0.001 in the ledger, 0.5 requested\n"
-        "Continue with the ledger's configuration (`cairn resume`), set the recorded values, choose another --run, "
-        "or `cairn fork` the run at the last iteration to keep\n"
-    )
+    for line in (
+        "the run exists with another configuration:",
+        "  seed: 42 in the ledger, 7 requested",
+        "  training.lr: 0.001 in the ledger, 0.5 requested",
+        "Continue with the ledger's configuration (`cairn resume`), set the recorded values, choose another --run, ",
+    ):
+        assert line in result.stderr
+    assert f"--run tiny-2 --store {tmp_path}" in result.stderr
     assert Ledger.open(store, "tiny").last_iteration() is None
 
 
@@ -152,7 +159,7 @@ def test_a_full_disk_is_a_failure_and_no_bad_input(recipe: Path, tmp_path: Path)
         fill(disk)
         result = cairn("train", recipe, "--run", "new", "--store", disk)
     assert result.exit_code == 1
-    assert re.fullmatch(rf"cannot create {disk}/\S+: no space is left on the device; free some\n", result.stderr)
+    assert re.search(rf"happened  cannot create {disk}/\S+: no space is left on the device; free some\n", result.stderr)
     unnamed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/file")
     assert exit_code(unnamed) == 1
     assert describe(unnamed) == "no space is left: [Errno 28] No space left on device: '/file'; free some"

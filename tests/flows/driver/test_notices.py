@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def assert_preempted(folder: Path) -> int:
 
 def assert_says_so(driver: Background, out: str, errors: str) -> None:
     assert driver.returncode == EXIT_CODE, out + errors
-    assert errors.endswith("preempted; nothing committed is lost. Continue with: cairn resume whole\n"), errors
+    message = r"preempted; nothing committed is lost\. Continue with: (PYTHONPATH=\S+ )?cairn resume whole\n$"
+    assert re.search(message, errors), errors
     assert "Traceback" not in errors
 
 

@@ -7,17 +7,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from cairn.flows.iteration import iteration
 from cairn.flows.report.build import Report, write_report
+from cairn.flows.report.compare import compare, write_comparison
 from cairn.flows.report.page import seen
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from tests.browser import Visit, visit
 from tests.flows import written_runs
-from tests.flows.written_runs import new_run, write_iteration
+from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 HOSTILE = (
@@ -168,6 +170,43 @@ def test_hostile_text_is_shown_and_runs_nothing(
         assert page.evaluate("window.ran") is None
         assert visited.errors == []
         assert visited.requests == [url]
+
+
+def test_two_runs_are_drawn_over_each_other(tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = new_run(str(tmp_path), "first")
+    write_run(first, 3)
+    answered = written_runs.rollout_table
+    monkeypatch.setattr(
+        written_runs, "rollout_table", lambda *given: with_text(answered(*given), HOSTILE if given[0] else None)
+    )
+    second = new_run(str(tmp_path), "second", training={"lr": 0.5})
+    write_run(second, 2)
+    found, histories = compare(first, second)
+    assert found.parting.options == (("training.lr", first.manifest.config["training"]["lr"], 0.5),)  # type: ignore[index, call-overload]
+    assert (found.iteration, found.second.until) == (1, 1)
+    assert found.sample is not None
+    assert (found.sample.iteration, found.sample.group_id, found.sample.responses[1]) == (1, 3, HOSTILE)
+    assert {pair.name: (pair.first, pair.second) for pair in found.evaluations} == {"heldout": (0.75, 0.75)}
+    file = tmp_path / "both.html"
+    assert write_comparison(found, histories, file) == file.stat().st_size
+    with visit(browser, file.as_uri(), viewport={"width": 1440, "height": 900}) as visited:
+        page = visited.page
+        page.locator("html[data-state=ready]").wait_for(state="attached")
+        reward = page.locator("figure").filter(has=page.get_by_role("heading", name="Reward", exact=True))
+        assert reward.locator(".legend li").all_text_contents()[1:] == ["first0.6667", "second0.6667"]
+        assert reward.locator("canvas").count() == 1
+        expect(page.locator("#sample mark").last).to_contain_text("</script>")
+        assert page.evaluate("window.ran") is None
+    assert (visited.errors, visited.requests) == ([], [file.as_uri()])
+
+
+def with_text(table: pa.Table, text: str | None) -> pa.Table:
+    """Return a rollout table with another first response."""
+    if text is None:
+        return table
+    place = table.schema.get_field_index("response_text")
+    texts = [text.encode(errors="replace").decode(), *table.column("response_text").to_pylist()[1:]]
+    return table.set_column(place, table.schema.field(place), pa.array(texts))
 
 
 def test_the_page_allows_its_own_scripts_and_no_other(tmp_path: Path) -> None:

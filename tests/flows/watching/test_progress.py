@@ -3,8 +3,10 @@
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from cairn.engines.processes.child import output_file
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
 from cairn.flows.watching.progress import Progress, sparkline
 from cairn.storage.ledger.commits import Step
@@ -46,6 +48,21 @@ def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) ->
     assert lines[4].strip() == "heldout 0.750 after 2 iterations"
     assert lines[5:] == ["an engine restarted [x]", "run toy: done; weight version 2, state abc"]
     assert "\x1b" not in "".join(lines)
+
+
+def test_a_file_into_which_user_code_prints_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = new_run(str(tmp_path))
+    before = output_file("before.py:grade")
+    before.parent.mkdir(parents=True)
+    before.write_text("of an earlier run")
+    console = Console(file=io.StringIO(), width=100)
+    with Progress(config_of(ledger), console) as progress:
+        for event in events(ledger, 2):
+            progress(event)
+            output_file("my/rewards.py:grade").write_text("seen")
+    assert console.file.getvalue().count("code of yours prints into .cairn/output/rewards.py-grade.log\n") == 1
+    assert "before.py" not in console.file.getvalue()
 
 
 def test_what_a_store_says_steers_no_terminal(tmp_path: Path) -> None:

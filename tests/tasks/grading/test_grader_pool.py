@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.processes.child import output_file
 from cairn.engines.types.errors import GraderFailed
 from cairn.flows.driver.sources import open_graders
 from cairn.tasks.grading.graders import get_grader
@@ -81,6 +82,18 @@ def pool_of(tmp_path: Path):
     yield make
     for pool in pools:
         pool.close()
+
+
+def test_what_a_grader_prints_is_in_a_file_of_its_own(
+    pool_of: Callable[..., GraderPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    grade(pool_of(num_workers=1), [("a", "a", {}), ("b", "a", {})])
+    assert output_file("graders.py:grade").read_text() == "noise on standard output\n" * 2
+    assert "noise" not in "".join(capfd.readouterr())
 
 
 def test_results_stand_in_the_order_of_the_samples(pool_of):

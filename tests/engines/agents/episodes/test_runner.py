@@ -12,6 +12,7 @@ import cairn
 from cairn.engines.agents.episodes.context import Context
 from cairn.engines.agents.generation.single_turn import generate as single_turn
 from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.types.places import split_place
 from cairn.engines.types.trajectories import (
     BadTrajectory,
     GeneratedSample,
@@ -320,7 +321,9 @@ def test_a_reward_that_is_not_finite_fails_its_sample_alone(engine: Transformers
         return Trajectory([await ctx.sample(sample.prompt_ids)], reward=[float("nan"), 0][sample.index])
 
     lost, retained = generated(engine, function, requests(1, 2))
-    assert lost.error == "generate: ValueError: gave a trajectory the reward nan, which is not finite"
+    line = function.__code__.co_firstlineno
+    reason = "gave a trajectory the reward nan, which is not finite"
+    assert lost.error == f"generate: ValueError: {reason} (test_runner.py:{line})"
     assert retained.rewards == (0.0,)
 
 
@@ -368,7 +371,11 @@ def test_a_sample_ends_whatever_its_generate_raises(engine: TransformersEngine, 
         return await single_turn(ctx, sample)
 
     first, second = generated(engine, sometimes, requests(1, 2))
-    assert (first.error, second.error) == (told, None)
+    assert first.error is not None
+    message, place = split_place(first.error)
+    assert (message, second.error) == (told, None)
+    assert place is not None
+    assert place.startswith("test_runner.py:")
 
 
 @both_ways
@@ -383,7 +390,8 @@ def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(
         return await single_turn(ctx, sample)
 
     first, second, third = generated(engine, sometimes, requests(1, 3), way)
-    assert first.error == "generate: ValueError: no such tool"
+    assert first.error is not None
+    assert split_place(first.error)[0] == "generate: ValueError: no such tool"
     assert second.error is not None
     assert "leaves no room in the context" in second.error
     assert (third.error, len(third.trajectory.segments)) == (None, 1)
@@ -457,7 +465,7 @@ def test_a_grader_of_several_samples_and_a_tool_that_is_not_there_are_the_codes_
             await ctx.judge(lambda args, sample: 1.0, "x")
         return Trajectory([await ctx.sample(sample.prompt_ids)])
 
-    result = [sample.error for sample in generated(engine, judged, requests(1, 2))]
+    result = [split_place(sample.error or "")[0] for sample in generated(engine, judged, requests(1, 2))]
     assert result == [
         "generate: BadPlugin: the grader '<lambda>' takes args, sample: ctx.judge passes one response at a time",
         "generate: ToolUnavailable: there is no tool 'look': name it in rollout.tools",
