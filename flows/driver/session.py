@@ -217,7 +217,9 @@ def _lease_lost_over_divergence(lease: Lease) -> Iterator[None]:
 
 
 @contextmanager
-def _releasing(lease: Lease, given_up: Sequence[GivenUp], resumable: Callable[[], bool]) -> Iterator[None]:
+def _releasing(
+    lease: Lease, given_up: Sequence[GivenUp] = (), resumable: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Release the lease at the end of the block, with the block's outcome. `given_up`: steps that failed in it;
     `resumable`: see `DriverFailure`."""
     try:
