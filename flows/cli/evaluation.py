@@ -91,9 +91,9 @@ def evaluate(
     ] = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Evaluate weights on benchmarks, with an engine of their own.
+    """Evaluate weights on benchmarks.
 
-    The results are stored in the store's `evals` folder. A result is identified by all that it depends on: weights,
+    The evaluation has an engine of its own. The results are stored in the store's `evals` folder. A result is identified by all that it depends on: weights,
     tokenizer, benchmark, sampling, engine, number format, grader, rows. A stored result is shown without computing
     anything. If another process computes the result, the command waits for it. Finished samples of a killed evaluation
     are used. The run may be training meanwhile: the command does not take its lease.
@@ -155,7 +155,7 @@ def leaderboard(
     fail_on_regression: FailOption = False,
     gate_on_regression: GateOption = False,
 ) -> Shown:
-    """Show all evaluation results of a store, by benchmark, the best first.
+    """Show a store's evaluations by benchmark, the best first.
 
     Results with equal questions, sampling and grading are in one group; engine and number format may differ. With
     `--baseline` they are compared with the baseline question by question. The newest result of each group is a

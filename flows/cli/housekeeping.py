@@ -42,9 +42,9 @@ def verify(
     signers: SignersOption = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Read a whole run again, and check every byte against its digest and every commit against its inputs.
+    """Check every byte and every commit of a run.
 
-    The command also accounts for every generated group. Exits with 1 if anything is missing, altered or made from
+    The command compares every byte with its digest and every commit with its inputs. It also accounts for every generated group. Exits with 1 if anything is missing, altered or made from
     something else than the ledger says, or if a group is trained on twice or lost. With --evals it checks all
     evaluation results instead, which belong to the store and not to a run.
 
@@ -144,7 +144,7 @@ def gc(
     evals: EvalsOption = False,
     apply: Annotated[bool, Option("--apply", help="Remove the listed files.")] = False,
 ) -> Shown:
-    """List files of a run that nothing needs. `--apply` removes them.
+    """List files of a run that nothing needs, or remove them.
 
     Interrupted drivers leave such files: attempts that lost, groups that are now in a committed shard, incomplete
     writes. The run's retention frees others: `checkpoint.save_retain_interval` and `checkpoint.retain_snapshots`. The
@@ -221,9 +221,9 @@ def delete(
         str | None, Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it.")
     ] = None,
 ) -> None:
-    """Delete a run with all its samples, checkpoints and metrics, or the samples of one prompt. This cannot be undone.
+    """Delete a run, or the samples of one prompt.
 
-    You have to type the name again. The command refuses while a driver lives, and while forks of the run need it.
+    Samples, checkpoints and metrics are gone for good. You have to type the name again. The command refuses while a driver lives, and while forks of the run need it.
     Repeat the command to finish an interrupted deletion; the run cannot be used in between.
 
     With `--prompt` the text and the tokens of the prompt's samples are removed from every table of the run. The run
@@ -292,9 +292,9 @@ def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | 
 
 
 def probe(root: Root) -> Shown:
-    """Check whether a store can hold runs. Every run does this before it starts.
+    """Check whether a store can hold runs.
 
-    The store must respond, return what was written, and refuse to create an existing file a second time. Nothing is
+    Every run does this before it starts. The store must respond, return what was written, and refuse to create an existing file a second time. Nothing is
     left behind.
 
     Examples:

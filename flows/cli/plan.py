@@ -39,7 +39,7 @@ def plan(
         float | None, Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches.")
     ] = None,
 ) -> Shown:
-    """Compute what a recipe needs, before you use a GPU: memory, cache, transfers and the time of an iteration.
+    """Compute the memory and time that a recipe needs.
 
     Neither GPUs nor weights are needed. The command reads the model's config.json, or uses the published facts of a
     model with the folder's name. Memory is computed for the longest samples, time for average ones, from the rates of

@@ -8,7 +8,16 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli import tables
-from cairn.flows.cli.command import IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input, writing
+from cairn.flows.cli.command import (
+    IterationArgument,
+    JsonOption,
+    Root,
+    RunArgument,
+    SampleArgument,
+    Shown,
+    writing,
+)
+from cairn.flows.reading.address import iteration_of, samples_of, the_sample
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +31,7 @@ PriceOption = Annotated[
 
 
 def runs(root: Root) -> Shown:
-    """List all runs of a store: progress, reward, and time of the last commit.
+    """List the runs of a store.
 
     States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
     *interrupted* (stopped or killed; `cairn resume` continues it), *preempted* (the machine was needed; `cairn resume`
@@ -40,9 +49,9 @@ def runs(root: Root) -> Shown:
 
 
 def status(root: Root, run: RunArgument) -> Shown:
-    """Show the status of a run: its state and driver, its current step, its weights, rewards and evaluations, and
-    whether the rollout engines wait for the trainer or the reverse.
+    """Show a run's state, progress, scores and bottleneck.
 
+    The bottleneck is who waits: the rollout engines for the trainer, or the reverse.
     `balance` is measured over the newest iterations, ten at most, and names options on which the bottleneck depends.
     `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are identical bit for bit.
 
@@ -71,37 +80,32 @@ def status(root: Root, run: RunArgument) -> Shown:
 
 def show(
     root: Root,
-    run: RunArgument,
-    iteration: IterationArgument,
-    sample: Annotated[int | None, Option("--sample", metavar="N", min=0, help="Only sample number N.")] = None,
+    place: SampleArgument,
     limit: Annotated[int, Option("--limit", metavar="N", min=1, help="At most N samples.")] = 4,
 ) -> Shown:
-    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on.
+    """Show samples of an iteration with reward and advantage.
 
     A sample with several turns is shown turn by turn: the input of the environment, the answer of the policy, and every
     call of a tool or a grader.
 
     Examples:
 
-    - `cairn show quickstart 0` shows the first samples of the first iteration
-    - `cairn show quickstart 39 --sample 17`
-    - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
+    - `cairn show quickstart` shows the first samples of the newest iteration
+    - `cairn show quickstart@39/17`
+    - `cairn show quickstart@39 --limit 1000 --json | jq '.[].reward'`
     """
-    from cairn.flows.reading.samples import iteration_samples, with_episodes
+    from cairn.flows.reading.samples import with_episodes
 
-    ledger = root.ledger(run)
-    with bad_input(LookupError):
-        found = iteration_samples(ledger, iteration)
-    if sample is not None and sample >= len(found):
-        raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, not {sample}")
-    chosen = with_episodes(ledger, found[:limit] if sample is None else [found[sample]])
+    ledger = root.ledger(place.run)
+    iteration, found = samples_of(ledger, place)
+    chosen = with_episodes(ledger, found[:limit] if place.sample is None else [the_sample(place, found, iteration)])
     return Shown(chosen, tables.sample_lines(chosen, len(found)))
 
 
 def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
-    """Show what a run cost: device-seconds and tokens by step, per accepted sample and evaluation, and what was wasted.
+    """Show what a run cost by step, and what was wasted.
 
-    A device is a GPU if the run has any, else a CPU thread of an engine. The command reads every commit and lease of
+    The costs are device-hours and tokens, and money with `--price`. A device is a GPU if the run has any, else a CPU thread of an engine. The command reads every commit and lease of
     the run, but no samples. The iterations that a fork shares with its parent count in the parent's costs.
 
     Examples:
@@ -118,25 +122,25 @@ def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
 
 def timeline(
     root: Root,
-    run: RunArgument,
-    iteration: IterationArgument,
+    place: IterationArgument,
     file: Annotated[Path, Argument(metavar="FILE", help="Where to write the trace.")],
 ) -> Shown:
-    """Write an iteration as a trace for https://ui.perfetto.dev: engines are rows, steps and retries are slices.
+    """Write an iteration as a trace for https://ui.perfetto.dev.
 
-    The format is Chrome's. Each slice has its commit's metrics, timings and inputs. An incomplete iteration shows the
+    Engines are rows, steps and retries are slices. The format is Chrome's. Each slice has its commit's metrics, timings and inputs. An incomplete iteration shows the
     steps that it has.
 
     Examples:
 
-    - `cairn timeline quickstart 12 trace.json`
+    - `cairn timeline quickstart@12 trace.json`
     """
     from json import dumps
 
     from cairn.configs.loader import from_manifest
     from cairn.flows.reading.timeline import trace
 
-    ledger = root.ledger(run)
+    run, ledger = place.run, root.ledger(place.run)
+    iteration = iteration_of(ledger, place)
     commits = ledger.commits(iteration)
     if not commits:
         raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
@@ -215,9 +219,9 @@ def report(
     price: PriceOption = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Write a run as one HTML page that works offline: curves, time, samples, lineage, verification.
+    """Write a run as one HTML page that works offline.
 
-    You can search, filter and sort all samples of the run in the page. For 500 of them it shows every token with its
+    It shows curves, time, samples, lineage and the verification. You can search, filter and sort all samples of the run in the page. For 500 of them it shows every token with its
     log-prob, ratio, advantage, age and mask. The page loads nothing and sends nothing. An existing file is replaced.
 
     Examples:

@@ -51,9 +51,9 @@ def up(
         bool, Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
     ] = False,
 ) -> None:
-    """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork and verify them. Until Ctrl-C.
+    """Operate runs from Prefect's interface, until Ctrl-C.
 
-    The command starts Prefect's server over the history of the current folder, serves the deployments, and starts a Ray
+    You start, watch, cancel, retry, resume, fork and verify runs in a browser. The command starts Prefect's server over the history of the current folder, serves the deployments, and starts a Ray
     head that their runs share. PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster.
     When the command ends, runs that were started in the interface shut down cleanly, and Retry resumes them. Other runs
     do not depend on it.
@@ -159,7 +159,7 @@ def train(
     overrides: SetOption = None,
     takeover: TakeoverOption = False,
 ) -> None:
-    """Start a run, or resume the run of that name from its last commit.
+    """Start a run, or resume the run of that name.
 
     The configuration is frozen in the ledger at the first start. If the run exists with another configuration, the
     command shows the difference and changes nothing.
@@ -179,9 +179,9 @@ def train(
 
 
 def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
-    """Resume a run from its last commit, with the configuration in its ledger.
+    """Resume a run from its last commit.
 
-    Whatever ended the run (an error, Ctrl-C, a killed machine), no committed step is repeated, and the final weights
+    The configuration is that of the ledger. Whatever ended the run (an error, Ctrl-C, a killed machine), no committed step is repeated, and the final weights
     equal those of a run that was never interrupted.
 
     Examples:
@@ -197,9 +197,9 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
-    """Check a recipe without starting anything, and print it with every option filled in.
+    """Check a recipe, and print it with every option.
 
-    The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
+    Nothing starts. The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
     against the context; your own rewards and filters; and every row of local data files, of which it renders at most
     1000 training rows. No GPU is needed. Exits with 2 if something is wrong.
 
