@@ -27,9 +27,9 @@ def benchmarks(
     """List the benchmarks, or show one.
 
     The list has the questions, the grader, the task of lm-evaluation-harness that each follows, and whether its rows
-    are on this machine. Nothing is downloaded: the rows are in a file that you name, or in Hugging Face's cache. With NAME the command shows
-    the benchmark's definition. If the rows are present, it also shows the digests that results carry, and the first
-    question as the model gets it.
+    are on this machine. Nothing is downloaded: the rows are in a file that you name, or in Hugging Face's cache. With
+    NAME the command shows the benchmark's definition. If the rows are present, it also shows the digests that results
+    carry, and the first question as the model gets it.
 
     Examples:
 

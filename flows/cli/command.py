@@ -86,12 +86,11 @@ class Root:
 
     @cached_property
     def store(self) -> "Store":
-        """The store after it has responded: a command must not wait for a wrong endpoint as in an outage."""
-        from cairn.storage.opening import open_store
+        """The store after it has responded: a command must not wait for a wrong endpoint as in an outage. Raises
+        StoreRefused where there is no store."""
+        from cairn.storage.opening import open_existing
 
-        store = open_store(self.url)
-        store.check()
-        return store
+        return open_existing(self.url, may_be_empty=True)
 
     def ledger(self, run: str) -> "Ledger":
         """Return the ledger of a run. Raises BadInput if the run does not exist."""

@@ -38,9 +38,10 @@ def approve(
 ) -> Shown:
     """Approve a run that waits for a person.
 
-    `approval` in its recipe says before which iterations it waits. The verdict is a commit in the run's ledger, with its author, time and reason. A waiting driver begins the iteration
-    within seconds; if the driver has ended, `cairn resume` starts a new one. You may approve a rejected gate later, and
-    a future gate in advance; the run does not wait there then.
+    `approval` in its recipe says before which iterations it waits. The verdict is a commit in the run's ledger, with
+    its author, time and reason. A waiting driver begins the iteration within seconds; if the driver has ended, `cairn
+    resume` starts a new one. You may approve a rejected gate later, and a future gate in advance; the run does not wait
+    there then.
 
     Examples:
 
@@ -58,8 +59,8 @@ def reject(
 ) -> Shown:
     """Reject a run that waits for a person.
 
-    Its driver shuts down cleanly, with exit code 3. No commit is lost: `cairn fork` continues from any iteration with other options, and `cairn approve` changes the
-    verdict.
+    Its driver shuts down cleanly, with exit code 3. No commit is lost: `cairn fork` continues from any iteration with
+    other options, and `cairn approve` changes the verdict.
 
     Examples:
 
@@ -76,9 +77,9 @@ def pin(
 ) -> Shown:
     """Keep an iteration's weights and samples permanently.
 
-    The run's retention does not apply to it. The iteration's snapshots and its checkpoint are kept. If it has no checkpoint, the last one before it and the
-    snapshots since then are kept: they restore the weights bit for bit. So you can fork, export, evaluate and inspect
-    the iteration later.
+    The run's retention does not apply to it. The iteration's snapshots and its checkpoint are kept. If it has no
+    checkpoint, the last one before it and the snapshots since then are kept: they restore the weights bit for bit. So
+    you can fork, export, evaluate and inspect the iteration later.
 
     Examples:
 
@@ -125,8 +126,9 @@ def quarantine(
 ) -> Shown:
     """Exclude a prompt from a run.
 
-    It is not drawn from the next iteration on that the run begins. The driver records that iteration before it draws its prompts. So the run can still be resumed, replayed and forked
-    exactly. Groups that are already drawn are finished and trained on.
+    It is not drawn from the next iteration on that the run begins. The driver records that iteration before it draws
+    its prompts. So the run can still be resumed, replayed and forked exactly. Groups that are already drawn are
+    finished and trained on.
 
     Examples:
 
@@ -148,8 +150,9 @@ def keygen(
 ) -> None:
     """Create a key that signs what you write into ledgers.
 
-    The command prints the line with which others check it. With `CAIRN_SIGNING_KEY=FILE` in the environment, Cairn signs every commit, decision and lease that you write. The
-    printed line goes into the file of `cairn verify RUN --signers`.
+    The command prints the line with which others check it. With `CAIRN_SIGNING_KEY=FILE` in the environment, Cairn
+    signs every commit, decision and lease that you write. The printed line goes into the file of `cairn verify RUN
+    --signers`.
 
     Examples:
 

@@ -93,10 +93,11 @@ def evaluate(
 ) -> Shown:
     """Evaluate weights on benchmarks.
 
-    The evaluation has an engine of its own. The results are stored in the store's `evals` folder. A result is identified by all that it depends on: weights,
-    tokenizer, benchmark, sampling, engine, number format, grader, rows. A stored result is shown without computing
-    anything. If another process computes the result, the command waits for it. Finished samples of a killed evaluation
-    are used. The run may be training meanwhile: the command does not take its lease.
+    The evaluation has an engine of its own. The results are stored in the store's `evals` folder. A result is
+    identified by all that it depends on: weights, tokenizer, benchmark, sampling, engine, number format, grader, rows.
+    A stored result is shown without computing anything. If another process computes the result, the command waits for
+    it. Finished samples of a killed evaluation are used. The run may be training meanwhile: the command does not take
+    its lease.
 
     RUN without an iteration, and RUN@latest, mean the newest weights that the run has published; RUN@initial means its
     initial weights.
@@ -118,8 +119,9 @@ def evaluate(
     changes = _changes(overrides or [])
     from cairn.flows.evaluation.benchmarks import benchmarks_of
     from cairn.flows.evaluation.models import benchmarks_of_run
+    from cairn.storage.opening import open_for_runs
 
-    store, place = root.store, names[0] if model is None else None
+    store, place = open_for_runs(root.url), names[0] if model is None else None
     own = None if place is None else benchmarks_of_run(store, place)
     benchmarks = benchmarks_of(requested, n=n, data=data or (), changes=changes, own=own, seed=seed)
     from cairn.flows.evaluation.evaluating import SEED, evaluate_models

@@ -48,8 +48,9 @@ def export(
 ) -> Shown:
     """Write a run's weights as a model folder, or its samples.
 
-    The folder has Hugging Face's format. A model folder contains the tokenizer, and a card that names the weights' origin. With `--format atif` the command
-    writes an iteration's samples, in the Agent Trajectory Interchange Format 1.8.
+    The folder has Hugging Face's format. A model folder contains the tokenizer, and a card that names the weights'
+    origin. With `--format atif` the command writes an iteration's samples, in the Agent Trajectory Interchange Format
+    1.8.
 
     The weights come from the iteration's checkpoint. If there is none, the command starts engines like the run's, loads
     the newest checkpoint before the iteration, and replays the committed train steps after it. The written weights are
@@ -177,10 +178,10 @@ def bundle(
 ) -> Shown:
     """Write one sample's full history into a file.
 
-    The file can be read and checked without the store. It contains the sample's prompt, response, tokens and log-probs, its grade, its advantage, the update that
-    consumed it, and the source of a user's grader. It also contains the chain of commits back to the first, byte for
-    byte, with their signatures. `cairn unbundle` checks all of it without the store. The tables of the sample's shard
-    are complete, so the file contains the other samples in them too.
+    The file can be read and checked without the store. It contains the sample's prompt, response, tokens and log-probs,
+    its grade, its advantage, the update that consumed it, and the source of a user's grader. It also contains the chain
+    of commits back to the first, byte for byte, with their signatures. `cairn unbundle` checks all of it without the
+    store. The tables of the sample's shard are complete, so the file contains the other samples in them too.
 
     Examples:
 
@@ -211,10 +212,10 @@ def unbundle(
 ) -> Shown:
     """Check a bundle, and grade its sample again.
 
-    The store is not needed. Exits with 1 if anything is wrong. The command checks all digests, the chain of commits back to the first, and the signatures if signers are given. It
-    also checks that the same version of the grader returns the recorded reward. It does not repeat generation and
-    training. A consistent bundle may still be made up as a whole: compare the digest of its newest commit, or give
-    signers.
+    The store is not needed. Exits with 1 if anything is wrong. The command checks all digests, the chain of commits
+    back to the first, and the signatures if signers are given. It also checks that the same version of the grader
+    returns the recorded reward. It does not repeat generation and training. A consistent bundle may still be made up as
+    a whole: compare the digest of its newest commit, or give signers.
 
     Examples:
 

@@ -70,8 +70,9 @@ def rescore(
 ) -> Shown:
     """Grade the samples of a run again, and compare.
 
-    The grader is another one, or the run's own as its code is today. Nothing is sampled or trained: the command shows the rewards that the same responses would have had. The run is not
-    changed, and may be running. A response whose generation failed stays failed.
+    The grader is another one, or the run's own as its code is today. Nothing is sampled or trained: the command shows
+    the rewards that the same responses would have had. The run is not changed, and may be running. A response whose
+    generation failed stays failed.
 
     Examples:
 
@@ -165,8 +166,9 @@ def fork(
 ) -> Shown:
     """Create a run that continues an iteration of another run.
 
-    The new run has the other's iterations up to ITER, and may have other options. Nothing is copied: the new run reads the shared iterations where they are stored. The other run is not changed, and
-    may be running. The new run starts with the weights, optimizer, data cursor and buffer after iteration ITER.
+    The new run has the other's iterations up to ITER, and may have other options. Nothing is copied: the new run reads
+    the shared iterations where they are stored. The other run is not changed, and may be running. The new run starts
+    with the weights, optimizer, data cursor and buffer after iteration ITER.
 
     Examples:
 
@@ -208,8 +210,9 @@ def replay(
 ) -> Shown:
     """Repeat committed steps, and compare bit for bit.
 
-    Exits with 1 if anything differs. Nothing is written into the ledger, and a live driver of the run is not disturbed: if the steps need engines, the
-    command starts its own. It names steps whose inputs are retired or redacted; these do not count as a difference.
+    Exits with 1 if anything differs. Nothing is written into the ledger, and a live driver of the run is not disturbed:
+    if the steps need engines, the command starts its own. It names steps whose inputs are retired or redacted; these do
+    not count as a difference.
 
     Examples:
 
@@ -297,8 +300,8 @@ def diff(
 ) -> Shown:
     """Show the first step at which two runs differ.
 
-    Exits with 1 if they differ. Only the results of steps are compared: samples, rewards, weights. Time, place and speed are not. If a needed table
-    is no longer stored, the command names it and compares what follows.
+    Exits with 1 if they differ. Only the results of steps are compared: samples, rewards, weights. Time, place and
+    speed are not. If a needed table is no longer stored, the command names it and compares what follows.
 
     Examples:
 

@@ -44,9 +44,10 @@ def verify(
 ) -> Shown:
     """Check every byte and every commit of a run.
 
-    The command compares every byte with its digest and every commit with its inputs. It also accounts for every generated group. Exits with 1 if anything is missing, altered or made from
-    something else than the ledger says, or if a group is trained on twice or lost. With --evals it checks all
-    evaluation results instead, which belong to the store and not to a run.
+    The command compares every byte with its digest and every commit with its inputs. It also accounts for every
+    generated group. Exits with 1 if anything is missing, altered or made from something else than the ledger says, or
+    if a group is trained on twice or lost. With --evals it checks all evaluation results instead, which belong to the
+    store and not to a run.
 
     With `--signers` it shows the authors of all files; a file that no signer has signed is a finding. `cairn keygen`
     creates keys.
@@ -223,8 +224,9 @@ def delete(
 ) -> None:
     """Delete a run, or the samples of one prompt.
 
-    Samples, checkpoints and metrics are gone for good. You have to type the name again. The command refuses while a driver lives, and while forks of the run need it.
-    Repeat the command to finish an interrupted deletion; the run cannot be used in between.
+    Samples, checkpoints and metrics are gone for good. You have to type the name again. The command refuses while a
+    driver lives, and while forks of the run need it. Repeat the command to finish an interrupted deletion; the run
+    cannot be used in between.
 
     With `--prompt` the text and the tokens of the prompt's samples are removed from every table of the run. The run
     stays usable, and a driver may be running. Rows, rewards and digests stay. A commit records what was redacted, by
@@ -294,8 +296,8 @@ def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | 
 def probe(root: Root) -> Shown:
     """Check whether a store can hold runs.
 
-    Every run does this before it starts. The store must respond, return what was written, and refuse to create an existing file a second time. Nothing is
-    left behind.
+    Every run does this before it starts. The store must respond, return what was written, and refuse to create an
+    existing file a second time. Nothing is left behind.
 
     Examples:
 

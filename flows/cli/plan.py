@@ -47,7 +47,7 @@ def plan(
 
     Examples:
 
-    - `cairn plan configs/recipes/quickstart.yaml`
+    - `cairn plan Qwen3-4B`
     - `cairn plan my.yaml --gpu h200 --response-tokens 3000`
     - `cairn plan my.yaml --set training.world_size=16 --json`
     """

@@ -105,8 +105,9 @@ def show(
 def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
     """Show what a run cost by step, and what was wasted.
 
-    The costs are device-hours and tokens, and money with `--price`. A device is a GPU if the run has any, else a CPU thread of an engine. The command reads every commit and lease of
-    the run, but no samples. The iterations that a fork shares with its parent count in the parent's costs.
+    The costs are device-hours and tokens, and money with `--price`. A device is a GPU if the run has any, else a CPU
+    thread of an engine. The command reads every commit and lease of the run, but no samples. The iterations that a fork
+    shares with its parent count in the parent's costs.
 
     Examples:
 
@@ -127,8 +128,8 @@ def timeline(
 ) -> Shown:
     """Write an iteration as a trace for https://ui.perfetto.dev.
 
-    Engines are rows, steps and retries are slices. The format is Chrome's. Each slice has its commit's metrics, timings and inputs. An incomplete iteration shows the
-    steps that it has.
+    Engines are rows, steps and retries are slices. The format is Chrome's. Each slice has its commit's metrics, timings
+    and inputs. An incomplete iteration shows the steps that it has.
 
     Examples:
 
@@ -221,8 +222,9 @@ def report(
 ) -> Shown:
     """Write a run as one HTML page that works offline.
 
-    It shows curves, time, samples, lineage and the verification. You can search, filter and sort all samples of the run in the page. For 500 of them it shows every token with its
-    log-prob, ratio, advantage, age and mask. The page loads nothing and sends nothing. An existing file is replaced.
+    It shows curves, time, samples, lineage and the verification. You can search, filter and sort all samples of the run
+    in the page. For 500 of them it shows every token with its log-prob, ratio, advantage, age and mask. The page loads
+    nothing and sends nothing. An existing file is replaced.
 
     Examples:
 

@@ -150,8 +150,7 @@ def summary_lines(status: "RunStatus") -> Iterator[str]:
     """Yield the results of a run, and commands for a closer look."""
     for name, scores in status.eval.items():
         yield f"{name}: {_change(scores)}"
-    last = status.num_rollout - 1
-    yield f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}"
+    yield f"look at samples: cairn show {status.run}; check every byte: cairn verify {status.run}"
 
 
 def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> "Iterator[RenderableType]":
@@ -187,7 +186,7 @@ def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = Fal
         if view.episode is not None:
             yield from episode_lines(view.episode)
     if len(views) < total and not alone:
-        yield Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim")
+        yield Text(f"{len(views)} of {total} samples; --limit shows more", "dim")
 
 
 @contextmanager

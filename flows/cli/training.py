@@ -53,10 +53,10 @@ def up(
 ) -> None:
     """Operate runs from Prefect's interface, until Ctrl-C.
 
-    You start, watch, cancel, retry, resume, fork and verify runs in a browser. The command starts Prefect's server over the history of the current folder, serves the deployments, and starts a Ray
-    head that their runs share. PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster.
-    When the command ends, runs that were started in the interface shut down cleanly, and Retry resumes them. Other runs
-    do not depend on it.
+    You start, watch, cancel, retry, resume, fork and verify runs in a browser. The command starts Prefect's server over
+    the history of the current folder, serves the deployments, and starts a Ray head that their runs share.
+    PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster. When the command ends, runs
+    that were started in the interface shut down cleanly, and Retry resumes them. Other runs do not depend on it.
 
     Examples:
 
@@ -140,7 +140,27 @@ def _newest(store: str) -> list["RunStatus"]:
     return sorted(statuses, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
 
 
-RecipeArgument = Annotated[Path, Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
+def _recipe(name: str) -> Path:
+    from cairn.configs.catalogue import recipe_path
+
+    return recipe_path(name)
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from cairn.configs.catalogue import recipe_files
+
+    return [name for name in recipe_files(Path.cwd()) if name.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    Path,
+    Argument(
+        metavar="RECIPE",
+        help="YAML file, or a name: quickstart, Qwen3-4B (docs/recipes.md lists them).",
+        parser=_recipe,
+        autocompletion=_complete_recipe,
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
@@ -166,8 +186,8 @@ def train(
 
     Examples:
 
-    - `cairn train configs/recipes/quickstart.yaml`
-    - `cairn train configs/recipes/quickstart.yaml --run warmer --set rollout.rollout_temperature=1.2`
+    - `cairn train quickstart`
+    - `cairn train quickstart --run warmer --set rollout.rollout_temperature=1.2`
     - `cairn train my.yaml --store s3://bucket/experiments`
     """
     _handle_signals()
@@ -181,8 +201,8 @@ def train(
 def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
     """Resume a run from its last commit.
 
-    The configuration is that of the ledger. Whatever ended the run (an error, Ctrl-C, a killed machine), no committed step is repeated, and the final weights
-    equal those of a run that was never interrupted.
+    The configuration is that of the ledger. Whatever ended the run (an error, Ctrl-C, a killed machine), no committed
+    step is repeated, and the final weights equal those of a run that was never interrupted.
 
     Examples:
 
@@ -199,13 +219,13 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
     """Check a recipe, and print it with every option.
 
-    Nothing starts. The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
-    against the context; your own rewards and filters; and every row of local data files, of which it renders at most
-    1000 training rows. No GPU is needed. Exits with 2 if something is wrong.
+    Nothing starts. The command checks the options, their types and their combinations; the model folder and its
+    tokenizer; lengths against the context; your own rewards and filters; and every row of local data files, of which it
+    renders at most 1000 training rows. No GPU is needed. Exits with 2 if something is wrong.
 
     Examples:
 
-    - `cairn validate configs/recipes/quickstart.yaml`
+    - `cairn validate quickstart`
     - `cairn validate my.yaml --set training.lr=1e-5 --json`
     """
     from cairn.configs.loader import load

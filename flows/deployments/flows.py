@@ -24,6 +24,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from pydantic import Field
 
+from cairn.configs.catalogue import recipe_path
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.processes.deferred import defer_compiler
@@ -39,7 +40,6 @@ from cairn.flows.deployments.forms import (
     RunName,
     RunNameOrNone,
     Sampling,
-    recipe_path,
 )
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process

@@ -26,16 +26,13 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-import cairn.configs.schema
+from cairn.configs.catalogue import recipe_files
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import item_of, read, section_of
 from cairn.configs.schema.evaluation import BenchmarkSampling, EngineOptions
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.layout import LONGEST_NAME, NAME_PATTERN
-
-FOLDERS = (".", "recipes", "configs/recipes")
-"""Folders with the user's own recipes, relative to the working directory."""
 
 
 def without_null(fields: dict[str, JsonSchemaValue]) -> None:
@@ -125,19 +122,8 @@ SAME_GRADER = RewardOptions()
 
 
 def recipes(folder: Path) -> dict[str, Path]:
-    """Return recipes by name: the YAML files below the folder, relative to it, and the built-in ones. The user's file
-    wins where both have the same name. Files without the sections of a recipe are skipped."""
-    root = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
-    built_in = {str(path.relative_to(root)): path for path in sorted(root.rglob("*.yaml"))}
-    own = {str(path.relative_to(folder)): path for below in FOLDERS for path in sorted((folder / below).glob("*.yaml"))}
-    in_folder = {path.resolve() for path in own.values()}
-    others = {name: path for name, path in built_in.items() if path.resolve() not in in_folder}
-    return {name: path for name, path in (own | others).items() if _is_recipe(path)}
-
-
-def recipe_path(name: str) -> Path:
-    """Return the file of a recipe that the form offers; else the name as a path."""
-    return recipes(Path.cwd()).get(name, Path(name))
+    """Return recipes by name; files without the sections of a recipe are skipped."""
+    return {name: path for name, path in recipe_files(folder).items() if _is_recipe(path)}
 
 
 def _is_recipe(path: Path) -> bool:

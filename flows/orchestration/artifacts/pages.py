@@ -104,7 +104,7 @@ def iteration_page(
         _files(commits, store),
         "More:",
         block(
-            f"cairn show {run} {index} --store {store}\ncairn export {run}@{index} FOLDER --store {store}",
+            f"cairn show {run}@{index} --store {store}\ncairn export {run}@{index} FOLDER --store {store}",
             RESPONSE_CHARACTERS,
         ),
     ]

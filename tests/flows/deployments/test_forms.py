@@ -9,14 +9,16 @@ import pytest
 import yaml
 from prefect.utilities.callables import parameter_schema
 
+from cairn.configs.catalogue import recipe_path
+from cairn.configs.errors import ConfigError
 from cairn.configs.loader import load, options
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.deployments.flows import FLOWS, fork, train
-from cairn.flows.deployments.forms import Options, recipe_path, recipes
+from cairn.flows.deployments.forms import Options, recipes
 from cairn.flows.deployments.names import DEPLOYMENT
 
 ROOT = Path(__file__).parents[3]
-RECIPE = "configs/recipes/quickstart.yaml"
+RECIPE = "quickstart"
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,8 @@ def test_what_no_run_could_have_is_refused_in_the_form(
 def test_what_was_filled_in_changes_the_recipe_and_nothing_else() -> None:
     filled: Any = {"seed": 7, "rollout": {"num_rollout": 3}, "training": {"lr": 1e-3, "lora": {"r": 4}}}
     overrides = list(Options.model_validate(filled).overrides())
-    form = load(ROOT / RECIPE, overrides)
-    plain = load(ROOT / RECIPE)
+    form = load(recipe_path(RECIPE), overrides)
+    plain = load(recipe_path(RECIPE))
     assert (form.seed, form.rollout.num_rollout, form.training.lr, form.training.lora.r) == (7, 3, 1e-3, 4)
     assert len(overrides) == 4
     assert form.reward == plain.reward
@@ -93,17 +95,19 @@ def test_recipes_are_those_of_the_folder_and_those_that_come_with_cairn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").write_text((ROOT / RECIPE).read_text())
+    (tmp_path / "recipes" / "mine.yaml").write_text(recipe_path(RECIPE).read_text())
     (tmp_path / "recipes" / "warmer.yaml").write_text("base: mine.yaml\nrollout: {rollout_temperature: 1.2}\n")
     (tmp_path / "prefect.yaml").write_text("deployments: []\n")
     monkeypatch.chdir(tmp_path)
     found = recipes(tmp_path)
-    assert {"recipes/mine.yaml", "recipes/warmer.yaml"} <= set(found)
-    assert "models/Qwen3-4B.yaml" in found
-    assert "models/base/math.yaml" not in found
-    assert "quickstart.yaml" in found
-    assert "prefect.yaml" not in found
-    assert load(recipe_path("quickstart.yaml")) == load(ROOT / RECIPE)
+    assert {"mine", "warmer", "Qwen3-4B", "quickstart"} <= set(found)
+    assert not {"math", "prefect"} & set(found)
+    assert recipe_path("mine") == tmp_path / "recipes" / "mine.yaml"
+    assert load(recipe_path("quickstart")) == load(recipe_path("quickstart.yaml")) == load(ROOT / "configs" / "recipes" / "quickstart.yaml")
+    (tmp_path / "quickstart.yaml").write_text(recipe_path(RECIPE).read_text())
+    assert recipe_path("quickstart") == tmp_path / "quickstart.yaml", "a recipe of one's own wins"
+    with pytest.raises(ConfigError, match=r"there is no recipe or file quickstrat; did you mean quickstart\?"):
+        recipe_path("quickstrat")
 
 
 def test_every_flow_says_what_it_does_and_what_each_parameter_means() -> None:

@@ -216,7 +216,7 @@ def test_a_run_at_a_gate_ends_paused_tells_prefect_and_goes_on_when_it_is_approv
         return dict(train()[0])
 
     paused = wait("AwaitingApproval", "PAUSED")
-    assert "cairn approve gated 1" in paused["state"]["message"]
+    assert "cairn approve gated@1" in paused["state"]["message"]
     (iteration,) = operated.flow_runs("gated 000001")
     assert (iteration["state_name"], iteration["state_type"]) == ("AwaitingApproval", "CANCELLED")
     lease = newest_lease(open_store(str(operated.folder)), "gated")
@@ -224,7 +224,7 @@ def test_a_run_at_a_gate_ends_paused_tells_prefect_and_goes_on_when_it_is_approv
     assert lease.is_over()
 
     (event,) = wait_for(lambda: operated.events("cairn.approval.requested"))
-    assert (event["payload"]["iteration"], event["payload"]["approve"]) == (1, "cairn approve gated 1")
+    assert (event["payload"]["iteration"], event["payload"]["approve"]) == (1, "cairn approve gated@1")
     verified = wait_for(lambda: [run for run in operated.flow_runs("gated") if run["deployment_id"] == verify])
     assert verified[0]["created_by"]["type"] == "AUTOMATION"
 
