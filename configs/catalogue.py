@@ -31,17 +31,18 @@ def recipe_files(folder: Path) -> dict[str, Path]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a recipe: a path, or a name of `recipe_files`. Raises ConfigError, which suggests the nearest
-    name."""
+    """Return the file of a recipe: that of a name of `recipe_files`, else the name as a path. Raises ConfigError, which
+    suggests the nearest name, where it is neither a file nor looks like one."""
     path = Path(name)
     if path.is_file():
         return path
     files = recipe_files(Path.cwd())
-    stem = name.removesuffix(".yaml")
-    if stem in files:
+    if (stem := name.removesuffix(".yaml")) in files:
         return files[stem]
+    if path.suffix:
+        return path
     near = get_close_matches(stem, files, 1, 0.5)
-    meant = f"did you mean {near[0]}?" if near else "name a YAML file, or one of docs/recipes.md"
+    meant = f"did you mean {near[0]}?" if near else "name a YAML file, or a recipe of docs/recipes.md"
     raise ConfigError([f"there is no recipe or file {name}; {meant}"])
 
 

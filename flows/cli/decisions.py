@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import IterationArgument, Root, RunArgument, Shown, bad_input, complete_run, writing
-from cairn.flows.cli.printing import print_stderr, say
+from cairn.flows.cli.printing import print_stderr
 from cairn.flows.reading.address import Address, iteration_of, newest, parser
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def quarantine(
 def keygen(
     file: Annotated[Path, Argument(metavar="FILE", help="File for the private key; must not exist yet.")],
     by: Annotated[str | None, Option("--as", metavar="NAME", help="Owner of the key; by default user@host.")] = None,
-) -> None:
+) -> Shown:
     """Create a key that signs what you write into ledgers.
 
     The command prints the line with which others check it. With `CAIRN_SIGNING_KEY=FILE` in the environment, Cairn
@@ -165,8 +165,9 @@ def keygen(
     if not name or set(name) & set(" \t\n#"):
         raise BadInput(f"{name!r} is not a name for a signer: use one word without '#'")
     with writing(file):
-        say(f"{name} {new_key(file)}")
+        key = new_key(file)
     print_stderr(f"the private key is in {file}: keep it secret, and set CAIRN_SIGNING_KEY={file}")
+    return Shown({"name": name, "key": key, "file": str(file)}, f"{name} {key}")
 
 
 def _verdict(ledger: "Ledger", iteration: int | None, *, approved: bool, why: str | None, by: str | None) -> Shown:

@@ -19,7 +19,7 @@ from cairn.flows.cli.command import (
     read_signers_of,
     writing,
 )
-from cairn.flows.cli.printing import print_message, print_stderr
+from cairn.flows.cli.printing import print_message
 from cairn.flows.reading.address import samples_of, the_sample
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def convert(
         Path | None, Option("--model", help="For a checkpoint: the model folder that its training started from.")
     ] = None,
     dtype: Annotated[str, Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
-) -> None:
+) -> Shown:
     """Convert between model folders and Megatron checkpoints.
 
     A model folder becomes a training state before its first update. A checkpoint, of any layout of ranks, optimizer and
@@ -165,7 +165,8 @@ def convert(
                 device=str(device),
             )
             engine.save(open_store(str(target.parent)), target.name)
-    print_stderr(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
+    kind = "a checkpoint" if from_model else "a model folder"
+    return Shown({"target": str(target), "kind": kind, "source": str(source)}, f"{target}: {kind} of {source}")
 
 
 def bundle(

@@ -12,7 +12,7 @@ from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, Signer
 from cairn.flows.cli.decisions import AsOption, WhyOption
 from cairn.flows.cli.printing import print_stderr
 from cairn.flows.cli.tables import grid, reporting
-from cairn.flows.text import printable
+from cairn.flows.text import printable, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,8 +108,8 @@ def _verified(counts: Mapping[str, Any], findings: Sequence["Finding"], signed: 
     """Yield the findings, the amount of data that was read, and a line for each author of signed files."""
     for finding in findings:
         yield f"{finding.fault}: {finding.message}"
-    verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
-    read = f"{counts['files']} files, {counts['bytes'] / 1e6:.1f} MB"
+    verdict = f"{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "every byte is what was committed"
+    read = f"{counts['files']} files, {size(counts['bytes'])}"
     if "results" in counts:
         yield f"evaluations: {counts['results']} results, {read} read; {verdict}"
     else:
@@ -182,8 +182,8 @@ def gc(
 def _evaluation_garbage(found: Sequence["Garbage"], removed: bool) -> Iterator[str]:
     for one in found:
         yield f"{one.reason}: {one.path}"
-    size = sum(one.bytes or 0 for one in found) / 1e6
-    yield f"evaluations: {len(found)} files, {size:.1f} MB, {_fate('--evals', len(found), removed)}"
+    total = sum(one.bytes or 0 for one in found)
+    yield f"evaluations: {len(found)} files, {size(total)}, {_fate('--evals', len(found), removed)}"
 
 
 def _run_garbage(
@@ -193,17 +193,17 @@ def _run_garbage(
     that retention does not keep."""
     from rich.text import Text
 
-    table = grid("path", "bytes", "why", right=("bytes",), fold=True)
+    table = grid("path", "size", "why", right=("size",), fold=True)
     for one in old:
-        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", str(one.bytes), f"old {one.kind}")
+        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", size(one.bytes), f"old {one.kind}")
     for garbage in found:
-        size = "–" if garbage.bytes is None else str(garbage.bytes)
-        table.add_row(Text(printable(garbage.path)), size, garbage.reason)
+        known = "–" if garbage.bytes is None else size(garbage.bytes)
+        table.add_row(Text(printable(garbage.path)), known, garbage.reason)
     files = sum(len(one.files) for one in old) + len(found)
     total = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
     if files:
         yield table
-    yield f"run {run}: {files} files, {total / 1e6:.1f} MB, {_fate(run, files, removed)}"
+    yield f"run {run}: {files} files, {size(total)}, {_fate(run, files, removed)}"
 
 
 def _fate(which: str, files: int, removed: bool) -> str:
@@ -221,7 +221,7 @@ def delete(
     yes_delete: Annotated[
         str | None, Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it.")
     ] = None,
-) -> None:
+) -> Shown:
     """Delete a run, or the samples of one prompt.
 
     Samples, checkpoints and metrics are gone for good. You have to type the name again. The command refuses while a
@@ -243,15 +243,14 @@ def delete(
 
     store = root.store
     if prompt is not None:
-        _delete_prompt(root.ledger(run), prompt, by=by, why=why, yes_delete=yes_delete)
-        return
+        return _delete_prompt(root.ledger(run), prompt, by=by, why=why, yes_delete=yes_delete)
     if why is not None or by is not None:
         raise BadInput("--why and --as need --prompt: a deleted run has no ledger to record them")
     warning = f"This permanently deletes run {run!r} in {store.url}."
     _require_confirmed(run, yes_delete, warning, "Type the run's name to delete it")
     with bad_input(FileNotFoundError, ValueError):
         delete_run(store, run)
-    print_stderr(f"run {run} is deleted")
+    return Shown({"run": run, "deleted": True}, f"run {run} is deleted")
 
 
 def _require_confirmed(run: str, typed: str | None, warning: str, request: str) -> None:
@@ -264,7 +263,7 @@ def _require_confirmed(run: str, typed: str | None, warning: str, request: str) 
         raise BadInput(f"the confirmed name is {typed!r}, not {run!r}; nothing was deleted")
 
 
-def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | None, yes_delete: str | None) -> None:
+def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | None, yes_delete: str | None) -> Shown:
     from cairn.storage.ledger.decisions import Redaction
     from cairn.storage.upkeep.redaction import redact
     from cairn.tasks.durable.quarantine import wanted
@@ -277,20 +276,21 @@ def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | 
         decision = redact(ledger, prompt, by=by, why=why, progress=progress, on_remaining=unreached.append)
     done = decision.what
     assert isinstance(done, Redaction)
-    print_stderr(
+    text = [
         f"prompt {prompt} is redacted in run {run}: {done.samples} samples, {len(done.files)} tables (decision "
         f"{decision.number})"
-    )
+    ]
     if done.trained_in:
         iterations = ", ".join(map(str, done.trained_in))
-        print_stderr(
+        text.append(
             f"updates of iteration {iterations} trained on them: weights from version {min(done.weight_versions)} on "
             "contain their effect"
         )
-    for sentence in unreached:
-        print_stderr(f"not reached: {sentence}")
+    text += [f"not reached: {sentence}" for sentence in unreached]
     if prompt not in wanted(ledger, ledger.decisions.all()):
-        print_stderr(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
+        text.append(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
+    value = decision.model_dump(mode="json") | {"digest": decision.digest, "not_reached": unreached}
+    return Shown(value, text)
 
 
 def probe(root: Root) -> Shown:

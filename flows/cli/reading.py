@@ -1,6 +1,9 @@
 """Commands that read and change nothing: runs, status, show, costs, timeline, report."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,19 +21,39 @@ from cairn.flows.cli.command import (
     writing,
 )
 from cairn.flows.reading.address import iteration_of, samples_of, the_sample
+from cairn.flows.text import size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
     from cairn.flows.reading.costs import Costs
+    from cairn.flows.reading.views import RunStatus
 
 PriceOption = Annotated[
     float | None, Option("--price", metavar="P", min=0, help="Price of a device per hour, in any currency.")
 ]
 
 
-def runs(root: Root) -> Shown:
+class Order(StrEnum):
+    """Order of runs: names from a to z, everything else with the greatest first."""
+
+    NAME = "name"
+    REWARD = "reward"
+    ITERATIONS = "iterations"
+    NEWEST = "newest"
+
+
+def runs(
+    root: Root,
+    pattern: Annotated[
+        str, Argument(metavar="[PATTERN]", help="Only runs whose names match, such as 'gsm8k-*'.")
+    ] = "*",
+    state: Annotated[
+        list[str] | None, Option("--state", metavar="STATE", help="Only runs in this state; may be repeated.")
+    ] = None,
+    sort: Annotated[Order, Option("--sort", help="Order of the runs; newest: by their last commit.")] = Order.NAME,
+) -> Shown:
     """List the runs of a store.
 
     States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
@@ -40,11 +63,23 @@ def runs(root: Root) -> Shown:
     Examples:
 
     - `cairn runs`
-    - `cairn runs --store s3://bucket/experiments --json`
+    - `cairn runs 'gsm8k-*' --state failed --state interrupted --sort newest`
+    - `cairn runs --store s3://bucket/experiments --sort reward --json`
     """
-    from cairn.flows.reading.views import all_runs
+    from cairn.flows.reading.views import RunState, all_runs
 
-    found = all_runs(root.store)
+    for name in state or ():
+        if name not in list(RunState):
+            raise BadInput(f"--state {name} is not a state of a run; states are {', '.join(RunState)}")
+    keys: dict[Order, Callable[[RunStatus], float]] = {
+        Order.REWARD: lambda status: -inf if status.reward is None else status.reward,
+        Order.ITERATIONS: lambda status: status.iterations,
+        Order.NEWEST: lambda status: status.last_commit_at or 0,
+    }
+    found = all_runs(root.store, lambda run: fnmatchcase(run, pattern))
+    found = [status for status in found if not state or status.state in state]
+    if sort in keys:
+        found.sort(key=keys[sort], reverse=True)
     return Shown(found, tables.runs_table(found, root.url))
 
 
@@ -250,8 +285,8 @@ def report(
 
         with writing(target):
             written = write_report(ledger, target, progress, verified=verify, price=price)
-    size = f"{written.bytes / 1e6:.1f} MB, {written.iterations} iterations, {written.samples:,} samples"
-    text = [f"{written.file}: {size}, {written.with_tokens:,} of them with tokens"]
+    amount = f"{size(written.bytes)}, {written.iterations} iterations, {written.samples:,} samples"
+    text = [f"{written.file}: {amount}, {written.with_tokens:,} of them with tokens"]
     if written.findings:
         text.append(f"{written.findings} findings of the ledger's verification are in it: see `cairn verify {run}`")
     return Shown(written, text)

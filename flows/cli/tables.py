@@ -69,7 +69,7 @@ def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[Renderable
     from rich.text import Text
 
     if not found:
-        yield f"no runs in {store}; `cairn train RECIPE` starts one"
+        yield f"no such runs in {store}; `cairn train RECIPE` starts one"
         return
     table = grid("run", "state", "iterations", "reward", "eval", "last commit", right=("iterations", "reward"))
     for status in found:

@@ -178,6 +178,7 @@ def train(
     ] = None,
     overrides: SetOption = None,
     takeover: TakeoverOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Start a run, or resume the run of that name.
 
@@ -189,16 +190,17 @@ def train(
     - `cairn train quickstart`
     - `cairn train quickstart --run warmer --set rollout.rollout_temperature=1.2`
     - `cairn train my.yaml --store s3://bucket/experiments`
+    - `cairn train my.yaml --json | jq .state_digest` prints the status at the end, and progress on stderr
     """
     _handle_signals()
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
 
     config = with_length(load(recipe, overrides or []))
-    _drive(root, run or recipe.stem, config, takeover)
+    _drive(root, run or recipe.stem, config, takeover, json=json)
 
 
-def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
+def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False, json: JsonOption = False) -> None:
     """Resume a run from its last commit.
 
     The configuration is that of the ledger. Whatever ended the run (an error, Ctrl-C, a killed machine), no committed
@@ -213,7 +215,7 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     from cairn.configs.loader import from_manifest
 
     ledger = root.ledger(run)
-    _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
+    _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger, json=json)
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
@@ -274,9 +276,11 @@ def _handle_signals() -> None:
     install_early_handlers()
 
 
-def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "Ledger | None" = None) -> None:
+def _drive(
+    root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "Ledger | None" = None, *, json: bool
+) -> None:
     """Train with progress on the terminal. `ledger`: that of the run, if the configuration comes from it and not from
-    the user."""
+    the user. `json`: print the status at the end to stdout, and progress to stderr."""
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
@@ -304,10 +308,14 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
     if ledger is not None:
         # A single request says whether the last update exists; the full status needs many.
         trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
-        if trained and run_status(store, run).state is RunState.COMPLETED:
+        if trained and (status := run_status(store, run)).state is RunState.COMPLETED:
             print_stderr(f"run {run} has all its iterations; nothing is left to do")
+            if json:
+                print_json(status)
             return
     with collecting_later():
+        from rich.console import Console
+
         from cairn.flows.driver.approval import Withheld
         from cairn.flows.driver.preemption import Preempted
         from cairn.flows.events import RunStarted
@@ -316,7 +324,7 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
 
     resume_command = f"cairn resume {run}" + ("" if root.url == "." else f" --store {shlex.quote(root.url)}")
     started = False
-    progress = Progress(config)
+    progress = Progress(config, Console(stderr=True) if json else None)
 
     def on_event(event: "Event") -> None:
         nonlocal started
@@ -346,4 +354,8 @@ def _drive(root: Root, run: str, config: "RunConfig", takeover: bool, ledger: "L
             print_stderr(describe(error))
         print_stderr(f"run {run} failed; nothing committed is lost. Continue with: {resume_command}")
         raise typer.Exit(FAILED) from error
-    print_parts(summary_lines(run_status(store, run)))
+    status = run_status(store, run)
+    if json:
+        print_json(status)
+    else:
+        print_parts(summary_lines(status))

@@ -167,7 +167,7 @@ def test_every_code_block_of_python_and_yaml_can_be_parsed() -> None:
     [
         ("nonsense run", "there is no command"),
         ("export RUN FOLDER --hat", "has no option --hat"),
-        ("show run many", "valid integer"),
+        ("show run@many", "is not RUN[@ITER[/SAMPLE]]"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str, why: str) -> None:

@@ -69,7 +69,7 @@ def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:
     gone = {path for row in dry["retention"] for path in row["files"]} | {row["path"] for row in dry["garbage"]}
     left = {path for path in ledger.store.find("runs") if "/retired/" not in path}
     assert left == set(before) - gone
-    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0.0 MB, can be removed\n"
+    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0 B, can be removed\n"
 
 
 def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:

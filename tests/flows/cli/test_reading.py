@@ -72,9 +72,26 @@ def test_runs_lists_every_run_of_the_store(store: str, monkeypatch: pytest.Monke
     assert lines[2].split()[:4] == ["toy", "completed", "3/3", "0.667"]
 
 
+def test_runs_are_sorted_and_filtered(store: str) -> None:
+    def names(*options: str) -> list[str]:
+        return [run["run"] for run in json.loads(cairn("runs", *options, "--json", "--store", store).stdout)]
+
+    assert names("--sort", "iterations") == ["toy", "other"]
+    assert names("--sort", "newest") == ["other", "toy"]
+    assert names("t*") == names("--state", "completed") == ["toy"]
+    assert names("--state", "completed", "--state", "interrupted", "--sort", "reward") == ["other", "toy"]
+    wrong = cairn("runs", "--state", "done", "--store", store)
+    assert (wrong.exit_code, wrong.stderr.startswith("--state done is not a state of a run; states are new, ")) == (
+        2,
+        True,
+    )
+
+
 def test_an_empty_store_has_no_runs(tmp_path: Path) -> None:
     assert cairn("runs", "--json", "--store", str(tmp_path)).stdout.strip() == "[]"
-    assert cairn("runs", "--store", str(tmp_path)).stdout.startswith(f"no runs in {tmp_path}; `cairn train RECIPE`")
+    assert cairn("runs", "--store", str(tmp_path)).stdout.startswith(
+        f"no such runs in {tmp_path}; `cairn train RECIPE`"
+    )
 
 
 def test_show_prints_samples_with_their_reward_and_advantage(store: str) -> None:
@@ -128,7 +145,7 @@ def test_verify_names_what_was_altered_and_fails(store: str) -> None:
     result = cairn("verify", "toy", "--store", store)
     assert result.exit_code == 1
     assert f"altered: runs/toy/iterations/000001/reward/{file.parent.name}/samples.parquet is altered" in result.stdout
-    assert "1 findings" in result.stdout
+    assert "1 finding\n" in result.stdout
     machine = cairn("verify", "toy", "--json", "--store", store)
     assert machine.exit_code == 1
     assert [finding["fault"] for finding in json.loads(machine.stdout)["findings"]] == ["altered"]

@@ -103,7 +103,11 @@ def test_recipes_are_those_of_the_folder_and_those_that_come_with_cairn(
     assert {"mine", "warmer", "Qwen3-4B", "quickstart"} <= set(found)
     assert not {"math", "prefect"} & set(found)
     assert recipe_path("mine") == tmp_path / "recipes" / "mine.yaml"
-    assert load(recipe_path("quickstart")) == load(recipe_path("quickstart.yaml")) == load(ROOT / "configs" / "recipes" / "quickstart.yaml")
+    assert (
+        load(recipe_path("quickstart"))
+        == load(recipe_path("quickstart.yaml"))
+        == load(ROOT / "configs" / "recipes" / "quickstart.yaml")
+    )
     (tmp_path / "quickstart.yaml").write_text(recipe_path(RECIPE).read_text())
     assert recipe_path("quickstart") == tmp_path / "quickstart.yaml", "a recipe of one's own wins"
     with pytest.raises(ConfigError, match=r"there is no recipe or file quickstrat; did you mean quickstart\?"):
