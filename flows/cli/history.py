@@ -237,9 +237,9 @@ def replay(
         if everything or kind is not None or iteration is not None or step is not None:
             raise BadInput("--weights repeats every update of the run: leave out ITER, STEP, --all and --step")
         ledger = root.ledger(run)
-        newest = newest_update(ledger)
+        last = newest_update(ledger)
         found = replay_all(ledger, UPDATES, show, print_message)
-        conclusions["weights"] = replayed_weights(newest, found)
+        conclusions["weights"] = replayed_weights(last, found)
         text.append(_weights(run, conclusions["weights"]))
     elif everything:
         if iteration is not None or step is not None:

@@ -10,7 +10,7 @@ _GREY = "#8a8f98"
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 260, 56, 12, 30, 26
 
 
-def picture(curves: Mapping[str, Mapping[float, float]]) -> str:
+def picture(curves: Mapping[str, Mapping[int, float] | Mapping[float, float]]) -> str:
     """Return Markdown of a picture of some curves: their points by name. The first is a line, the others have marks.
 
     Returns an empty string if there are no points.
