@@ -309,7 +309,8 @@ def _log(event: Event, config: RunConfig) -> None:
     if isinstance(event, Message):
         (logger.warning if event.level == "warning" else logger.info)(event.text)
     elif isinstance(event, RunStarted):
-        logger.info(f"Run {event.run} continues at iteration {event.iteration} of {event.iterations}")
+        verb = "continues" if event.epoch > 1 else "starts"
+        logger.info(f"Run {event.run} {verb} at iteration {event.iteration} of {event.iterations}")
     elif isinstance(event, IterationDone):
         logger.info(f"Iteration {event.iteration}: {in_short(iteration_metrics(event.commits, config))}")
 

@@ -81,8 +81,12 @@ POINTS = 60
 
 
 def curve(rewards: Mapping[int, float], scores: Mapping[str, Mapping[int, float]]) -> str:
-    """Return Markdown of a picture of rewards and scores; an empty string where there are none. Parameters: as of
-    `run_page`."""
+    """Return Markdown of a picture; an empty string where there is nothing to draw.
+
+    Args:
+        rewards: mean reward of the generated samples, by iteration.
+        scores: scores of each benchmark, by the number of iterations that the weights were trained for.
+    """
     return picture({"reward": _averaged(rewards), **scores})
 
 
@@ -123,16 +127,14 @@ def run_page(
     config: RunConfig,
     done: int,
     newest: Commit | None,
-    rewards: Mapping[int, float],
     scores: Mapping[str, Mapping[int, float]],
     costs: Sequence[StepCost] = (),
 ) -> str:
-    """Return a page with rewards, evaluations and times of a run.
+    """Return a page with evaluations and times of a run. Prefect shows the description with `curve` above it.
 
     Args:
         done: number of complete iterations.
         newest: newest train step.
-        rewards: mean reward of the generated samples, by iteration.
         scores: scores of each benchmark, by the number of iterations that the weights were trained for.
         costs: costs of this driver's iterations, by step.
     """
@@ -141,7 +143,6 @@ def run_page(
         f"# {code(ledger.run)}",
         f"{done} of {config.rollout.num_rollout} iterations, weight version {version_of(newest)}, state {code(state)}, "
         f"in {code(ledger.store.url)}.",
-        curve(rewards, scores) or "No iteration is done yet.",
         "## Evaluation",
         _scores(scores),
     ]

@@ -7,7 +7,7 @@ from html import escape
 _COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#a855f7")
 """Colors of the curves, legible on a light and on a dark page."""
 _GREY = "#8a8f98"
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 260, 56, 12, 30, 26
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 220, 52, 8, 30, 26
 
 
 def picture(curves: Mapping[str, Mapping[int, float] | Mapping[float, float]]) -> str:
@@ -29,7 +29,7 @@ def picture(curves: Mapping[str, Mapping[int, float] | Mapping[float, float]]) -
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="13">'
+        'font-family="system-ui, sans-serif" font-size="14">'
     ]
     for y in (low, (low + high) / 2, high):
         _, down = at(left, y)

@@ -355,9 +355,9 @@ class Pages:
     def _show_run(self) -> None:
         costs = [self._costs[step] for step in Step if step in self._costs]
         ledger, config = self._run.ledger, self._run.config
-        page = run_page(ledger, config, self._done, self._newest, self._rewards, self._scores, costs)
+        page = run_page(ledger, config, self._done, self._newest, self._scores, costs)
         reward = f", reward {self._rewards[max(self._rewards)]:.3f}" if self._rewards else ""
-        # The card on the page of the flow run shows the description, so the curve is one click away.
+        # The card on the page of the flow run shows the description: the curve is one click away.
         shown = curve(self._rewards, self._scores)
         description = f"{self._done} of {config.rollout.num_rollout} iterations{reward}\n\n{shown}"
         if self._page is None:

@@ -21,7 +21,7 @@ from markdown_it import MarkdownIt
 from cairn.flows.events import IterationDone, RunDone, RunStarted
 from cairn.flows.orchestration.artifacts import publishing
 from cairn.flows.orchestration.artifacts import publishing as progress
-from cairn.flows.orchestration.artifacts.pages import Picked, iteration_page, picked_samples, run_page
+from cairn.flows.orchestration.artifacts.pages import Picked, curve, iteration_page, picked_samples, run_page
 from cairn.flows.orchestration.artifacts.publishing import Pages, run_key
 from cairn.flows.text import block, code, plain, table
 from cairn.storage.ledger.commits import Commit, Step
@@ -133,19 +133,21 @@ def drawn(page: str) -> tuple[list[list[str]], set[str]]:
 
 def test_the_page_of_a_run_has_rewards_scores_and_place(ledger: Ledger) -> None:
     config, newest = config_of(ledger), ledger.find(1, Step.TRAIN)
-    page = run_page(ledger, config, 2, newest, {0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}})
+    page = run_page(ledger, config, 2, newest, {"heldout": {0: 0.25, 2: 0.5}})
     assert f"2 of 3 iterations, weight version 2, state `{2:064x}`, in `{ledger.store.url}`." in page
     assert "| 2 | 0.5000 |" in page
-    (reward, heldout), words = drawn(page)
-    assert [point.split(",") for point in reward] == [["56.0", "234.0"], ["382.0", "30.0"]], (
-        "of iterations 0 and 1 of 2"
-    )
-    assert [point.split(",")[1] for point in heldout] == ["234.0", "132.0"], "half the height between 0.25 and 0.75"
+
+
+def test_the_picture_has_rewards_and_scores_at_their_places() -> None:
+    (reward, heldout), words = drawn(curve({0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}}))
+    bottom, top = 194.0, 30.0
+    assert [point.split(",") for point in reward] == [["52.0", f"{bottom}"], ["232.0", f"{top}"]]
+    assert [point.split(",") for point in heldout] == [["52.0", f"{bottom}"], ["412.0", f"{(top + bottom) / 2}"]]
     assert {"reward 0.75", "heldout 0.5"} <= words
-    many = run_page(ledger, config, 2, newest, {index: index / 1000 for index in range(1000)}, {})
-    assert len(many) < 6000
-    ((reward,), words) = drawn(many)
-    assert len(reward) == 59, "means of 17 iterations"
+    many = curve({index: index / 1000 for index in range(1000)}, {})
+    assert len(many) < 5000
+    ((averaged,), words) = drawn(many)
+    assert len(averaged) == 59, "means of 17 iterations"
     assert "reward 0.992" in words
 
 
