@@ -272,6 +272,7 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
     result, compared = one.result, one.comparison
     return {
         "benchmark": result.key.benchmark,
+        "differs": one.differs,
         "rank": one.rank,
         "model": one.model,
         "engine": result.key.settings.get("engine"),
@@ -312,7 +313,7 @@ def _standings(standings: "Sequence[Standing]", baseline: str | None) -> "Table"
         compared = one.comparison
         versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
         table.add_row(
-            _text(one.result.key.benchmark) if one.rank == 1 else "",
+            _text(one.result.key.benchmark + (f" ({one.differs})" if one.differs else "")) if one.rank == 1 else "",
             str(one.rank),
             _text(one.model),
             f"{settings.get('engine')}, {settings.get('dtype')}",
